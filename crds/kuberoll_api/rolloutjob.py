@@ -1,0 +1,414 @@
+"""The RolloutJob resource, `kuberoll.io/v1alpha1`.
+
+Python attributes are snake_case, the wire is camelCase; keys handed to vLLM (`engineArgs`) keep vLLM's spelling.
+Every model refuses unknown fields and converts nothing: `"4"` is not an integer here, as it is not in Kubernetes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic.alias_generators import to_camel
+
+GROUP = "kuberoll.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "RolloutJob"
+
+# Children are called "<job>-<suffix>"; a pod of an Indexed Job adds "-<index>-<5 characters>" and must stay
+# within the 63 characters of a DNS label.
+MAX_NAME_LENGTH = 40
+
+DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$", max_length=63)]
+Text = Annotated[str, StringConstraints(max_length=4096)]
+LongText = Annotated[str, StringConstraints(max_length=65536)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
+JsonObject = dict[str, JsonValue]
+
+
+class Model(BaseModel):
+    """Base of every model here: camelCase on the wire, no unknown fields, no conversions, immutable."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=False,
+        serialize_by_alias=True,
+        use_attribute_docstrings=False,
+        # A field called model_* is the model of a policy here, never pydantic's.
+        protected_namespaces=(),
+    )
+
+
+class ObjectMeta(Model):
+    """The part of Kubernetes' ObjectMeta that a manifest may carry."""
+
+    # What an API server adds to an exported object is accepted and not looked at.
+    model_config = ConfigDict(extra="ignore")
+
+    name: Annotated[
+        str,
+        StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=MAX_NAME_LENGTH),
+    ] = Field(description="Name of the job: a DNS label, short enough for the names of its children.")
+    namespace: DnsLabel | None = Field(default=None, description="Namespace of the job; not used on a laptop.")
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels.", max_length=256)
+    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations.", max_length=256)
+
+
+class ModelSource(Model):
+    """Which model generates."""
+
+    source: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
+        description="Hub id, local directory (relative paths start at the manifest), or s3:// or gs:// URI."
+    )
+    tokenizer: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="Where the tokenizer is, when not beside the model."
+    )
+    revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of a hub model."
+    )
+
+
+class Sampling(Model):
+    """How tokens are sampled; a dataset row may override each of these."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10, description="Softmax temperature; 0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
+    top_k: int = Field(default=-1, ge=-1, le=1_000_000, description="Tokens considered; -1 and 0 mean all.")
+    max_tokens: int = Field(default=512, ge=1, le=1_000_000, description="Most tokens generated in one turn.")
+    stop: list[StopString] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Stop strings of the first turn where the dataset row names none; included in the output.",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Base of the per-trajectory sampling seeds; absent: derived from the job's name.",
+    )
+    greedy: bool = Field(default=False, description="Always take the most likely token, whatever the temperature.")
+
+
+class SimulatedEngine(Model):
+    """A latency and batching model in the engine's place: dry runs and tests without a GPU."""
+
+    responses: list[LongText] = Field(
+        default_factory=list,
+        max_length=1024,
+        description="Texts to answer with, one drawn per request by its seed; none: random token ids.",
+    )
+    first_token_seconds: float = Field(default=0.0, ge=0, le=600, description="Median seconds to the first token.")
+    token_seconds: float = Field(
+        default=0.0, ge=0, le=60, description="Median seconds per further token of a batch of one."
+    )
+    sigma: float = Field(default=0.0, ge=0, le=4, description="Spread of those times: the lognormal's sigma.")
+    mean_tokens: int = Field(default=32, ge=1, le=1_000_000, description="Mean length of a random answer, tokens.")
+    max_batch: int = Field(
+        default=256, ge=1, le=1_000_000, description="Requests generated at once; further ones wait their turn."
+    )
+    batch_slowdown: float = Field(
+        default=0.0, ge=0, le=1, description="How much longer a token takes per further request in the batch."
+    )
+
+
+class Autoscaling(Model):
+    """Replicas that follow the load."""
+
+    min_replicas: int = Field(default=1, ge=0, le=1024, description="Fewest replicas.")
+    max_replicas: int = Field(ge=1, le=1024, description="Most replicas.")
+    target_ongoing_requests: float = Field(
+        default=64, gt=0, le=100_000, description="Running and waiting requests per replica to aim at."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"minReplicas {self.min_replicas} is above maxReplicas {self.max_replicas}")
+        return self
+
+
+class External(Model):
+    """A policy endpoint that somebody else runs."""
+
+    url: Annotated[str, StringConstraints(pattern=r"^https?://", max_length=2048)] = Field(
+        description="Base URL of a KubeRoll generation endpoint."
+    )
+
+
+class Resources(Model):
+    """Kubernetes resource requirements."""
+
+    limits: dict[str, str | int] = Field(default_factory=dict, max_length=32, description="Most it may use.")
+    requests: dict[str, str | int] = Field(default_factory=dict, max_length=32, description="What it is given.")
+
+
+class PodOptions(Model):
+    """How pods are made; honoured by the operator, not used on a laptop (except `env`)."""
+
+    resources: Resources = Field(default_factory=Resources, description="Requests and limits of the main container.")
+    image: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="Container image; absent: the operator's default for this role."
+    )
+    env: list[JsonObject] = Field(
+        default_factory=list, max_length=256, description="Environment variables, as in a container."
+    )
+    env_from: list[JsonObject] = Field(
+        default_factory=list, max_length=64, description="Sources of environment variables, as in a container."
+    )
+    node_selector: dict[str, str] = Field(default_factory=dict, max_length=64, description="Node labels required.")
+    tolerations: list[JsonObject] = Field(default_factory=list, max_length=64, description="Taints tolerated.")
+    pod_template: JsonObject | None = Field(
+        default=None, description="A pod template merged over the rendered one, for everything else."
+    )
+
+
+class Generation(PodOptions):
+    """The policy: which model, on which engine, how many replicas, sampled how."""
+
+    backend: Literal["Auto", "KubeRay", "Native", "External"] = Field(
+        default="Auto",
+        description="Who runs the engine: KubeRay, plain Deployments, or somebody else; Auto: KubeRay where its CRD "
+        "is served, else Native. A laptop treats all but External as local.",
+    )
+    model: ModelSource = Field(description="The model that generates.")
+    engine: Literal["VLLM", "Simulated"] = Field(default="VLLM", description="vLLM, or a model of its latency.")
+    engine_args: JsonObject = Field(
+        default_factory=dict, description="Handed to vLLM verbatim, in vLLM's spelling (max_model_len, ...)."
+    )
+    simulated: SimulatedEngine | None = Field(default=None, description="Settings of the Simulated engine.")
+    sampling: Sampling = Field(default_factory=Sampling, description="How tokens are sampled.")
+    replicas: int | None = Field(default=None, ge=1, le=1024, description="Engine replicas; absent: 1.")
+    autoscaling: Autoscaling | None = Field(default=None, description="Replicas that follow the load instead.")
+    max_ongoing_requests: int = Field(
+        default=512, ge=1, le=100_000, description="Requests that one replica accepts at once."
+    )
+    routing: Literal["Session", "LeastLoaded"] = Field(
+        default="Session", description="Session: turns of a trajectory stay with the replica that has their prefix."
+    )
+    external: External | None = Field(default=None, description="The endpoint, with backend External.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.replicas is not None and self.autoscaling is not None:
+            raise ValueError("replicas and autoscaling exclude each other: set one of them")
+        if self.backend == "External" and self.external is None:
+            raise ValueError("backend External needs external.url, the endpoint to use")
+        if self.backend != "External" and self.external is not None:
+            raise ValueError("external is only for backend External: set backend: External or remove it")
+        if self.engine != "Simulated" and self.simulated is not None:
+            raise ValueError("simulated is only for engine Simulated: set engine: Simulated or remove it")
+        return self
+
+
+class Environment(Model):
+    """One environment, and the dataset rows that it answers (by `task_name`)."""
+
+    name: Name = Field(description="The `task_name` of the dataset rows that this environment answers.")
+    type: Name | None = Field(default=None, description="A built-in environment.")
+    entrypoint: Annotated[str, StringConstraints(pattern=r"^[\w.]+:[\w.]+$", max_length=512)] | None = Field(
+        default=None, description="Your own environment class, `package.module:Class`."
+    )
+    config: JsonObject = Field(default_factory=dict, description="Handed to the environment's constructor.")
+    isolation: Literal["Inline", "Process"] = Field(
+        default="Inline",
+        description="Inline: a thread of the worker. Process: child processes, killed when a step times out.",
+    )
+    processes: int = Field(default=1, ge=1, le=256, description="Child processes per worker, with isolation Process.")
+    max_batch: int = Field(default=256, ge=1, le=65536, description="Most trajectories handed to one step call.")
+    step_timeout_seconds: Seconds = Field(default=30.0, description="Longest that one step call may take.")
+    repeats: int | None = Field(
+        default=None, ge=1, le=65536, description="Samples per prompt of this environment; absent: dataset.repeats."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.type is None) == (self.entrypoint is None):
+            raise ValueError("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
+        return self
+
+
+class GeneratorSource(Model):
+    """Rows made by environments themselves, through `generate_dataset(count, seed)`."""
+
+    environments: list[Name] = Field(
+        default_factory=list, max_length=64, description="Environments to ask, in this order; none: all."
+    )
+    count: int = Field(ge=1, le=100_000_000, description="Rows of each environment.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the generator.")
+
+
+class ConfigMapSource(Model):
+    """Rows in a ConfigMap."""
+
+    name: DnsLabel = Field(description="Name of the ConfigMap, in the job's namespace.")
+    key: Annotated[str, StringConstraints(min_length=1, max_length=253)] = Field(
+        default="dataset.jsonl", description="Key that holds the rows as JSON lines."
+    )
+
+
+class PersistentVolumeSource(Model):
+    """Rows in a file on a persistent volume."""
+
+    claim_name: DnsLabel = Field(description="Name of the PersistentVolumeClaim, in the job's namespace.")
+    path: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
+        description="Path of the file inside the volume."
+    )
+
+
+class DatasetSource(Model):
+    """Where the prompts come from: exactly one of these."""
+
+    uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
+        default=None, description="A JSONL file; relative paths start at the manifest."
+    )
+    rows: list[JsonObject] | None = Field(default=None, max_length=10_000, description="Rows written right here.")
+    generator: GeneratorSource | None = Field(default=None, description="Rows made by the environments.")
+    config_map: ConfigMapSource | None = Field(default=None, description="Rows in a ConfigMap; cluster only.")
+    pvc: PersistentVolumeSource | None = Field(default=None, description="Rows on a volume; cluster only.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        fields = type(self).model_fields
+        given = [to_camel(name) for name in fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(f"set exactly one of {', '.join(map(to_camel, fields))} (found {found})")
+        return self
+
+
+class PromptTemplate(Model):
+    """Makes messages from a row's fields: `{question}` is replaced, `{{` and `}}` are braces."""
+
+    system: LongText | None = Field(default=None, description="The system message.")
+    user: LongText = Field(description="The user message.")
+
+
+class Dataset(Model):
+    """The prompts, and how many samples each gets."""
+
+    source: DatasetSource = Field(description="Where the rows come from.")
+    limit: int | None = Field(default=None, ge=1, description="Use only the first rows; absent: all.")
+    repeats: int = Field(default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group.")
+    seed_per_repeat: bool = Field(
+        default=True,
+        description="Give every trajectory its own sampling seed, so that a run can be repeated; false: the engine's "
+        "randomness.",
+    )
+    prompt_template: PromptTemplate | None = Field(
+        default=None, description="Makes the prompt of rows that have neither `messages` nor `prompt`."
+    )
+
+
+class Retries(Model):
+    """How often, and how patiently, a failed step is tried again within its turn."""
+
+    generation_attempts: int = Field(
+        default=6, ge=1, le=1000, description="Tries of one generation request, when the endpoint is at fault."
+    )
+    environment_attempts: int = Field(default=2, ge=1, le=1000, description="Tries of one environment step.")
+    backoff_seconds: float = Field(default=0.5, ge=0, le=600, description="Wait before the second try; doubles.")
+    max_backoff_seconds: float = Field(default=30.0, ge=0, le=3600, description="Longest wait between tries.")
+
+
+class Timeouts(Model):
+    """How long things may take."""
+
+    generation_seconds: Seconds = Field(default=600.0, description="One generation request, waiting included.")
+    trajectory_seconds: Seconds | None = Field(default=None, description="One trajectory; absent: no bound.")
+
+
+class Rollout(Model):
+    """The loop: generate, step the environments, reward, repeat."""
+
+    scheduling: Literal["Concurrent", "Lockstep"] = Field(
+        default="Concurrent",
+        description="Concurrent: every trajectory at its own pace. Lockstep: batches of `concurrency`, turn by turn.",
+    )
+    max_turns: int = Field(default=20, ge=1, le=1_000_000, description="Most turns of a trajectory.")
+    max_sequence_length: int | None = Field(
+        default=None, ge=2, le=100_000_000, description="Most tokens of a trajectory; absent: the engine's window."
+    )
+    concurrency: int = Field(default=256, ge=1, le=100_000, description="Trajectories in flight per worker.")
+    observation_template: Literal["Raw"] = Field(
+        default="Raw", description="Raw: the observation's tokens are appended as they are."
+    )
+    retries: Retries = Field(default_factory=Retries, description="Retries of failed steps.")
+    timeouts: Timeouts = Field(default_factory=Timeouts, description="Time limits.")
+    max_failed_fraction: float = Field(
+        default=0.0, ge=0, le=1, description="The failure budget: part of the trajectories that may fail at last."
+    )
+
+
+class Workers(PodOptions):
+    """The environment workers: processes on a laptop, pods in a cluster."""
+
+    replicas: int = Field(default=1, ge=0, le=100_000, description="Workers at once.")
+    shards: int | None = Field(
+        default=None, ge=1, le=100_000, description="Parts of the dataset, each one output file; absent: replicas."
+    )
+
+
+class Output(Model):
+    """Where the trajectories go."""
+
+    uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
+        default=None,
+        description="Directory; relative paths start where the command runs; absent: runs/<job's name> on a laptop.",
+    )
+    format: Literal["JSONL"] = Field(default="JSONL", description="File format of the shards.")
+
+
+class RolloutJobSpec(Model):
+    """What the user wants."""
+
+    suspend: bool = Field(default=False, description="Stop after the turns under way; as in batch/v1.")
+    managed_by: Annotated[str, StringConstraints(min_length=1, max_length=253)] | None = Field(
+        default=None, description="The controller that manages this job, as in batch/v1; immutable."
+    )
+    active_deadline_seconds: int | None = Field(
+        default=None, ge=1, description="Longest that the job may run before it is failed."
+    )
+    startup_deadline_seconds: int = Field(
+        default=1800, ge=1, le=7 * 86400, description="Generation must be ready by then, else the job fails."
+    )
+    ttl_seconds_after_finished: int | None = Field(
+        default=None, ge=0, description="The job is deleted so long after its end; absent: never."
+    )
+    generation: Generation = Field(description="The policy that generates.")
+    environments: list[Environment] = Field(min_length=1, max_length=64, description="The environments.")
+    dataset: Dataset = Field(description="The prompts.")
+    rollout: Rollout = Field(default_factory=Rollout, description="The multi-turn loop.")
+    workers: Workers = Field(default_factory=Workers, description="The environment workers.")
+    output: Output = Field(default_factory=Output, description="Where the trajectories go.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [environment.name for environment in self.environments]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"environments: the name {repeated[0]!r} is used twice; names must differ")
+        generator = self.dataset.source.generator
+        unknown = [name for name in generator.environments if name not in names] if generator else []
+        if unknown:
+            raise ValueError(
+                f"dataset.source.generator.environments: no environment is named {unknown[0]!r}; "
+                f"there are {', '.join(names)}"
+            )
+        return self
+
+
+class RolloutJob(Model):
+    """One job of rollouts: a model, its environments, a dataset, and where the trajectories go."""
+
+    api_version: Literal["kuberoll.io/v1alpha1"] = Field(description="Always kuberoll.io/v1alpha1.")
+    kind: Literal["RolloutJob"] = Field(description="Always RolloutJob.")
+    metadata: ObjectMeta = Field(description="Kubernetes object metadata.")
+    spec: RolloutJobSpec = Field(description="What the user wants.")
+    status: dict[str, Any] | None = Field(default=None, description="Written by the operator; not read here.")

@@ -1,0 +1,1 @@
+"""The KubeRoll operator. Never imports torch, ray or vllm."""

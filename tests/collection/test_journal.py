@@ -1,0 +1,113 @@
+"""What is in the journal counted; what counted is in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kuberoll_workers.collection.journal import Journal, read_failures, read_trajectories, repair, stored_keys
+from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.record import (
+    RecordError,
+    Timing,
+    TokenCounts,
+    TrajectoryRecord,
+    decode_line,
+    encode_line,
+)
+
+
+class Observed:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def observe(self, amount: float) -> None:
+        assert amount >= 0
+        self.count += 1
+
+
+def record(task_index: int, rollout_index: int = 0) -> TrajectoryRecord:
+    assistant = Message("assistant", "é", token_array([3, 4]), array("f", [-0.1, -1.5]), 1, (("v1", 0, 2),))
+    return TrajectoryRecord(
+        task_index=task_index,
+        rollout_index=rollout_index,
+        task_name="env",
+        idx={"any": ["json", 1]},
+        messages=[Message("user", "hi", token_array([1, 2])), assistant],
+        total_reward=1.0,
+        rewards=[1.0],
+        stop_reason="terminated",
+        turn_count=1,
+        tokens=TokenCounts(2, 2, 0),
+        timing=Timing([0.5], [0.25]),
+        metadata={"state": None},
+        seed=2**63 - 1,
+        attempt=0,
+    )
+
+
+async def test_appended_records_are_read_back(tmp_path: Path) -> None:
+    path, observed = tmp_path / "shard-00000.jsonl", Observed()
+    journal = Journal(path, seconds=observed)
+    await asyncio.gather(*(journal.append(record(index)) for index in range(100)))
+    await journal.close()
+    read = list(read_trajectories(path))
+    assert [item.task_index for item in read] == list(range(100))
+    assert encode_line(read[7]) == encode_line(record(7))
+    # Group commit: those that arrive during a sync share the next one.
+    assert 1 <= observed.count <= 3
+
+
+async def test_a_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.jsonl"
+    journal = Journal(path, seconds=Observed())
+    for index in range(3):
+        await journal.append(record(index))
+        assert len(stored_keys(path)) == index + 1
+    await journal.close()
+
+
+@given(cut=st.integers(min_value=0, max_value=3 * len(encode_line(record(0)))))
+def test_a_torn_tail_is_cut_and_whole_lines_stay(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("journal") / "shard.jsonl"
+    line = encode_line(record(0))
+    path.write_bytes((line * 3)[:cut])
+    repair(path)
+    assert path.read_bytes() == line * (cut // len(line))
+
+
+async def test_reopening_continues_after_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.jsonl"
+    path.write_bytes(encode_line(record(0)) + encode_line(record(1))[:40])
+    journal = Journal(path, seconds=Observed())
+    await journal.append(record(2))
+    await journal.close()
+    assert [item.task_index for item in read_trajectories(path)] == [0, 2]
+
+
+def test_foreign_lines_are_reported_with_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.jsonl"
+    path.write_bytes(encode_line(record(0)) + b'{"task_index": "one"}\n')
+    with pytest.raises(RecordError, match=r"shard-00000\.jsonl:2: not a TrajectoryRecord"):
+        stored_keys(path)
+
+
+def test_logprobs_must_match_token_ids() -> None:
+    line = encode_line(record(0)).replace(b"[-0.1,-1.5]", b"[-0.1]")
+    with pytest.raises(RecordError, match=r"messages\[1\] has 2 token_ids but 1 logprobs"):
+        decode_line(line, TrajectoryRecord, where="x:1")
+
+
+def test_no_failures_file_is_no_failures(tmp_path: Path) -> None:
+    assert list(read_failures(tmp_path / "failures.jsonl")) == []
+
+
+async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
+    journal = Journal(Path("/dev/full"), seconds=Observed())
+    results = await asyncio.gather(*(journal.append(record(index)) for index in range(3)), return_exceptions=True)
+    assert {type(result) for result in results} == {OSError}
+    await journal.close()

@@ -1,0 +1,438 @@
+"""The loop, in both schedulings: what a trajectory holds, how it ends, what happens to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import threading
+from array import array
+from typing import Any
+
+import pytest
+from kuberoll_workers.environments.interface import EnvironmentReturn
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+    SamplingParameters,
+)
+from kuberoll_workers.rollouts.scheduling import Drain, run_rollout
+from kuberoll_workers.rollouts.settings import RetryPolicy
+from kuberoll_workers.rollouts.turns import Rollout
+from kuberoll_workers.telemetry import RolloutMetrics
+
+from tests.rollouts.fakes import (
+    CharacterTokenizer,
+    CountingEnvironment,
+    ScriptedPolicy,
+    roll,
+    runners,
+    sample,
+    settings,
+)
+
+pytestmark = pytest.mark.parametrize("scheduling", ["Concurrent", "Lockstep"])
+
+
+async def test_messages_and_counts(scheduling: str) -> None:
+    (record,) = await roll([sample()], scheduling=scheduling)
+    assert [(m.role, m.content, m.turn) for m in record.messages] == [
+        ("user", "prompt", 0),
+        ("assistant", "x", 1),
+        ("environment", "obs", 1),
+        ("assistant", "x", 2),
+        ("environment", "obs", 2),
+    ]
+    assert record.stop_reason == "terminated"
+    assert record.rewards == [1.0, 1.0]
+    assert record.total_reward == 2.0
+    assert record.turn_count == 2
+    assert dataclasses.astuple(record.tokens) == (6, 2, 6)
+    assert record.idx == "row-0"
+    assert record.metadata == {"turns": 0}
+    assert len(record.timing.generation_seconds) == len(record.timing.environment_seconds) == 2
+
+
+async def test_every_prompt_starts_with_the_one_before_and_its_response(scheduling: str) -> None:
+    policy = ScriptedPolicy(lambda request: "ab")
+    (record,) = await roll([sample(metadata={"turns": 4})], policy=policy, scheduling=scheduling)
+    ids = [token for message in record.messages for token in message.token_ids]
+    for earlier, later in zip(policy.prompts, policy.prompts[1:], strict=False):
+        assert later[: len(earlier) + 2] == [*earlier, ord("a"), ord("b")]
+        assert ids[: len(later)] == later
+
+
+async def test_samples_of_a_group_share_nothing(scheduling: str) -> None:
+    class Scribbler(CountingEnvironment):
+        def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            for log, state in zip(logs, metadata, strict=True):
+                log.append("scribble")
+                state["seen"].append(1)
+            return super().step(logs, metadata)
+
+    first = sample(metadata={"turns": 2, "seen": []})
+    second = dataclasses.replace(first, rollout_index=1)
+    before = copy.deepcopy(first)
+    records = await roll([first, second], environments={"env": Scribbler()}, scheduling=scheduling)
+    assert first == before
+    assert [record.metadata["seen"] for record in records] == [[1, 1], [1, 1]]
+    assert all(len(record.messages) == 5 for record in records)
+
+
+async def test_each_task_is_answered_by_its_environment(scheduling: str) -> None:
+    environments = {"a": CountingEnvironment("from a"), "b": CountingEnvironment("from b")}
+    samples = [sample(index, task_name="ab"[index % 2]) for index in range(10)]
+    records = await roll(samples, environments=environments, scheduling=scheduling)
+    for record in records:
+        observations = {m.content for m in record.messages if m.role == "environment"}
+        assert observations == {f"from {record.task_name}"}
+
+
+@pytest.mark.parametrize(
+    ("length", "kept", "reason"),
+    [(10, 3, "terminated"), (9, 2, "truncated"), (8, 1, "truncated"), (7, 0, "truncated")],
+)
+async def test_window(scheduling: str, length: int, kept: int, reason: str) -> None:
+    # 6 of prompt and 1 generated; an observation that fills the window exactly is an overflow too.
+    (record,) = await roll(
+        [sample(metadata={"turns": 1 if reason == "terminated" else 5})],
+        max_sequence_length=length + 1 if reason == "terminated" else length,
+        environments={"env": CountingEnvironment("obs")},
+        policy=ScriptedPolicy(lambda request: "x" if request.sampling.max_tokens > 1 else ""),
+        scheduling=scheduling,
+    )
+    if length == 7:
+        # Room for one token: the response is cut by it, or empty; here it is empty and the observation gets it.
+        kept = 1
+    assert len(record.messages[-1].token_ids) == kept
+    assert record.stop_reason == reason
+    assert sum(len(message.token_ids) for message in record.messages) <= length + 1
+
+
+async def test_prompt_that_fills_the_window_never_reaches_the_engine(scheduling: str) -> None:
+    policy = ScriptedPolicy()
+    (record,) = await roll([sample(prompt="p" * 20)], policy=policy, max_sequence_length=20, scheduling=scheduling)
+    assert policy.requests == []
+    assert (record.stop_reason, record.turn_count, record.total_reward) == ("truncated", 0, 0.0)
+
+
+async def test_response_at_its_length_limit_is_scored_and_truncated(scheduling: str) -> None:
+    (record,) = await roll(
+        [sample(metadata={"turns": 1})],
+        policy=ScriptedPolicy(lambda request: "long answer"),
+        sampling=SamplingParameters(max_tokens=4),
+        scheduling=scheduling,
+    )
+    assert record.messages[1].content == "long"
+    assert (record.stop_reason, record.total_reward, record.turn_count) == ("truncated", 1.0, 1)
+
+
+async def test_turn_limit(scheduling: str) -> None:
+    (record,) = await roll([sample(metadata={"turns": 9})], max_turns=3, scheduling=scheduling)
+    assert (record.stop_reason, record.turn_count) == ("max_turns", 3)
+
+
+async def test_end_on_the_last_turn_is_an_end(scheduling: str) -> None:
+    (record,) = await roll([sample(metadata={"turns": 3})], max_turns=3, scheduling=scheduling)
+    assert record.stop_reason == "terminated"
+
+
+async def test_stop_strings_are_per_trajectory_and_none_clears_them(scheduling: str) -> None:
+    policy = ScriptedPolicy()
+    environments = {"a": CountingEnvironment(stops=["</a>"]), "b": CountingEnvironment(stops=None)}
+    samples = [
+        sample(0, task_name="a", stop_strings=("first",)),
+        sample(1, task_name="b", stop_strings=("only",)),
+        sample(2, task_name="b"),
+    ]
+    default = SamplingParameters(max_tokens=50, stop=("default",))
+    await roll(samples, policy=policy, environments=environments, sampling=default, scheduling=scheduling)
+    seen = {(r.session_id, int(r.request_id.split("-")[3])): r.sampling.stop for r in policy.requests}
+    assert seen == {
+        ("0-0-0", 1): ("first",),
+        ("0-0-0", 2): ("</a>",),
+        ("1-0-0", 1): ("only",),
+        ("1-0-0", 2): (),
+        ("2-0-0", 1): ("default",),
+        ("2-0-0", 2): (),
+    }
+
+
+async def test_metadata_none_keeps_the_old(scheduling: str) -> None:
+    class Silent(CountingEnvironment):
+        def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            return super().step(logs, metadata)._replace(metadata=[None] * len(logs), terminateds=[False] * len(logs))
+
+    (record,) = await roll([sample()], environments={"env": Silent()}, max_turns=3, scheduling=scheduling)
+    assert record.metadata == {"turns": 2}
+
+
+async def test_named_rewards_keep_their_parts(scheduling: str) -> None:
+    class Named(CountingEnvironment):
+        def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            parts = {"correct": [1.0] * len(logs), "style": [0.25] * len(logs)}
+            return super().step(logs, metadata)._replace(rewards=parts)
+
+    (record,) = await roll([sample()], environments={"env": Named()}, scheduling=scheduling)
+    assert record.reward_parts == {"correct": [1.0, 1.0], "style": [0.25, 0.25]}
+    assert (record.rewards, record.total_reward) == ([1.25, 1.25], 2.5)
+
+
+async def test_empty_observation_adds_nothing(scheduling: str) -> None:
+    (record,) = await roll([sample()], environments={"env": CountingEnvironment("")}, scheduling=scheduling)
+    assert [message.role for message in record.messages] == ["user", "assistant", "assistant"]
+    assert record.tokens.environment == 0
+
+
+async def test_empty_generation_is_a_turn(scheduling: str) -> None:
+    (record,) = await roll([sample()], policy=ScriptedPolicy(lambda request: ""), scheduling=scheduling)
+    assert (record.stop_reason, record.tokens.generated, record.turn_count) == ("terminated", 0, 2)
+
+
+async def test_row_overrides_sampling(scheduling: str) -> None:
+    policy = ScriptedPolicy()
+    await roll(
+        [sample(sampling={"greedy": True, "max_tokens": 3}), sample(1, sampling={"temperature": 0.5})],
+        policy=policy,
+        scheduling=scheduling,
+    )
+    by_session = {request.session_id: request.sampling for request in policy.requests}
+    assert (by_session["0-0-0"].temperature, by_session["0-0-0"].max_tokens) == (0.0, 3)
+    assert (by_session["1-0-0"].temperature, by_session["1-0-0"].max_tokens) == (0.5, 50)
+
+
+async def test_seeds_differ_by_turn_and_not_by_try(scheduling: str) -> None:
+    fails = iter([PolicyUnavailable("down"), *["x"] * 10])
+    policy = ScriptedPolicy(lambda request: next(fails))
+    await roll([sample()], policy=policy, scheduling=scheduling)
+    first, again, second = (request.sampling.seed for request in policy.requests)
+    assert first == again != second
+    assert [request.request_id for request in policy.requests] == ["0-0-0-1-0", "0-0-0-1-1", "0-0-0-2-0"]
+
+
+async def test_unseeded_samples_send_no_seed(scheduling: str) -> None:
+    policy = ScriptedPolicy()
+    await roll([sample(seed=None)], policy=policy, scheduling=scheduling)
+    assert {request.sampling.seed for request in policy.requests} == {None}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "tries"),
+    [
+        (PolicyUnavailable("down"), "infrastructure", 3),
+        (PolicyRefused("token 9 is not in the vocabulary"), "data", 1),
+        (RuntimeError("bug"), "model", 1),
+    ],
+)
+async def test_failed_generation_fails_only_its_trajectory(
+    scheduling: str, error: Exception, kind: str, tries: int
+) -> None:
+    policy = ScriptedPolicy(lambda request: error if request.session_id.startswith("1-") else "x")
+    results = await roll(
+        [sample(index) for index in range(3)],
+        policy=policy,
+        retries=RetryPolicy(generation_attempts=3, backoff_seconds=0),
+        scheduling=scheduling,
+    )
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
+    failure = results[1]
+    assert (failure.kind, failure.stage, failure.tries, failure.cause) == (kind, "generation", tries, str(error))
+
+
+@pytest.mark.parametrize(
+    ("response", "cause"),
+    [
+        (([1, 2], [-0.5], "stop"), "2 token ids but 1 logprobs"),
+        (([1], [float("nan")], "stop"), "not a finite number"),
+        (([1] * 99, [-0.5] * 99, "stop"), "99 tokens, 50 were asked for"),
+        (([1], [-0.5], "abort"), "aborted"),
+    ],
+)
+async def test_impossible_responses_are_infrastructure_failures(
+    scheduling: str, response: tuple[list[int], list[float], Any], cause: str
+) -> None:
+    class Broken:
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            ids, logprobs, reason = response
+            return GenerationResult(token_ids=array("i", ids), logprobs=array("f", logprobs), finish_reason=reason)
+
+    (failure,) = await roll([sample()], policy=Broken(), scheduling=scheduling)
+    assert failure.kind == "infrastructure"
+    assert cause in failure.cause
+
+
+class Faulty(CountingEnvironment):
+    """Goes wrong in one way, for the trajectories that its metadata marks."""
+
+    def __init__(self, fault: Any) -> None:
+        super().__init__()
+        self._fault = fault
+        self.release = threading.Event()
+
+    def step(self, logs: list[Any], metadata: list[Any]) -> Any:
+        returned = super().step(logs, metadata)
+        marked = [number for number, state in enumerate(metadata) if state.get("bad")]
+        if not marked:
+            return returned
+        if isinstance(self._fault, Exception):
+            raise self._fault
+        return self._fault(self, returned, marked[0])
+
+
+def _hang(environment: Faulty, returned: Any, index: int) -> Any:
+    environment.release.wait()
+    return returned
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (ValueError("cannot judge this"), "ValueError: cannot judge this"),
+        (lambda env, returned, index: returned._replace(rewards=returned.rewards[:-1]), "rewards has 0 elements for 1"),
+        (lambda env, returned, index: None, "step returned NoneType"),
+        (lambda env, returned, index: returned._replace(rewards=[float("nan")] * len(returned.rewards)), "finite"),
+        (lambda env, returned, index: returned._replace(rewards=["one"] * len(returned.rewards)), "must be a number"),
+        (lambda env, returned, index: returned._replace(observations=["hi"] * len(returned.rewards)), "observations"),
+        (_hang, "longer than stepTimeoutSeconds"),
+    ],
+)
+async def test_environment_faults_fail_only_their_trajectory(scheduling: str, fault: Any, cause: str) -> None:
+    environment = Faulty(fault)
+    samples = [sample(index, metadata={"turns": 2, "bad": index == 1}) for index in range(4)]
+    try:
+        results = await roll(samples, environments={"env": environment}, timeout=0.3, scheduling=scheduling)
+    finally:
+        environment.release.set()
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
+    assert (results[1].kind, results[1].stage, results[1].tries) == ("environment", "environment", 2)
+    assert cause in results[1].cause
+    assert results[1].messages[-1].role == "assistant"
+
+
+async def test_environment_fault_that_passes_is_retried(scheduling: str) -> None:
+    class Flaky(CountingEnvironment):
+        raised = False
+
+        def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            if not self.raised:
+                self.raised = True
+                raise OSError("gone for a moment")
+            return super().step(logs, metadata)
+
+    (record,) = await roll([sample()], environments={"env": Flaky()}, scheduling=scheduling)
+    assert record.stop_reason == "terminated"
+
+
+async def test_trajectory_deadline(scheduling: str) -> None:
+    class Stuck:
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    (failure,) = await roll([sample()], policy=Stuck(), trajectory_seconds=0.05, scheduling=scheduling)
+    assert (failure.kind, failure.stage) == ("infrastructure", "trajectory")
+    assert "trajectorySeconds (0.05 s)" in failure.cause
+
+
+async def test_coroutine_environments(scheduling: str) -> None:
+    class Remote(CountingEnvironment):
+        async def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:  # type: ignore[override]
+            await asyncio.sleep(0)
+            return super().step(logs, metadata)
+
+    records = await roll([sample(index) for index in range(6)], environments={"env": Remote()}, scheduling=scheduling)
+    assert {record.stop_reason for record in records} == {"terminated"}
+
+
+async def test_steps_travel_in_batches(scheduling: str) -> None:
+    environment = CountingEnvironment()
+    await roll(
+        [sample(index) for index in range(32)],
+        environments={"env": environment},
+        concurrency=32,
+        scheduling=scheduling,
+    )
+    assert sum(environment.batches) == 64
+    assert max(environment.batches) > 8
+
+
+async def test_concurrency_is_bounded(scheduling: str) -> None:
+    policy = ScriptedPolicy()
+    await roll([sample(index) for index in range(20)], policy=policy, concurrency=3, scheduling=scheduling)
+    assert policy.most_in_flight == 3
+
+
+async def test_unknown_task_is_refused(scheduling: str) -> None:
+    with pytest.raises((KeyError, ExceptionGroup)) as caught:
+        await roll([sample(task_name="chess")], scheduling=scheduling)
+    error = caught.value
+    inner = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+    assert "no environment is named 'chess'; there are env" in str(inner)
+
+
+async def test_no_samples(scheduling: str) -> None:
+    assert await roll([], scheduling=scheduling) == []
+
+
+async def test_drain_finishes_what_is_in_flight_and_begins_nothing(scheduling: str) -> None:
+    drain = Drain()
+    ended: list[Any] = []
+
+    async def sink(result: Any) -> None:
+        ended.append(result)
+        drain.set()
+
+    def endless() -> Any:
+        index = 0
+        while True:
+            yield sample(index)
+            index += 1
+
+    policy = ScriptedPolicy()
+    async with runners({"env": CountingEnvironment()}) as made:
+        rollout = Rollout(
+            policy=policy,
+            environments=made,
+            tokenizer=CharacterTokenizer(),
+            settings=settings(scheduling=scheduling, concurrency=5),
+            metrics=RolloutMetrics("test"),
+        )
+        await run_rollout(rollout, endless(), sink, drain)
+    begun = {request.session_id for request in policy.requests}
+    assert len(ended) == len(begun)
+    assert all(result.stop_reason == "terminated" for result in ended)
+
+
+async def test_metrics_count_what_happened(scheduling: str) -> None:
+    metrics = RolloutMetrics("job")
+    results: list[Any] = []
+
+    async def sink(result: Any) -> None:
+        results.append(result)
+
+    policy = ScriptedPolicy(lambda request: PolicyRefused("no") if request.session_id.startswith("0-") else "xyz")
+    async with runners({"env": CountingEnvironment()}) as made:
+        rollout = Rollout(
+            policy=policy,
+            environments=made,
+            tokenizer=CharacterTokenizer(),
+            settings=settings(scheduling=scheduling),
+            metrics=metrics,
+        )
+        await run_rollout(rollout, [sample(0), sample(1), sample(2)], sink)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"job": "job", "environment": "env", **labels})
+
+    assert value("kuberoll_trajectories_total", stop_reason="terminated") == 2
+    assert value("kuberoll_trajectories_total", stop_reason="failed") == 1
+    assert value("kuberoll_failures_total", kind="data", stage="generation") == 1
+    assert value("kuberoll_turns_total", turn="1") == 2
+    assert value("kuberoll_turn_generation_seconds_count", turn="2") == 2
+    assert value("kuberoll_tokens_total", kind="generated") == 12
+    assert value("kuberoll_tokens_total", kind="environment") == 12
+    assert value("kuberoll_tokens_total", kind="prompt") == 2 * (6 + 12)
+    assert value("kuberoll_reward_total", sign="positive") == 4
+    assert value("kuberoll_trajectories_active", state="generation") == 0

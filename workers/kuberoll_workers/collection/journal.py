@@ -1,0 +1,163 @@
+"""Append-only files of trajectories: a record counts when its line is whole and on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from kuberoll_workers.data.prompts import TrajectoryKey
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, decode_line, encode_line
+
+FAILURES = "failures.jsonl"
+
+
+def shard_name(shard: int) -> str:
+    """File name of a shard."""
+    return f"shard-{shard:05d}.jsonl"
+
+
+class Observes(Protocol):
+    """A metric that takes observations, such as a Prometheus histogram."""
+
+    def observe(self, amount: float) -> None: ...
+
+
+class Journal:
+    """One append-only file of lines.
+
+    Lines that arrive while a write is being synced go to disk together with the next sync (group commit): a slow
+    disk makes groups larger, not the run slower.
+    """
+
+    def __init__(self, path: Path, *, seconds: Observes) -> None:
+        """Open for appending; a line torn by a crash is cut off first.
+
+        Args:
+            seconds: Observes the wall seconds of each write and sync.
+        """
+        repair(path)
+        # O_APPEND: several workers may append to the failures file.
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        sync_directory(path.parent)
+        self._seconds = seconds
+        self._pending: list[bytes] = []
+        self._written: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+
+    async def append(self, record: TrajectoryRecord | FailureRecord) -> None:
+        """Store one record; returns when it is on disk.
+
+        Raises:
+            OSError: It could not be written.
+            TypeError: The record holds something that JSON has no form for.
+        """
+        self._pending.append(encode_line(record))
+        if self._written is None:
+            self._written = asyncio.get_running_loop().create_future()
+        written = self._written
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+        # Shielded: others wait for the same future.
+        await asyncio.shield(written)
+
+    async def _write(self) -> None:
+        while self._pending and self._written is not None:
+            lines, written = b"".join(self._pending), self._written
+            self._pending, self._written = [], None
+            started = time.perf_counter()
+            try:
+                await asyncio.to_thread(_write_and_sync, self._file, lines)
+            except BaseException as error:
+                written.set_exception(error)
+                raise
+            self._seconds.observe(time.perf_counter() - started)
+            written.set_result(None)
+
+    async def close(self) -> None:
+        """Finish what is being written and close the file."""
+        if self._writer is not None:
+            await asyncio.gather(self._writer, return_exceptions=True)
+        os.close(self._file)
+
+
+def _write_and_sync(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+    os.fsync(file)
+
+
+def repair(path: Path) -> None:
+    """Cut a last line that has no newline: its trajectory never counted and will be run again."""
+    try:
+        with path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            whole = _end_of_last_line(file, size)
+            if whole < size:
+                file.truncate(whole)
+                os.fsync(file.fileno())
+    except FileNotFoundError:
+        return
+
+
+def _end_of_last_line(file: BinaryIO, size: int) -> int:
+    end = size
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def sync_directory(path: Path) -> None:
+    """Make a new file's name as durable as its contents."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
+    """The records of one shard, in the order in which they were finished; streamed.
+
+    Raises:
+        RecordError: A line is not a trajectory, with file and line. A torn last line is passed over.
+    """
+    for where, line in _lines(path):
+        yield decode_line(line, TrajectoryRecord, where=where)
+
+
+def read_failures(path: Path) -> Iterator[FailureRecord]:
+    """The failures of a run; none where there is no file.
+
+    Raises:
+        RecordError: A line is not a failure, with file and line.
+    """
+    for where, line in _lines(path):
+        yield decode_line(line, FailureRecord, where=where)
+
+
+def stored_keys(path: Path) -> set[TrajectoryKey]:
+    """What a shard holds.
+
+    Raises:
+        RecordError: A line is not a trajectory.
+    """
+    return {record.key for record in read_trajectories(path)}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n") and line.strip():
+                yield f"{path}:{number}", line

@@ -1,0 +1,1 @@
+"""The subcommands that the workers bring to the `kuberoll` command."""

@@ -1,0 +1,151 @@
+"""A run on a terminal: one progress bar and a table; elsewhere: lines of a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from kuberoll_workers.collection.aggregate import EnvironmentSummary
+from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
+
+LOG_SECONDS = 5.0
+
+
+def reporter_for(console: Console) -> Reporter:
+    """The reporter that fits where the console writes."""
+    return BarReporter(console) if console.is_terminal else LogReporter(console)
+
+
+class LogReporter:
+    """Plain lines; of the progress one every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next = 0.0
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def phase(self, name: str, seconds: float) -> None:
+        self._print(f"{name}: {seconds:.1f} s")
+
+    def progress(self, totals: Totals) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + LOG_SECONDS
+            self._print(f"{totals.ended}/{totals.planned} trajectories, {describe(totals)}")
+
+    def finish(self, result: RunResult) -> None:
+        _print_result(self._console, result)
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+class BarReporter:
+    """One bar at the bottom of the terminal, everything else above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[counts]}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=None, counts="")
+        self._bar.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def phase(self, name: str, seconds: float) -> None:
+        self._console.print(Text(f"{name}: {seconds:.1f} s", style="dim"))
+
+    def progress(self, totals: Totals) -> None:
+        self._bar.update(
+            self._task,
+            description="rollouts",
+            total=totals.planned,
+            completed=totals.ended,
+            counts=describe(totals),
+        )
+
+    def finish(self, result: RunResult) -> None:
+        self._bar.stop()
+        _print_result(self._console, result)
+
+
+def describe(totals: Totals) -> str:
+    """Rates of this run (resumed trajectories are no work of it), mean reward, failures and time left."""
+    progress = totals.progress
+    seconds = max(totals.seconds, 1e-9)
+    parts = [f"{progress.turns / seconds:.1f} turns/s", f"{progress.generated_tokens / seconds:.0f} tokens/s"]
+    if progress.trajectories:
+        parts.append(f"reward {progress.reward_sum / progress.trajectories:.3f}")
+    parts.append(f"{progress.failed} failed")
+    remaining = totals.remaining_seconds
+    parts.append("ETA " + ("-" if remaining is None else clock(remaining)))
+    return ", ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`h:mm:ss`, or `m:ss` below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _print_result(console: Console, result: RunResult) -> None:
+    if result.summaries:
+        console.print(_table(result.summaries))
+        causes = {cause: count for summary in result.summaries.values() for cause, count in summary.failures.items()}
+        for cause, count in sorted(causes.items(), key=lambda item: -item[1])[:5]:
+            console.print(Text(f"{count} failed: {cause[:300]}", style="yellow"), soft_wrap=True)
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    console.print(Text(f"time: {times}"), soft_wrap=True)
+    if result.totals is not None and result.totals.progress.turns:
+        progress = result.totals.progress
+        console.print(
+            Text(
+                f"a turn waited {progress.generation_seconds / progress.turns * 1000:.1f} ms for generation and "
+                f"{progress.environment_seconds / progress.turns * 1000:.1f} ms for its environment"
+            ),
+            soft_wrap=True,
+        )
+    for path in result.files:
+        console.print(Text(f"  {path}"), soft_wrap=True)
+    if result.problem:
+        console.print(Text(result.problem, style="bold red"), soft_wrap=True)
+
+
+def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
+    table = Table(header_style="bold")
+    table.add_column("environment")
+    for name in ("trajectories", "mean reward", "turns", "generated tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("stop reasons")
+    table.add_column("failed", justify="right")
+    for name, summary in summaries.items():
+        table.add_row(*_cells(name, summary))
+    return table
+
+
+def _cells(name: str, summary: EnvironmentSummary) -> list[str]:
+    mean = summary.mean_reward
+    count = max(summary.trajectories, 1)
+    return [
+        name,
+        str(summary.trajectories),
+        "-" if mean is None else f"{mean:.3f}",
+        f"{summary.turns} ({summary.turns / count:.1f} each)",
+        f"{summary.generated_tokens} ({summary.generated_tokens / count:.0f} each)",
+        ", ".join(f"{reason} {number}" for reason, number in summary.stop_reasons.most_common()) or "-",
+        str(summary.failed),
+    ]

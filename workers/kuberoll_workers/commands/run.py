@@ -1,0 +1,61 @@
+"""`kuberoll run`: a RolloutJob on this machine, without a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from kuberoll_api.manifest import ManifestError, load_job
+
+DEFAULT_METRICS_PORT = 9464
+
+
+@click.command()
+@click.argument("manifest", type=click.Path(path_type=Path))
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Directory of the run.  [default: output.uri, or runs/<job>]"
+)
+@click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
+@click.option("--resume", is_flag=True, help="Continue the run in the output directory.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=DEFAULT_METRICS_PORT,
+    show_default=True,
+    help="Port of /metrics while it runs; 0: any free one.",
+)
+def run(manifest: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, metrics_port: int) -> None:
+    """Run the RolloutJob in MANIFEST on this machine.
+
+    Ctrl-C finishes the trajectories in flight and leaves a run that --resume continues; a second Ctrl-C stops at
+    once. The exit code is 0 only when every trajectory finished, or failed within the failure budget.
+    """
+    try:
+        job = load_job(manifest, overrides)
+    except ManifestError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+
+    from rich.console import Console
+
+    from kuberoll_workers.commands.console import reporter_for
+    from kuberoll_workers.local.preflight import Refused
+    from kuberoll_workers.local.run import RunOptions
+    from kuberoll_workers.local.run import run as run_here
+
+    options = RunOptions(
+        base=manifest.parent,
+        output=output or Path(job.spec.output.uri or f"runs/{job.metadata.name}"),
+        resume=resume,
+        metrics_port=metrics_port,
+    )
+    reporter = reporter_for(Console(highlight=False))
+    try:
+        result = run_here(job, options, reporter)
+    except Refused as error:
+        reporter.close()
+        click.echo(f"{manifest}: {error}", err=True)
+        sys.exit(2)
+    sys.exit(result.exit_code)

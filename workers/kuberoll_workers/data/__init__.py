@@ -1,0 +1,1 @@
+"""Messages, prompts, the trajectory record and token bookkeeping."""

@@ -1,0 +1,62 @@
+"""What the loop starts from: a tokenized prompt, and one sample of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kuberoll_workers.data.messages import Message
+
+
+class TrajectoryKey(NamedTuple):
+    """What a trajectory is known by within its run."""
+
+    task_index: int
+    rollout_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task, tokenized; shared by all samples of its group and never changed.
+
+    Attributes:
+        task_index: Number of the task within the run.
+        task_name: The environment that answers it.
+        idx: The dataset's own name for the row, any JSON value.
+        messages: The prompt's messages. A chat template may put tokens between messages, so only the
+            concatenation of their ids has a meaning: it is `token_ids`.
+        token_ids: The prompt as the policy sees it, generation prompt included.
+        metadata: First state of the episode.
+        stop_strings: Stop strings of the first turn.
+        sampling: Overrides of the job's sampling settings, by their snake_case names.
+    """
+
+    task_index: int
+    task_name: str
+    idx: Any
+    messages: tuple[Message, ...]
+    token_ids: array[int]
+    metadata: dict[str, Any] | None
+    stop_strings: tuple[str, ...] | None
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trajectory to run.
+
+    Attributes:
+        seed: Seed of all the randomness of this trajectory; None leaves it to the engine.
+        attempt: 0 for the first; one more each time that a failed trajectory is run again.
+    """
+
+    prompt: Prompt
+    rollout_index: int
+    seed: int | None
+    attempt: int = 0
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return TrajectoryKey(self.prompt.task_index, self.rollout_index)

@@ -1,0 +1,141 @@
+"""The trajectory record: one JSON line per finished trajectory, one per failed one."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy
+import orjson
+
+from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.prompts import TrajectoryKey
+
+StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
+"""How a trajectory ended: by the environment, by a length limit, by the turn limit, or not at all."""
+
+FailureKind = Literal["infrastructure", "environment", "data", "model"]
+"""Who is at fault: the machines, the environment's code, the dataset's row, or what the policy returned."""
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of a trajectory by who wrote them."""
+
+    prompt: int
+    generated: int
+    environment: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """Wall seconds of each turn, in turn order."""
+
+    generation_seconds: list[float]
+    environment_seconds: list[float]
+
+
+@dataclass(slots=True)
+class TrajectoryRecord:
+    """A finished trajectory, as it is stored.
+
+    `rewards` has one entry per turn and sums to `total_reward`; `reward_parts` holds the named components, where an
+    environment names them, each with one entry per turn.
+    """
+
+    task_index: int
+    rollout_index: int
+    task_name: str
+    idx: Any
+    messages: list[Message]
+    total_reward: float
+    rewards: list[float]
+    stop_reason: StopReason
+    turn_count: int
+    tokens: TokenCounts
+    timing: Timing
+    metadata: dict[str, Any] | None
+    seed: int | None
+    attempt: int
+    reward_parts: dict[str, list[float]] = field(default_factory=dict)
+    answer: str | None = None
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return TrajectoryKey(self.task_index, self.rollout_index)
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """A trajectory that was given up: why, after how many tries, and what it had until then."""
+
+    task_index: int
+    rollout_index: int
+    task_name: str
+    idx: Any
+    kind: FailureKind
+    stage: str
+    cause: str
+    tries: int
+    attempt: int
+    turn_count: int
+    seed: int | None
+    messages: list[Message]
+    stop_reason: Literal["failed"] = "failed"
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return TrajectoryKey(self.task_index, self.rollout_index)
+
+
+class RecordError(ValueError):
+    """A stored line is not the record it should be."""
+
+
+def _plain(value: object) -> object:
+    """orjson writes numpy arrays at C speed and float32 in its shortest form; `array` shares its memory with one."""
+    if isinstance(value, array):
+        return numpy.asarray(value)
+    raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
+
+
+def encode_line(record: TrajectoryRecord | FailureRecord) -> bytes:
+    """One JSON line, its newline included.
+
+    Raises:
+        TypeError: The metadata or idx holds something that JSON has no form for.
+    """
+    return orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+_Record = TypeVar("_Record", TrajectoryRecord, FailureRecord)
+
+
+def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
+    """Parse and check one stored line.
+
+    Args:
+        where: Names the line in errors, `file:line`.
+
+    Raises:
+        RecordError: The line is not JSON, or not this record.
+    """
+    try:
+        record = msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise RecordError(f"{where}: not a {kind.__name__}: {error}") from error
+    if isinstance(record, TrajectoryRecord):
+        _check_lengths(record.messages, where)
+    return record
+
+
+def _check_lengths(messages: Sequence[Message], where: str) -> None:
+    for number, message in enumerate(messages):
+        if message.logprobs is not None and len(message.logprobs) != len(message.token_ids):
+            raise RecordError(
+                f"{where}: messages[{number}] has {len(message.token_ids)} token_ids "
+                f"but {len(message.logprobs)} logprobs"
+            )

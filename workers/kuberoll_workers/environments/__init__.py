@@ -1,0 +1,13 @@
+"""Environments: the interface, how they are found, where they run, and the built-in ones."""
+
+from kuberoll_workers.environments.interface import EnvironmentInterface, EnvironmentReturn
+from kuberoll_workers.environments.registry import BUILT_INS, UnusableEnvironment, create, resolve
+
+__all__ = [
+    "BUILT_INS",
+    "EnvironmentInterface",
+    "EnvironmentReturn",
+    "UnusableEnvironment",
+    "create",
+    "resolve",
+]

@@ -1,0 +1,125 @@
+"""Steps trajectories one by one for the loop, and in batches for the environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from kuberoll_workers.environments.interface import ChatMessage, Metadata
+from kuberoll_workers.environments.isolation import StepExecutor
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome, split_return
+
+
+class _Waiting:
+    __slots__ = ("future", "log", "metadata")
+
+    def __init__(self, log: list[ChatMessage], metadata: Metadata) -> None:
+        self.log = log
+        self.metadata = metadata
+        self.future: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
+
+
+class EnvironmentRunner:
+    """One environment as the loop sees it.
+
+    Whatever waits when the environment becomes free goes into one `step` call: no time is lost waiting for a batch
+    to fill, and a busy environment is called with large ones. A step over one trajectory costs a thread or process
+    switch, over a batch hardly more.
+    """
+
+    def __init__(self, executor: StepExecutor, *, max_batch: int) -> None:
+        self._executor = executor
+        self._max_batch = max_batch
+        self._waiting: deque[_Waiting] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._scheduled = False
+
+    async def step(self, log: list[ChatMessage], metadata: Metadata) -> StepOutcome:
+        """Step one trajectory.
+
+        Raises:
+            EnvironmentFault: Why this trajectory could not be stepped. A fault of another trajectory in the same
+                batch never shows here.
+        """
+        waiting = _Waiting(log, metadata)
+        self._waiting.append(waiting)
+        self._schedule()
+        return await waiting.future
+
+    async def step_batch(
+        self, logs: Sequence[list[ChatMessage]], metadata: Sequence[Metadata]
+    ) -> list[StepOutcome | BaseException]:
+        """Step several trajectories; a fault stands in the place of its trajectory."""
+        steps = (self.step(log, state) for log, state in zip(logs, metadata, strict=True))
+        return await asyncio.gather(*steps, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop the environment; what still waits is cancelled."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for waiting in self._waiting:
+            waiting.future.cancel()
+        self._waiting.clear()
+        await self._executor.close()
+
+    def _schedule(self) -> None:
+        # Deferred to the end of this turn of the event loop, so that steps asked for together travel together.
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._scheduled = False
+        parallel = self._executor.parallel
+        while self._waiting and (parallel is None or len(self._running) < parallel):
+            batch: list[_Waiting] = []
+            # A coroutine environment has no reason to make one episode wait for another.
+            size = 1 if parallel is None else min(self._max_batch, -(-len(self._waiting) // parallel))
+            while self._waiting and len(batch) < size:
+                waiting = self._waiting.popleft()
+                if not waiting.future.done():
+                    batch.append(waiting)
+            if batch:
+                task = asyncio.create_task(self._run(batch))
+                self._running.add(task)
+                task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.result()
+        if self._waiting:
+            self._schedule()
+
+    async def _run(self, batch: list[_Waiting]) -> None:
+        try:
+            returned = await self._executor.step(
+                [waiting.log for waiting in batch], [waiting.metadata for waiting in batch]
+            )
+            outcomes = split_return(returned, len(batch))
+        except EnvironmentFault as fault:
+            if len(batch) == 1:
+                _fail(batch[0], fault)
+                return
+            # One bad episode fails a whole call: find out which by stepping each alone.
+            for waiting in batch:
+                await self._run([waiting])
+        except BaseException as error:
+            for waiting in batch:
+                _fail(waiting, error)
+            raise
+        else:
+            for waiting, outcome in zip(batch, outcomes, strict=True):
+                if not waiting.future.done():
+                    waiting.future.set_result(outcome)
+
+
+def _fail(waiting: _Waiting, error: BaseException) -> None:
+    if waiting.future.done():
+        return
+    if isinstance(error, asyncio.CancelledError):
+        waiting.future.cancel()
+    else:
+        waiting.future.set_exception(error)

@@ -1,0 +1,50 @@
+"""One `/metrics` endpoint for all worker processes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from kuberoll_workers.telemetry import RolloutMetrics
+
+
+class _Documented(Collector):
+    """The workers' metrics, summed, with their help texts: the files they share hold values only."""
+
+    def __init__(self, directory: Path) -> None:
+        self._values = MultiProcessCollector(None, path=str(directory))
+        self._texts = {metric.name: metric.documentation for metric in RolloutMetrics("").registry.collect()}
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._values.collect():
+            metric.documentation = self._texts.get(metric.name, metric.documentation)
+            yield metric
+
+
+@contextmanager
+def serve_metrics(directory: Path, port: int) -> Iterator[int]:
+    """Serve what worker processes write into `PROMETHEUS_MULTIPROC_DIR`, on this machine only.
+
+    Args:
+        port: 0 for any free one.
+
+    Yields:
+        The port.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Documented(directory))
+    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

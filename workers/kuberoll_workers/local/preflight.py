@@ -1,0 +1,125 @@
+"""All that can be known to be wrong before an engine is started, found before an engine is started."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection.dataset import DatasetError
+from kuberoll_workers.collection.inputs import InputSummary, scan
+from kuberoll_workers.environments import registry
+from kuberoll_workers.worker import environment_source
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+# What only a cluster can honor; a manifest that has it still runs here, and the user is told.
+_CLUSTER_ONLY = {
+    "generation": ("image", "env_from", "node_selector", "tolerations", "pod_template", "autoscaling"),
+    "workers": ("image", "env_from", "node_selector", "tolerations", "pod_template", "resources"),
+}
+
+
+class Refused(Exception):
+    """The job cannot run here; the message says what is wrong and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What the checks found.
+
+    Attributes:
+        model, tokenizer: Directory or hub id.
+        notes: Settings that have no effect on this machine.
+    """
+
+    model: str
+    tokenizer: str
+    inputs: InputSummary
+    notes: tuple[str, ...]
+
+
+def check(job: RolloutJob, *, base: Path) -> Preflight:
+    """Check a job against this machine.
+
+    Args:
+        base: The manifest's directory, where its relative paths start.
+
+    Raises:
+        Refused: With the manifest's field in its message.
+    """
+    _check_packages(job)
+    _check_environments(job)
+    model = job.spec.generation.model
+    source = _locate("spec.generation.model.source", model.source, base, ("config.json",))
+    tokenizer = _locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES)
+    try:
+        inputs = scan(job, base=base, environment=environment_source(job))
+    except DatasetError as error:
+        raise Refused(str(error)) from error
+    return Preflight(model=source, tokenizer=tokenizer, inputs=inputs, notes=tuple(_notes(job)))
+
+
+def _check_packages(job: RolloutJob) -> None:
+    if job.spec.generation.backend == "External":
+        return
+    if job.spec.generation.engine == "VLLM" and importlib.util.find_spec("vllm") is None:
+        raise Refused(
+            "spec.generation.engine: vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, "
+            "without a GPU, `make install`; or set engine: Simulated for a dry run"
+        )
+
+
+def _check_environments(job: RolloutJob) -> None:
+    for number, spec in enumerate(job.spec.environments):
+        try:
+            registry.create(spec)
+        except Exception as error:
+            # The constructor is the user's code: whatever it raises is about this entry.
+            raise Refused(f"spec.environments[{number}] ({spec.name}): {error}") from error
+
+
+def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:
+    if "://" in source:
+        raise Refused(f"{field}: {source}: on this machine use a directory or a hub id")
+    path = Path(source).expanduser()
+    path = path if path.is_absolute() else base / path
+    if path.is_dir():
+        if not any((path / name).is_file() for name in any_of):
+            raise Refused(f"{field}: {path} has no {' or '.join(any_of)}: it is not a model's directory")
+        return str(path.resolve())
+    if path.exists():
+        raise Refused(f"{field}: {path} is a file; name the model's directory")
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_like_path:
+        raise Refused(f"{field}: there is no directory {path} (relative paths start at the manifest)")
+    return _on_hub(field, source, path, any_of)
+
+
+def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str]) -> str:
+    from huggingface_hub import hf_hub_download
+
+    last: Exception | None = None
+    for name in any_of:
+        try:
+            hf_hub_download(source, name)
+        except Exception as error:
+            # The hub's client raises a dozen kinds; each of them means the same here.
+            last = error
+        else:
+            return source
+    reason = str(last).strip().splitlines()[0] if last is not None and str(last).strip() else repr(last)
+    raise Refused(
+        f"{field}: {source!r} is neither a directory ({path} does not exist) nor a model that the hub gave: {reason}"
+    )
+
+
+def _notes(job: RolloutJob) -> list[str]:
+    notes = []
+    for part, names in _CLUSTER_ONLY.items():
+        section = getattr(job.spec, part)
+        given = [type(section).model_fields[name].alias for name in names if name in section.model_fields_set]
+        notes += [f"spec.{part}.{alias} is for clusters and has no effect here" for alias in given]
+    return notes

@@ -1,0 +1,98 @@
+"""Child processes that report in JSON lines on their standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+LINE_LIMIT = 1 << 20
+
+
+class Child:
+    """A Python module run as a child process: reports are read from its standard output, words go to its log.
+
+    It runs in a session of its own, so that a Ctrl-C at the terminal reaches only the parent, which decides. Its
+    standard input is a pipe that closes when the parent is gone.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self.log = log
+
+    @classmethod
+    async def start(cls, module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> Self:
+        """Start `python -m module` with additional environment variables."""
+        with log.open("ab") as words:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                *arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                limit=LINE_LIMIT,
+            )
+        return cls(process, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def reports(self) -> AsyncIterator[dict[str, Any]]:
+        """The child's reports until it closes its output; lines that are none are passed over."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            with contextlib.suppress(msgspec.DecodeError):
+                report = msgspec.json.decode(line)
+                if isinstance(report, dict):
+                    yield report
+
+    async def wait(self) -> int:
+        """Wait for its end; the exit code."""
+        return await self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def close_input(self) -> None:
+        """Close its standard input."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def stop(self, patience: float) -> None:
+        """Ask it to end, and end it when it has not after so many seconds."""
+        if self.returncode is None:
+            self.signal(signal.SIGTERM)
+            self.close_input()
+            try:
+                async with asyncio.timeout(patience):
+                    await self.wait()
+            except TimeoutError:
+                self.signal(signal.SIGKILL)
+                await self.wait()
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its log, for an error message."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.rstrip().splitlines()[-lines:])

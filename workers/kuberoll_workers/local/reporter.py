@@ -1,0 +1,74 @@
+"""What a run tells the person who watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from kuberoll_workers.collection.aggregate import EnvironmentSummary
+from kuberoll_workers.worker import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Progress of a run over all its workers.
+
+    Attributes:
+        planned: Trajectories of the job; those of an earlier run included, as they are in `progress.resumed`.
+        seconds: Since the first worker was started.
+    """
+
+    planned: int
+    progress: Progress
+    seconds: float
+
+    @property
+    def ended(self) -> int:
+        """Trajectories that need no more work."""
+        return self.progress.resumed + self.progress.trajectories + self.progress.failed
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Expected seconds to the end, at the pace so far; None before the first trajectory."""
+        here = self.progress.trajectories + self.progress.failed
+        return self.seconds / here * (self.planned - self.ended) if here else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        exit_code: 0: every trajectory finished, or failed within the failure budget. 1: not so. 130: interrupted.
+        seconds: Wall seconds of the run's parts, in their order.
+        problem: Why it is not 0, in a sentence.
+    """
+
+    exit_code: int = 0
+    problem: str | None = None
+    summaries: Mapping[str, EnvironmentSummary] = field(default_factory=dict)
+    totals: Totals | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+
+
+class Reporter(Protocol):
+    """Shows a run as it goes: a progress bar, or lines of a log."""
+
+    def note(self, text: str) -> None:
+        """A sentence."""
+        ...
+
+    def phase(self, name: str, seconds: float) -> None:
+        """A part of the start is done."""
+        ...
+
+    def progress(self, totals: Totals) -> None:
+        """The newest counts."""
+        ...
+
+    def finish(self, result: RunResult) -> None:
+        """The end."""
+        ...

@@ -1,0 +1,300 @@
+"""Runs a RolloutJob on this machine: generation, workers, metrics, aggregation, and the end of them all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection.aggregate import EnvironmentSummary, encode_summaries, summarize
+from kuberoll_workers.collection.journal import FAILURES
+from kuberoll_workers.collection.run_directory import (
+    AGGREGATES,
+    MANIFEST,
+    RunDirectory,
+    RunRefused,
+    new_manifest,
+    write_atomically,
+)
+from kuberoll_workers.local.metrics import serve_metrics
+from kuberoll_workers.local.preflight import Preflight, Refused, check
+from kuberoll_workers.local.processes import Child
+from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
+from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.worker import Progress, WorkerConfig, environment_source
+
+REFRESH_SECONDS = 0.25
+HOST_PATIENCE_SECONDS = 20.0
+WORKER_PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the command line adds to the manifest.
+
+    Attributes:
+        base: The manifest's directory, where its relative paths start.
+        output: The run's directory.
+        metrics_port: Where `/metrics` is served; 0: any free port.
+    """
+
+    base: Path
+    output: Path
+    resume: bool = False
+    metrics_port: int = 0
+
+
+class RunFailed(Exception):
+    """Something that the run cannot do without is gone; the message says what, and where to read more."""
+
+
+def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
+    """Run a job to its end.
+
+    Raises:
+        Refused: The job cannot run here; nothing was started and nothing written.
+    """
+    started = time.perf_counter()
+    preflight = check(job, base=options.base)
+    shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
+    directory = RunDirectory(options.output)
+    try:
+        resumed = directory.open(
+            new_manifest(job, shards=shards, inputs=preflight.inputs.as_json()), resume=options.resume
+        )
+        for note in preflight.notes:
+            reporter.note(note)
+        if resumed:
+            reporter.note(f"continuing the run in {options.output}")
+        reporter.phase("checks", time.perf_counter() - started)
+        result = _LocalRun(job, options, preflight, shards, reporter).execute(started)
+    except RunRefused as error:
+        raise Refused(str(error)) from error
+    finally:
+        directory.close()
+    reporter.finish(result)
+    return result
+
+
+class _LocalRun:
+    def __init__(
+        self, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int, reporter: Reporter
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._preflight = preflight
+        self._shards = shards
+        self._reporter = reporter
+        self._logs = options.output / "logs"
+        self._interrupts = 0
+        self._workers: list[Child] = []
+        self._progress: list[Progress] = []
+        self._main: asyncio.Task[None] | None = None
+        self._seconds: dict[str, float] = {}
+        self._workers_started = 0.0
+        self._problems: list[str] = []
+
+    def execute(self, started: float) -> RunResult:
+        self._logs.mkdir(exist_ok=True)
+        run_id = uuid.uuid4().hex
+        with ExitStack() as stack:
+            # Short: Ray puts sockets below it, whose paths may have 107 characters.
+            scratch = Path(tempfile.mkdtemp(prefix="kuberoll-"))
+            stack.enter_context(_watchdog(run_id, scratch))
+            self._seconds["checks"] = time.perf_counter() - started
+            asyncio.run(self._supervised(run_id, scratch))
+        return self._result(started)
+
+    async def _supervised(self, run_id: str, scratch: Path) -> None:
+        loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            await self._run(run_id, scratch)
+        except RunFailed as error:
+            self._problems.append(str(error))
+        except asyncio.CancelledError:
+            # Our own doing, on the second Ctrl-C; the watchdog ends what is left.
+            if self._interrupts == 0:
+                raise
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+        assert self._main is not None
+        if self._interrupts == 1 and self._workers:
+            self._reporter.note("finishing the trajectories in flight; press Ctrl-C again to stop at once")
+            for worker in self._workers:
+                worker.signal(signal.SIGTERM)
+        else:
+            self._main.cancel()
+
+    async def _run(self, run_id: str, scratch: Path) -> None:
+        metrics_directory = scratch / "metrics"
+        metrics_directory.mkdir()
+        environment = {RUN_ID_VARIABLE: run_id}
+        async with AsyncExitStack() as stack:
+            port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
+            self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
+            host, ready = await self._start_generation(stack, scratch, environment)
+            self._workers_started = time.perf_counter()
+            environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_directory)
+            for number, shards in enumerate(self._assignment()):
+                config = self._worker_config(ready, shards)
+                path = scratch / f"worker-{number}.json"
+                path.write_bytes(msgspec.json.encode(config))
+                log = self._logs / f"worker-{number}.log"
+                worker = await Child.start(
+                    "kuberoll_workers.worker", ["--config", str(path)], log=log, environment=environment
+                )
+                stack.push_async_callback(worker.stop, WORKER_PATIENCE_SECONDS)
+                self._workers.append(worker)
+                self._progress.append(Progress())
+            await self._watch(host)
+            self._seconds["rollouts"] = time.perf_counter() - self._workers_started
+            stopping = time.perf_counter()
+        self._seconds["shutdown"] = time.perf_counter() - stopping
+
+    async def _start_generation(
+        self, stack: AsyncExitStack, scratch: Path, environment: dict[str, str]
+    ) -> tuple[Child | None, dict[str, Any]]:
+        raise NotImplementedError
+
+    def _assignment(self) -> list[list[int]]:
+        """Shards dealt out to worker processes; which process runs a shard changes nothing in it."""
+        workers = max(1, min(self._job.spec.workers.replicas, self._shards))
+        return [list(range(number, self._shards, workers)) for number in range(workers)]
+
+    def _worker_config(self, ready: dict[str, Any], shards: list[int]) -> WorkerConfig:
+        return WorkerConfig(
+            job=self._job.model_dump(mode="json", by_alias=True, exclude_unset=True),
+            base=str(self._options.base.resolve()),
+            tokenizer=self._preflight.tokenizer,
+            endpoint=ready["url"],
+            max_model_len=ready["info"]["max_model_len"],
+            output=str(self._options.output.resolve()),
+            shards=shards,
+            shard_count=self._shards,
+        )
+
+    async def _watch(self, host: Child | None) -> None:
+        """Until all workers have ended; they cannot go on without generation."""
+        readers = asyncio.gather(*(self._follow(number) for number in range(len(self._workers))))
+        host_end = asyncio.create_task(host.wait()) if host is not None else None
+        refresh = asyncio.create_task(self._refresh())
+        try:
+            waiting: set[asyncio.Future[Any]] = {readers}
+            if host_end is not None:
+                waiting.add(host_end)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not readers.done() and host is not None:
+                raise RunFailed(
+                    f"generation ended unexpectedly (exit code {host.returncode}); see {host.log}\n{host.last_words()}"
+                )
+            await readers
+            self._reporter.progress(self._totals())
+        finally:
+            for task in (readers, refresh, host_end):
+                if task is not None:
+                    task.cancel()
+
+    async def _follow(self, number: int) -> None:
+        worker = self._workers[number]
+        async for report in worker.reports():
+            self._progress[number] = msgspec.convert(report, Progress)
+        code = await worker.wait()
+        if code != 0 or not self._progress[number].done:
+            self._problems.append(
+                f"worker {number} ended unexpectedly (exit code {code}); see {worker.log}\n{worker.last_words()}"
+            )
+
+    async def _refresh(self) -> None:
+        while True:
+            self._reporter.progress(self._totals())
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def _totals(self) -> Totals:
+        total = Progress()
+        for field in fields(Progress):
+            values = [getattr(progress, field.name) for progress in self._progress]
+            setattr(total, field.name, all(values) if field.name == "done" else sum(values))
+        return Totals(
+            planned=self._preflight.inputs.trajectories,
+            progress=total,
+            seconds=time.perf_counter() - self._workers_started,
+        )
+
+    def _result(self, started: float) -> RunResult:
+        result = RunResult(seconds=self._seconds)
+        if self._workers:
+            aggregating = time.perf_counter()
+            result.totals = self._totals()
+            result.summaries = self._aggregate()
+            self._seconds["aggregation"] = time.perf_counter() - aggregating
+        output = self._options.output
+        result.files = [path for path in _result_files(output) if path.exists()]
+        self._seconds["total"] = time.perf_counter() - started
+        result.exit_code, result.problem = self._verdict(result.summaries)
+        return result
+
+    def _aggregate(self) -> dict[str, EnvironmentSummary]:
+        names = [spec.name for spec in self._job.spec.environments]
+        summaries = summarize(self._options.output, names, environment_source(self._job))
+        contents = encode_summaries(self._job.metadata.name, summaries)
+        write_atomically(self._options.output / AGGREGATES, contents)
+        return summaries
+
+    def _verdict(self, summaries: Any) -> tuple[int, str | None]:
+        planned = self._preflight.inputs.trajectories
+        finished = sum(summary.trajectories for summary in summaries.values())
+        failed = sum(summary.failed for summary in summaries.values())
+        resume = f"continue with --resume --output {self._options.output}"
+        if self._problems:
+            return 1, "\n".join([*self._problems, f"{finished} of {planned} trajectories are stored; {resume}"])
+        if self._interrupts and finished + failed < planned:
+            return 130, f"interrupted: {finished} of {planned} trajectories are stored; {resume}"
+        if finished + failed < planned:
+            return 1, f"only {finished} of {planned} trajectories are stored; {resume}"
+        budget = self._job.spec.rollout.max_failed_fraction
+        if failed > budget * planned:
+            return 1, (
+                f"{failed} of {planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) allows; "
+                f"their causes are in {self._options.output / FAILURES}. To try them again, {resume}"
+            )
+        return 0, None
+
+
+def _result_files(output: Path) -> Iterator[Path]:
+    yield from sorted(output.glob("shard-*.jsonl"))
+    for name in (FAILURES, AGGREGATES, MANIFEST):
+        yield output / name
+
+
+@contextmanager
+def _watchdog(run_id: str, scratch: Path) -> Iterator[None]:
+    """See `local.watchdog`. At the normal end too it has the last word, and is waited for."""
+    import subprocess
+
+    command = [sys.executable, "-m", "kuberoll_workers.local.watchdog", run_id, str(scratch)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
+    assert process.stdin is not None
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        process.wait()

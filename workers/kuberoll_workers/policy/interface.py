@@ -1,0 +1,85 @@
+"""What the loop asks of a policy: token ids in, token ids and their log-probabilities out."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParameters:
+    """How one response is sampled.
+
+    Stop strings belong to this request alone and are included in the output. `temperature` 0 is greedy.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to continue.
+
+    Attributes:
+        request_id: Unique per attempt at a turn.
+        session_id: The same for all turns of a trajectory, so that they can stay where their prefix is cached.
+        token_ids: The whole prompt, `array("i")`. It grows with the trajectory: to keep it, copy it.
+    """
+
+    request_id: str
+    session_id: str
+    token_ids: array[int]
+    sampling: SamplingParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """One continuation.
+
+    Attributes:
+        token_ids: Sampled ids, the ones of a stop string or end-of-sequence token included, `array("i")`.
+        logprobs: Log-probability of each of them under the distribution it was sampled from, `array("f")`.
+        finish_reason: `stop` (stop string or token), `length` (max_tokens or the engine's window) or `abort`.
+        cached_tokens: Prompt tokens whose key-value cache was reused.
+        policy_versions: Spans `(version, start, end)` over `token_ids`, end exclusive.
+    """
+
+    token_ids: array[int]
+    logprobs: array[float]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+    policy_versions: tuple[tuple[str, int, int], ...] = field(default=())
+
+
+class PolicyError(Exception):
+    """A generation request failed."""
+
+
+class PolicyUnavailable(PolicyError):
+    """The endpoint is at fault (down, overloaded, broken): worth another try."""
+
+
+class PolicyRefused(PolicyError):
+    """The request itself is at fault: another try would be refused too."""
+
+
+class Policy(Protocol):
+    """Anything that generates."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Continue one sequence; cancelling the call aborts the generation.
+
+        Raises:
+            PolicyUnavailable: The endpoint did not answer properly.
+            PolicyRefused: The request is invalid.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The heart: generate, step the environments, reward, repeat."""

@@ -1,0 +1,55 @@
+"""Why a trajectory could not be finished. A failure is never a reward of 0."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Literal
+
+from kuberoll_workers.data.record import FailureKind
+from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
+
+Stage = Literal["prompt", "generation", "environment", "trajectory"]
+
+
+class TrajectoryFailed(Exception):
+    """A trajectory was given up.
+
+    Attributes:
+        kind: Who is at fault.
+        stage: What was being done.
+        tries: How often it was tried.
+    """
+
+    def __init__(self, cause: str, *, kind: FailureKind, stage: Stage, tries: int) -> None:
+        super().__init__(cause)
+        self.kind: FailureKind = kind
+        self.stage: Stage = stage
+        self.tries = tries
+
+
+def failure_of(error: Exception, *, stage: Stage, tries: int) -> TrajectoryFailed:
+    """The typed failure for what an operation raised at last."""
+    kind: FailureKind
+    if isinstance(error, PolicyRefused):
+        kind = "data"
+    elif isinstance(error, PolicyUnavailable):
+        kind = "infrastructure"
+    elif isinstance(error, EnvironmentFault):
+        kind = "environment"
+    else:
+        kind = "model" if stage == "generation" else "environment"
+    text = str(error) or type(error).__name__
+    return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries)
+
+
+def backoff(tries: int, *, base: float, longest: float, draw: random.Random) -> float:
+    """Seconds to wait after so many failed tries: doubling, capped, and spread over its upper half.
+
+    The jitter keeps a thousand trajectories that failed together from coming back together.
+    """
+    if base <= 0:
+        return 0.0
+    doublings = min(tries - 1, math.ceil(math.log2(max(longest / base, 1))))
+    return min(longest, base * 2.0**doublings) * draw.uniform(0.5, 1.0)

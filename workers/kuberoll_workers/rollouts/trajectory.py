@@ -1,0 +1,215 @@
+"""One trajectory in flight: its messages, its context, its counts. Changes only through its own methods."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+
+import numpy
+
+from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.record import FailureRecord, StopReason, Timing, TokenCounts, TrajectoryRecord
+from kuberoll_workers.environments.interface import ChatMessage, Metadata
+from kuberoll_workers.environments.outcome import StepOutcome
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
+from kuberoll_workers.rollouts import rules
+from kuberoll_workers.rollouts.failures import TrajectoryFailed
+from kuberoll_workers.rollouts.seeds import turn_seed
+from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
+
+
+class Trajectory:
+    """A trajectory from its prompt to its end; nothing in it is shared with another one.
+
+    Attributes:
+        context: All token ids so far, the next prompt: it only ever grows, so that what was sampled is what the
+            policy sees, and a turn costs no more than its own new tokens.
+        chat: The same messages as environments see them, role and content.
+        ended: How it ended; None while it goes on.
+    """
+
+    __slots__ = (
+        "_response_truncated",
+        "_sampling",
+        "_settings",
+        "answer",
+        "chat",
+        "context",
+        "ended",
+        "environment_seconds",
+        "environment_tokens",
+        "generated_tokens",
+        "generation_seconds",
+        "messages",
+        "metadata",
+        "reward_parts",
+        "rewards",
+        "sample",
+        "stop_strings",
+        "total_reward",
+        "turn",
+    )
+
+    def __init__(self, sample: Sample, settings: RolloutSettings) -> None:
+        prompt = sample.prompt
+        self.sample = sample
+        self.messages: list[Message] = list(prompt.messages)
+        self.chat: list[ChatMessage] = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        self.context: array[int] = prompt.token_ids[:]
+        self.metadata: Metadata = copy.deepcopy(prompt.metadata)
+        self._settings = settings
+        self._sampling = sampling_of(settings.sampling, prompt.sampling)
+        first = prompt.stop_strings if prompt.stop_strings is not None else self._sampling.stop
+        self.stop_strings: tuple[str, ...] | None = first
+        self.turn = 0
+        self.generated_tokens = 0
+        self.environment_tokens = 0
+        self.rewards: list[float] = []
+        self.reward_parts: dict[str, list[float]] = {}
+        self.total_reward = numpy.float32(0)
+        self.generation_seconds: list[float] = []
+        self.environment_seconds: list[float] = []
+        self.answer: str | None = None
+        self._response_truncated = False
+        self.ended: StopReason | None = None
+        if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
+            self.ended = "truncated"
+
+    @property
+    def task_name(self) -> str:
+        return self.sample.prompt.task_name
+
+    def next_request(self, attempt: int) -> GenerationRequest:
+        """The request of the next turn; `attempt` counts its tries from 0."""
+        sample, base = self.sample, self._sampling
+        turn = self.turn + 1
+        session = f"{sample.prompt.task_index}-{sample.rollout_index}-{sample.attempt}"
+        return GenerationRequest(
+            request_id=f"{session}-{turn}-{attempt}",
+            session_id=session,
+            token_ids=self.context,
+            sampling=SamplingParameters(
+                max_tokens=rules.generation_room(
+                    len(self.context), base.max_tokens, self._settings.max_sequence_length
+                ),
+                temperature=base.temperature,
+                top_p=base.top_p,
+                top_k=base.top_k,
+                # The same seed for every try: a retried turn is the same turn.
+                seed=None if sample.seed is None else turn_seed(sample.seed, turn),
+                stop=self.stop_strings or (),
+                stop_token_ids=base.stop_token_ids,
+            ),
+        )
+
+    def add_response(self, result: GenerationResult, text: str, seconds: float) -> None:
+        """Append what the policy generated in this turn."""
+        self.turn += 1
+        self._response_truncated = result.finish_reason == "length"
+        self.messages.append(
+            Message(
+                role="assistant",
+                content=text,
+                token_ids=result.token_ids,
+                logprobs=result.logprobs,
+                turn=self.turn,
+                policy_versions=result.policy_versions or None,
+                truncated=self._response_truncated,
+            )
+        )
+        self.chat.append({"role": "assistant", "content": text})
+        self.context.extend(result.token_ids)
+        self.generated_tokens += len(result.token_ids)
+        self.generation_seconds.append(seconds)
+
+    def add_step(self, outcome: StepOutcome, observation: array[int], seconds: float) -> None:
+        """Append what the environment answered in this turn, and see whether the trajectory goes on.
+
+        Args:
+            observation: Token ids of the outcome's content, not yet cut to the window.
+        """
+        kept, context_truncated = rules.observation_room(
+            len(self.context), 0, len(observation), self._settings.max_sequence_length
+        )
+        ids = observation if kept == len(observation) else observation[:kept]
+        if outcome.content:
+            self.messages.append(
+                Message(
+                    role=outcome.role,
+                    content=outcome.content,
+                    token_ids=ids,
+                    turn=self.turn,
+                    truncated=kept < len(observation),
+                )
+            )
+            self.chat.append({"role": outcome.role, "content": outcome.content})
+        self.context.extend(ids)
+        self.environment_tokens += len(ids)
+        self.environment_seconds.append(seconds)
+        self._add_reward(outcome)
+        if outcome.answer is not None:
+            self.answer = outcome.answer
+        if outcome.metadata is not None:
+            self.metadata = outcome.metadata
+        self.stop_strings = outcome.stop_strings
+        self.ended = rules.stop_reason(
+            terminated=outcome.terminated,
+            response_truncated=self._response_truncated,
+            context_truncated=context_truncated,
+            turns=self.turn,
+            max_turns=self._settings.max_turns,
+        )
+
+    def _add_reward(self, outcome: StepOutcome) -> None:
+        self.rewards.append(outcome.reward)
+        # float32, as trainers add rewards up (rule 5 of the design).
+        self.total_reward += numpy.float32(outcome.reward)
+        for name in {*self.reward_parts, *outcome.reward_parts}:
+            # A part that this turn or an earlier one does not name was 0 there.
+            values = self.reward_parts.setdefault(name, [0.0] * (self.turn - 1))
+            values.append(outcome.reward_parts.get(name, 0.0))
+
+    def record(self) -> TrajectoryRecord:
+        """The finished trajectory as it is stored."""
+        if self.ended is None:
+            raise RuntimeError("the trajectory has not ended")
+        prompt = self.sample.prompt
+        return TrajectoryRecord(
+            task_index=prompt.task_index,
+            rollout_index=self.sample.rollout_index,
+            task_name=prompt.task_name,
+            idx=prompt.idx,
+            messages=self.messages,
+            total_reward=float(self.total_reward),
+            rewards=self.rewards,
+            reward_parts=self.reward_parts,
+            answer=self.answer,
+            stop_reason=self.ended,
+            turn_count=self.turn,
+            tokens=TokenCounts(
+                prompt=len(prompt.token_ids), generated=self.generated_tokens, environment=self.environment_tokens
+            ),
+            timing=Timing(generation_seconds=self.generation_seconds, environment_seconds=self.environment_seconds),
+            metadata=self.metadata,
+            seed=self.sample.seed,
+            attempt=self.sample.attempt,
+        )
+
+    def failure(self, failure: TrajectoryFailed) -> FailureRecord:
+        """The trajectory as it is stored when it was given up."""
+        prompt = self.sample.prompt
+        return FailureRecord(
+            task_index=prompt.task_index,
+            rollout_index=self.sample.rollout_index,
+            task_name=prompt.task_name,
+            idx=prompt.idx,
+            kind=failure.kind,
+            stage=failure.stage,
+            cause=str(failure),
+            tries=failure.tries,
+            attempt=self.sample.attempt,
+            turn_count=self.turn,
+            seed=self.sample.seed,
+            messages=self.messages,
+        )

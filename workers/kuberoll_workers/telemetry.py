@@ -1,0 +1,174 @@
+"""Prometheus metrics of the rollout loop.
+
+Labels are bounded: job, environment, stop reason, turn bucket, never a sample's id. With `PROMETHEUS_MULTIPROC_DIR`
+set before this module is imported, several worker processes share one endpoint (prometheus_client's multiprocess
+mode), which is how `kuberoll run` serves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REWARDS = (-10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+_TURNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+_TURN_BUCKETS = ((1, "1"), (2, "2"), (4, "3-4"), (8, "5-8"), (16, "9-16"), (32, "17-32"))
+
+
+def turn_bucket(turn: int) -> str:
+    """Label of a turn's number, counted from 1: a bounded set, finer where most turns are."""
+    for last, label in _TURN_BUCKETS:
+        if turn <= last:
+            return label
+    return "33+"
+
+
+class RolloutMetrics:
+    """All metrics of one job in this process."""
+
+    def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
+        """Register the metrics; each job of a process needs a registry of its own (by default a new one)."""
+        self.job = job
+        self.registry = registry if registry is not None else CollectorRegistry()
+        labels = ("job", "environment")
+        self._generation_seconds = self._histogram(
+            "kuberoll_turn_generation_seconds",
+            "Wall seconds that a turn waited for its generation, queueing and retries included.",
+            (*labels, "turn"),
+            _SECONDS,
+        )
+        self._environment_seconds = self._histogram(
+            "kuberoll_turn_environment_seconds",
+            "Wall seconds that a turn waited for its environment step, queueing and retries included.",
+            (*labels, "turn"),
+            _SECONDS,
+        )
+        self._turns = self._counter("kuberoll_turns_total", "Turns finished.", (*labels, "turn"))
+        self._tokens = self._counter(
+            "kuberoll_tokens_total",
+            "Tokens by kind: prompt (sent, every turn anew), cached (of those, reused by the engine), generated, "
+            "environment.",
+            (*labels, "kind"),
+        )
+        self._trajectories = self._counter(
+            "kuberoll_trajectories_total",
+            "Trajectories ended, by stop reason; failed ones are those given up.",
+            (*labels, "stop_reason"),
+        )
+        self._reward = self._histogram(
+            "kuberoll_trajectory_reward", "Total reward of a finished trajectory.", labels, _REWARDS
+        )
+        # A histogram with buckets below 0 has no sum, and a counter must not fall: hence the two signs.
+        self._reward_total = self._counter(
+            "kuberoll_reward_total",
+            "Rewards of finished trajectories added up, positive and negative ones apart, as absolute values.",
+            (*labels, "sign"),
+        )
+        self._trajectory_turns = self._histogram(
+            "kuberoll_trajectory_turns", "Turns of a finished trajectory.", labels, _TURNS
+        )
+        self._trajectory_seconds = self._histogram(
+            "kuberoll_trajectory_seconds", "Wall seconds of a finished trajectory.", labels, _SECONDS
+        )
+        self._active = Gauge(
+            "kuberoll_trajectories_active",
+            "Trajectories in flight, by what they wait for.",
+            (*labels, "state"),
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self._failures = self._counter(
+            "kuberoll_failures_total",
+            "Trajectories given up, by who was at fault and at what stage.",
+            (*labels, "kind", "stage"),
+        )
+        self._retries = self._counter("kuberoll_retries_total", "Operations tried again.", (*labels, "stage"))
+        self.journal_seconds = self._histogram(
+            "kuberoll_journal_sync_seconds", "Wall seconds of one journal write and sync.", ("job",), _SECONDS
+        ).labels(job)
+        self._lag = self._histogram(
+            "kuberoll_event_loop_lag_seconds", "How late the event loop ran a timer.", ("job",), _LAG_SECONDS
+        ).labels(job)
+        self._environments: dict[str, EnvironmentMetrics] = {}
+
+    def environment(self, name: str) -> EnvironmentMetrics:
+        """The metrics of one environment, their labels bound once."""
+        if name not in self._environments:
+            self._environments[name] = EnvironmentMetrics(self, name)
+        return self._environments[name]
+
+    async def watch_event_loop(self, interval: float = 0.25) -> None:
+        """Observe the lag of the running event loop until cancelled."""
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(interval)
+            self._lag.observe(max(0.0, time.perf_counter() - before - interval))
+
+    def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
+        return Counter(name, text, tuple(labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, labels: Iterable[str], buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets)
+
+
+class EnvironmentMetrics:
+    """The metrics of one environment."""
+
+    def __init__(self, metrics: RolloutMetrics, name: str) -> None:
+        self._metrics = metrics
+        self._labels = (metrics.job, name)
+        tokens = metrics._tokens
+        self._prompt = tokens.labels(*self._labels, "prompt")
+        self._cached = tokens.labels(*self._labels, "cached")
+        self._generated = tokens.labels(*self._labels, "generated")
+        self._observed = tokens.labels(*self._labels, "environment")
+        self._by_turn: dict[str, tuple[Histogram, Histogram, Counter]] = {}
+        self.generating = metrics._active.labels(*self._labels, "generation")
+        self.stepping = metrics._active.labels(*self._labels, "environment")
+
+    def generated(self, *, prompt: int, cached: int, generated: int) -> None:
+        """One response: tokens sent, of those reused by the engine, and generated."""
+        self._prompt.inc(prompt)
+        self._cached.inc(cached)
+        self._generated.inc(generated)
+
+    def turn(self, turn: int, *, generation_seconds: float, environment_seconds: float, observed: int) -> None:
+        """One finished turn, numbered from 1, and the tokens of its observation."""
+        bucket = turn_bucket(turn)
+        bound = self._by_turn.get(bucket)
+        if bound is None:
+            metrics, labels = self._metrics, (*self._labels, bucket)
+            bound = self._by_turn[bucket] = (
+                metrics._generation_seconds.labels(*labels),
+                metrics._environment_seconds.labels(*labels),
+                metrics._turns.labels(*labels),
+            )
+        bound[0].observe(generation_seconds)
+        bound[1].observe(environment_seconds)
+        bound[2].inc()
+        self._observed.inc(observed)
+
+    def finished(self, *, stop_reason: str, reward: float, turns: int, seconds: float) -> None:
+        """One finished trajectory."""
+        metrics = self._metrics
+        metrics._trajectories.labels(*self._labels, stop_reason).inc()
+        metrics._reward.labels(*self._labels).observe(reward)
+        sign = "negative" if reward < 0 else "positive"
+        metrics._reward_total.labels(*self._labels, sign).inc(abs(reward))
+        metrics._trajectory_turns.labels(*self._labels).observe(turns)
+        metrics._trajectory_seconds.labels(*self._labels).observe(seconds)
+
+    def failed(self, *, kind: str, stage: str) -> None:
+        """One trajectory given up."""
+        self._metrics._trajectories.labels(*self._labels, "failed").inc()
+        self._metrics._failures.labels(*self._labels, kind, stage).inc()
+
+    def retried(self, stage: str) -> None:
+        """One operation tried again."""
+        self._metrics._retries.labels(*self._labels, stage).inc()

@@ -1,0 +1,252 @@
+"""One environment worker: runs some shards of a job against a policy endpoint.
+
+A pod of the cluster and a child process of `kuberoll run` both are `python -m kuberoll_workers.worker --config FILE`.
+Progress goes to standard output, one JSON object a line, the last one with `"done": true`; words go to standard
+error. SIGTERM drains: nothing new is begun, what is in flight is finished and stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection.expansion import samples, shard_of
+from kuberoll_workers.collection.inputs import prompt_groups
+from kuberoll_workers.collection.journal import FAILURES, Journal, read_failures, shard_name, stored_keys
+from kuberoll_workers.data.prompts import TrajectoryKey
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.environments import registry
+from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.interface import SamplingParameters
+from kuberoll_workers.rollouts.scheduling import Drain, run_rollout
+from kuberoll_workers.rollouts.seeds import job_seed
+from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
+from kuberoll_workers.rollouts.turns import Rollout
+from kuberoll_workers.telemetry import RolloutMetrics
+
+REPORT_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker is told.
+
+    Attributes:
+        job: The RolloutJob, as validated.
+        base: The directory where the job's relative paths start.
+        tokenizer: Directory or hub id of the tokenizer.
+        endpoint: Base URL of the policy.
+        max_model_len: The engine's window, tokens.
+        output: The run's directory; must exist.
+        shards: The shards to run, out of `shard_count`.
+    """
+
+    job: dict[str, Any]
+    base: str
+    tokenizer: str
+    endpoint: str
+    max_model_len: int
+    output: str
+    shards: list[int]
+    shard_count: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Counts of one worker since it started; trajectories that were there before it are in `resumed` only."""
+
+    resumed: int = 0
+    trajectories: int = 0
+    failed: int = 0
+    turns: int = 0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    environment_seconds: float = 0.0
+    reward_sum: float = 0.0
+    done: bool = False
+
+    def add(self, result: TrajectoryRecord | FailureRecord) -> None:
+        """Count one trajectory that is stored."""
+        if isinstance(result, FailureRecord):
+            self.failed += 1
+            return
+        self.trajectories += 1
+        self.turns += result.turn_count
+        self.generated_tokens += result.tokens.generated
+        self.generation_seconds += sum(result.timing.generation_seconds)
+        self.environment_seconds += sum(result.timing.environment_seconds)
+        self.reward_sum += result.total_reward
+
+
+def environment_source(job: RolloutJob) -> Callable[[str], EnvironmentInterface]:
+    """Makes the job's environments by name."""
+    specs = {spec.name: spec for spec in job.spec.environments}
+    return lambda name: registry.create(specs[name])
+
+
+def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
+    """The loop's settings for a job.
+
+    Args:
+        max_model_len: The engine's window: a longer `maxSequenceLength` is cut to it.
+    """
+    rollout, sampling = job.spec.rollout, job.spec.generation.sampling
+    defaults = SamplingParameters(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=tuple(sampling.stop),
+    )
+    return RolloutSettings(
+        max_turns=rollout.max_turns,
+        max_sequence_length=min(rollout.max_sequence_length or max_model_len, max_model_len),
+        concurrency=rollout.concurrency,
+        scheduling=rollout.scheduling,
+        sampling=sampling_of(defaults, {"greedy": sampling.greedy}),
+        retries=RetryPolicy(
+            generation_attempts=rollout.retries.generation_attempts,
+            environment_attempts=rollout.retries.environment_attempts,
+            backoff_seconds=rollout.retries.backoff_seconds,
+            max_backoff_seconds=rollout.retries.max_backoff_seconds,
+        ),
+        generation_seconds=rollout.timeouts.generation_seconds,
+        trajectory_seconds=rollout.timeouts.trajectory_seconds,
+    )
+
+
+@asynccontextmanager
+async def open_environments(job: RolloutJob) -> AsyncIterator[dict[str, EnvironmentRunner]]:
+    """The job's environments, by name, ready to be stepped; stopped at the end."""
+    async with AsyncExitStack() as stack:
+        runners = {}
+        for spec in job.spec.environments:
+            executor = make_executor(
+                functools.partial(registry.create, spec),
+                isolation=spec.isolation,
+                processes=spec.processes,
+                timeout=spec.step_timeout_seconds,
+            )
+            runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.max_batch)
+            stack.push_async_callback(runners[spec.name].close)
+        yield runners
+
+
+async def work(config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, progress: Progress) -> None:
+    """Run the config's shards to their end, or until drained.
+
+    Args:
+        progress: Counted up as trajectories are stored.
+
+    Raises:
+        DatasetError, RecordError, OSError: The inputs or the output cannot be used.
+    """
+    job = RolloutJob.model_validate(config.job)
+    output = Path(config.output)
+    tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
+    done: set[TrajectoryKey] = set()
+    for shard in config.shards:
+        done |= stored_keys(output / shard_name(shard))
+    progress.resumed = len(done)
+    groups = prompt_groups(job, base=Path(config.base), environment=environment_source(job))
+    seeded = job.spec.dataset.seed_per_repeat
+    todo = samples(
+        groups,
+        tokenizer=tokenizer,
+        shards=config.shards,
+        shard_count=config.shard_count,
+        done=done,
+        attempts=_attempts(output),
+        seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
+    )
+    async with AsyncExitStack() as stack:
+        environments = await stack.enter_async_context(open_environments(job))
+        policy = await stack.enter_async_context(ServeClient(config.endpoint, limit=job.spec.rollout.concurrency))
+        journals: dict[int | None, Journal] = {None: Journal(output / FAILURES, seconds=metrics.journal_seconds)}
+        for shard in config.shards:
+            journals[shard] = Journal(output / shard_name(shard), seconds=metrics.journal_seconds)
+        for journal in journals.values():
+            stack.push_async_callback(journal.close)
+
+        async def store(result: TrajectoryRecord | FailureRecord) -> None:
+            shard = None if isinstance(result, FailureRecord) else shard_of(result.task_index, config.shard_count)
+            await journals[shard].append(result)
+            progress.add(result)
+
+        rollout = Rollout(
+            policy=policy,
+            environments=environments,
+            tokenizer=tokenizer,
+            settings=rollout_settings(job, config.max_model_len),
+            metrics=metrics,
+        )
+        await run_rollout(rollout, todo, store, drain)
+
+
+def _attempts(output: Path) -> Mapping[TrajectoryKey, int]:
+    """The attempt number that a trajectory which failed before has now."""
+    return {failure.key: failure.attempt + 1 for failure in read_failures(output / FAILURES)}
+
+
+async def _main(config: WorkerConfig, reports: TextIO) -> None:
+    drain, progress = Drain(), Progress()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain.set)
+    metrics = RolloutMetrics(str(config.job["metadata"]["name"]))
+    background = [asyncio.create_task(metrics.watch_event_loop()), asyncio.create_task(_report(progress, reports))]
+    try:
+        await work(config, metrics=metrics, drain=drain, progress=progress)
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+    progress.done = True
+    _print(progress, reports)
+
+
+async def _report(progress: Progress, reports: TextIO) -> None:
+    while True:
+        _print(progress, reports)
+        await asyncio.sleep(REPORT_SECONDS)
+
+
+def _print(progress: Progress, reports: TextIO) -> None:
+    reports.write(msgspec.json.encode(progress).decode() + "\n")
+    reports.flush()
+
+
+def _own_stdout() -> TextIO:
+    """Standard output for the reports alone: what environments and libraries print goes to standard error."""
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return reports
+
+
+def main() -> None:
+    """The process's entry point."""
+    parser = argparse.ArgumentParser(prog="kuberoll_workers.worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a WorkerConfig")
+    arguments = parser.parse_args()
+    config = msgspec.json.decode(arguments.config.read_bytes(), type=WorkerConfig)
+    asyncio.run(_main(config, _own_stdout()))
+
+
+if __name__ == "__main__":
+    main()
