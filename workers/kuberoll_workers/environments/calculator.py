@@ -44,6 +44,9 @@ class CalculatorConfig(EnvironmentConfig):
             raise ValueError(f"minOperand {self.min_operand} is above maxOperand {self.max_operand}")
         if self.operators == ["/"] and self.min_operand == self.max_operand == 0:
             raise ValueError("a division needs an operand other than 0: raise maxOperand")
+        largest = max(abs(self.min_operand), abs(self.max_operand))
+        if "*" in self.operators and largest ** (self.steps + 1) > LARGEST:
+            raise ValueError(f"{self.steps} products of numbers up to {largest} can be beyond 10^15: lower one of them")
         return self
 
 
@@ -138,15 +141,31 @@ class CalculatorEnvironment(EnvironmentInterface):
                 symbol = draw.choice(self._config.operators)
                 chain_first = draw.random() < 0.5
                 left, right = (value, number) if chain_first else (number, value)
-                if symbol == "/" and (right == 0 or (left / right).denominator != 1):
-                    symbol = self._whole_operator(left, right, draw)
-                result = OPERATORS[symbol](left, right) if symbol else None
-                if result is not None and abs(result) <= LARGEST:
+                # Divisions that do not come out whole are drawn again.
+                if symbol != "/" or (right != 0 and (left / right).denominator == 1):
                     break
             text = f"{part} {symbol} {other}" if chain_first else f"{other} {symbol} {part}"
-            value = result
+            value = OPERATORS[symbol](left, right)
         return text, value
 
     def _operand(self, draw: random.Random) -> tuple[str, Fraction]:
         number = draw.randint(self._config.min_operand, self._config.max_operand)
         return str(number), Fraction(number)
+
+
+def _expected(state: Mapping[str, Any]) -> Fraction:
+    value = state.get("expected_answer")
+    number = parse_number(str(value)) if isinstance(value, (str, int, float)) else None
+    if number is None:
+        raise ValueError(f"metadata.expected_answer: found {value!r}; it must be a decimal number")
+    return number
+
+
+def _result(expression: str | None) -> str:
+    """What the tool answers to a call; None: there was no call to be found."""
+    if expression is None:
+        return "<error>write <call>7 + 6</call> or <answer>13</answer></error>"
+    try:
+        return f"<result>{render_number(evaluate(expression))}</result>"
+    except CalculationError as error:
+        return f"<error>{error}</error>"

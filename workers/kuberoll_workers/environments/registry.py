@@ -18,6 +18,9 @@ BUILT_INS: Mapping[str, str] = {
 }
 """Built-in environments by `type`. Modules are imported only when they are asked for."""
 
+EnvironmentClass = type[EnvironmentInterface]
+"""A class of environments; it may only look like one."""
+
 _METHODS = ("step", "global_post_process_and_metrics")
 
 
@@ -38,7 +41,7 @@ class EnvironmentSpec(Protocol):
     def config(self) -> Mapping[str, Any]: ...
 
 
-def resolve(*, type: str | None = None, entrypoint: str | None = None) -> type[EnvironmentInterface]:
+def resolve(*, type: str | None = None, entrypoint: str | None = None) -> EnvironmentClass:
     """The class of an environment.
 
     A class need not derive from EnvironmentInterface: having its two methods is enough, so that environments written
@@ -68,7 +71,7 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> type[E
             f"entrypoint: {entrypoint} is no environment: it must be a class with {' and '.join(_METHODS)}; "
             f"missing: {', '.join(missing) or 'it is not a class'}"
         )
-    return cast("type[EnvironmentInterface]", found)
+    return cast("EnvironmentClass", found)
 
 
 def create(spec: EnvironmentSpec) -> EnvironmentInterface:
