@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import orjson
+from kuberoll_api.rolloutjob import Dataset, GeneratorSource, PromptTemplate, Sampling
 from pydantic.alias_generators import to_camel
 
-from kuberoll_api.rolloutjob import Dataset, GeneratorSource, PromptTemplate, Sampling
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 # The seed is the run's: a row may not set it, or the samples of its group would all be one.

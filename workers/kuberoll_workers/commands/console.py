@@ -42,6 +42,9 @@ class LogReporter:
     def finish(self, result: RunResult) -> None:
         _print_result(self._console, result)
 
+    def close(self) -> None:
+        return None
+
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
@@ -78,8 +81,11 @@ class BarReporter:
         )
 
     def finish(self, result: RunResult) -> None:
-        self._bar.stop()
+        self.close()
         _print_result(self._console, result)
+
+    def close(self) -> None:
+        self._bar.stop()
 
 
 def describe(totals: Totals) -> str:

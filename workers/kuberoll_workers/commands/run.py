@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import click
-
 from kuberoll_api.manifest import ManifestError, load_job
 
 DEFAULT_METRICS_PORT = 9464

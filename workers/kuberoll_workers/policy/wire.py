@@ -1,0 +1,186 @@
+"""How requests and results travel: msgpack with packed arrays, or plain JSON.
+
+In msgpack, token ids are binary little-endian int32 and log-probabilities binary little-endian float32: exact, small,
+and copied instead of converted. In JSON (and in msgpack too, if a caller likes) they are lists. Field names are those
+of vLLM's `/inference/v1/generate`, where it has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import Annotated, Any
+
+import msgspec
+
+from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
+from kuberoll_workers.policy.interface import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    SamplingParameters,
+)
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+
+_ITEM_BYTES = 4
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+    stop_token_ids: tuple[_TokenId, ...] = ()
+
+
+class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    token_ids: bytes | list[_TokenId]
+    sampling_params: _Sampling
+    request_id: str = ""
+    session_id: str = ""
+
+
+class _Result(msgspec.Struct, kw_only=True):
+    token_ids: bytes | list[_TokenId]
+    logprobs: bytes | list[float]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+    policy_versions: tuple[tuple[str, int, int], ...] = ()
+
+
+_decode_request = {MSGPACK: msgspec.msgpack.Decoder(_Request).decode, JSON: msgspec.json.Decoder(_Request).decode}
+_decode_result = {MSGPACK: msgspec.msgpack.Decoder(_Result).decode, JSON: msgspec.json.Decoder(_Result).decode}
+_encode = {MSGPACK: msgspec.msgpack.Encoder().encode, JSON: msgspec.json.Encoder().encode}
+
+
+class WireError(ValueError):
+    """A body that is not what it should be."""
+
+
+def media_type(content_type: str | None) -> str:
+    """The codec of a Content-Type header; JSON where there is none.
+
+    Raises:
+        WireError: There is no codec for it.
+    """
+    name = (content_type or JSON).partition(";")[0].strip().lower()
+    if name in ("application/x-msgpack", "application/vnd.msgpack"):
+        return MSGPACK
+    # What curl -d sends when nobody tells it otherwise.
+    if name == "application/x-www-form-urlencoded":
+        return JSON
+    if name not in _encode:
+        raise WireError(f"Content-Type {name!r} is not understood; send {MSGPACK} or {JSON}")
+    return name
+
+
+def encode_request(request: GenerationRequest, media: str = MSGPACK) -> bytes:
+    """The body of a request."""
+    sampling = request.sampling
+    return _encode[media](
+        {
+            "request_id": request.request_id,
+            "session_id": request.session_id,
+            "token_ids": _packed(request.token_ids, media),
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": sampling.seed,
+                "stop": sampling.stop,
+                "stop_token_ids": sampling.stop_token_ids,
+            },
+        }
+    )
+
+
+def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
+    """Parse and check a request's body.
+
+    Raises:
+        PolicyRefused: Names the field that is wrong.
+    """
+    try:
+        raw = _decode_request[media](body)
+        token_ids = _unpacked(TOKEN_TYPE, raw.token_ids, "token_ids")
+    except (msgspec.MsgspecError, UnicodeDecodeError, WireError, RecursionError) as error:
+        raise PolicyRefused(f"the request is not understood: {error}") from error
+    if not token_ids:
+        raise PolicyRefused("token_ids is empty: there is nothing to continue")
+    if min(token_ids) < 0:
+        raise PolicyRefused(f"token_ids holds {min(token_ids)}; token ids are not negative")
+    given = raw.sampling_params
+    return GenerationRequest(
+        request_id=raw.request_id,
+        session_id=raw.session_id,
+        token_ids=token_ids,
+        sampling=SamplingParameters(
+            max_tokens=given.max_tokens,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            seed=given.seed,
+            stop=given.stop,
+            stop_token_ids=given.stop_token_ids,
+        ),
+    )
+
+
+def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:
+    """The body of a response."""
+    return _encode[media](
+        {
+            "token_ids": _packed(result.token_ids, media),
+            "logprobs": _packed(result.logprobs, media),
+            "finish_reason": result.finish_reason,
+            "cached_tokens": result.cached_tokens,
+            "policy_versions": result.policy_versions,
+        }
+    )
+
+
+def decode_result(body: bytes, media: str = MSGPACK) -> GenerationResult:
+    """Parse and check a response's body.
+
+    Raises:
+        WireError: It is torn or not a result.
+    """
+    try:
+        raw = _decode_result[media](body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a generation result: {error}") from error
+    return GenerationResult(
+        token_ids=_unpacked(TOKEN_TYPE, raw.token_ids, "token_ids"),
+        logprobs=_unpacked(LOGPROB_TYPE, raw.logprobs, "logprobs"),
+        finish_reason=raw.finish_reason,
+        cached_tokens=raw.cached_tokens,
+        policy_versions=raw.policy_versions,
+    )
+
+
+def _packed(values: array[Any], media: str) -> bytes | list[Any]:
+    return _little_endian(values).tobytes() if media == MSGPACK else values.tolist()
+
+
+def _unpacked(kind: str, raw: bytes | list[Any], name: str) -> array[Any]:
+    if isinstance(raw, list):
+        return array(kind, raw)
+    if len(raw) % _ITEM_BYTES:
+        raise WireError(f"{name} has {len(raw)} bytes, which is not a multiple of {_ITEM_BYTES}")
+    values: array[Any] = array(kind)
+    values.frombytes(raw)
+    return _little_endian(values)
+
+
+def _little_endian(values: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values
