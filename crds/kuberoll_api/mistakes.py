@@ -98,9 +98,7 @@ def _written_path(detail: dict[str, Any], value: Any) -> Path:
     """The error's place in the document: without the names of types that pydantic tried on the way."""
     path: list[str | int] = []
     for part in detail["loc"]:
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+        if _has(value, part):
             value = value[part]
         elif detail["type"] == "missing":
             path.append(part)
@@ -109,6 +107,12 @@ def _written_path(detail: dict[str, Any], value: Any) -> Path:
             break
         path.append(part)
     return tuple(path)
+
+
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(part, int):
+        return isinstance(value, list) and part < len(value)
+    return isinstance(value, dict) and part in value
 
 
 def _message(path: Path, details: list[dict[str, Any]], value: Any) -> str:

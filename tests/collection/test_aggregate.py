@@ -8,7 +8,6 @@ from typing import Any
 
 from kuberoll_workers.collection.aggregate import encode_summaries, summarize
 from kuberoll_workers.data.record import FailureRecord, encode_line
-
 from tests.collection.test_journal import record
 
 

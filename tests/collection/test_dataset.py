@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kuberoll_api.rolloutjob import Dataset
 from kuberoll_workers.collection.dataset import DatasetError, Row, read_rows
 from kuberoll_workers.collection.expansion import expand, shard_of

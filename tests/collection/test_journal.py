@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kuberoll_workers.collection.journal import Journal, read_failures, read_trajectories, repair, stored_keys
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.run_directory import RunDirectory, RunRefused, new_manifest, write_atomically
 

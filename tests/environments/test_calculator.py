@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from kuberoll_workers.environments.arithmetic import (
     LARGEST,
     OPERATORS,
@@ -18,7 +19,6 @@ from kuberoll_workers.environments.arithmetic import (
     same_number,
 )
 from kuberoll_workers.environments.calculator import CalculatorEnvironment
-
 from tests.environments.support import step_all, step_one
 
 STATE = {"problem": "(3 + 5) * 2", "expected_answer": "16", "calls": 0}

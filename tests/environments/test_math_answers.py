@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.math_answers import MathAnswersEnvironment, is_explosive
-
 from tests.environments.support import log_of, step_all, step_one
 
 MATH = MathAnswersEnvironment({})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
 from kuberoll_api.rolloutjob import Environment
 from kuberoll_workers.environments import BUILT_INS, EnvironmentInterface, UnusableEnvironment, create, resolve
 

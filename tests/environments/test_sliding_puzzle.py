@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kuberoll_workers.environments.puzzle_board import (
     OPPOSITE,
     SLIDES,
@@ -19,7 +20,6 @@ from kuberoll_workers.environments.puzzle_board import (
     solved_board,
 )
 from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
-
 from tests.environments.support import step_all, step_one
 
 SHAPES = st.sampled_from([(2, 2), (2, 3), (3, 2)])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kuberoll_workers.environments.turn import Tagged, count_of, first_tagged, quoted, reply_of
 
 NAMES = ["call", "answer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,10 @@ from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings
 from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.telemetry import RolloutMetrics
+
+
+def _same(environment: Any) -> Any:
+    return environment
 
 
 class CharacterTokenizer:
@@ -125,12 +130,10 @@ def settings(**changes: Any) -> RolloutSettings:
 
 
 @asynccontextmanager
-async def runners(environments: Mapping[str, Any], *, timeout: float = 30.0, isolation: str = "Inline") -> Any:
+async def runners(environments: Mapping[str, Any], *, step_seconds: float = 30.0, isolation: str = "Inline") -> Any:
     made = {
         name: EnvironmentRunner(
-            make_executor(
-                lambda environment=environment: environment, isolation=isolation, processes=1, timeout=timeout
-            ),
+            make_executor(functools.partial(_same, environment), isolation=isolation, processes=1, timeout=timeout),
             max_batch=64,
         )
         for name, environment in environments.items()
@@ -147,7 +150,7 @@ async def roll(
     *,
     policy: Any = None,
     environments: Mapping[str, Any] | None = None,
-    timeout: float = 30.0,
+    step_seconds: float = 30.0,
     **changes: Any,
 ) -> list[Any]:
     """Run samples to their end; the results, in the order of the samples."""
@@ -157,7 +160,7 @@ async def roll(
         assert result.key not in results
         results[result.key] = result
 
-    async with runners(environments or {"env": CountingEnvironment()}, timeout=timeout) as made:
+    async with runners(environments or {"env": CountingEnvironment()}, step_seconds=step_seconds) as made:
         rollout = Rollout(
             policy=policy or ScriptedPolicy(),
             environments=made,

@@ -7,9 +7,11 @@ import copy
 import dataclasses
 import threading
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
@@ -22,7 +24,6 @@ from kuberoll_workers.rollouts.scheduling import Drain, run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.telemetry import RolloutMetrics
-
 from tests.rollouts.fakes import (
     CharacterTokenizer,
     CountingEnvironment,
@@ -204,7 +205,7 @@ async def test_row_overrides_sampling(scheduling: str) -> None:
 
 
 async def test_seeds_differ_by_turn_and_not_by_try(scheduling: str) -> None:
-    fails = iter([PolicyUnavailable("down"), *["x"] * 10])
+    fails: Iterator[str | Exception] = iter([PolicyUnavailable("down"), *["x"] * 10])
     policy = ScriptedPolicy(lambda request: next(fails))
     await roll([sample()], policy=policy, scheduling=scheduling)
     first, again, second = (request.sampling.seed for request in policy.requests)
@@ -302,7 +303,7 @@ async def test_environment_faults_fail_only_their_trajectory(scheduling: str, fa
     environment = Faulty(fault)
     samples = [sample(index, metadata={"turns": 2, "bad": index == 1}) for index in range(4)]
     try:
-        results = await roll(samples, environments={"env": environment}, timeout=0.3, scheduling=scheduling)
+        results = await roll(samples, environments={"env": environment}, step_seconds=0.3, scheduling=scheduling)
     finally:
         environment.release.set()
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kuberoll_workers.rollouts import rules
 from kuberoll_workers.rollouts.failures import backoff
 from kuberoll_workers.rollouts.seeds import job_seed, trajectory_seed, turn_seed
@@ -40,7 +41,8 @@ def test_one_reason_at_most(terminated: bool, response: bool, context: bool, tur
     assert (reason is None) == (not (terminated or response or context) and turns < 3)
     if reason == "max_turns":
         assert not terminated
-        assert not (response or context)
+        assert not response
+        assert not context
 
 
 def test_seeds_are_fixed_numbers() -> None:
@@ -57,7 +59,12 @@ def test_turn_seeds_fit_a_signed_64_bit_number(seed: int, turn: int) -> None:
 
 
 def test_seeds_do_not_collide_in_a_large_job() -> None:
-    seeds = {turn_seed(trajectory_seed(1, task, repeat), turn) for task in range(50) for repeat in range(8) for turn in range(1, 21)}
+    seeds = {
+        turn_seed(trajectory_seed(1, task, repeat), turn)
+        for task in range(50)
+        for repeat in range(8)
+        for turn in range(1, 21)
+    }
     assert len(seeds) == 50 * 8 * 20
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
-from kuberoll_api.rolloutjob import RolloutJob
 
+from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.expansion import samples, shard_of
 from kuberoll_workers.collection.inputs import prompt_groups
 from kuberoll_workers.collection.journal import FAILURES, Journal, read_failures, shard_name, stored_keys

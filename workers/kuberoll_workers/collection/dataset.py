@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import orjson
-from kuberoll_api.rolloutjob import Dataset, GeneratorSource, PromptTemplate, Sampling
 from pydantic.alias_generators import to_camel
 
+from kuberoll_api.rolloutjob import Dataset, GeneratorSource, PromptTemplate, Sampling
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 # The seed is the run's: a row may not set it, or the samples of its group would all be one.
@@ -220,7 +220,7 @@ def _sampling(value: Any, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise DatasetError(f"{where}: sampling: found {_kind(value)}; it must be an object")
-    named: dict[str, Any] = {_SAMPLING_ALIASES.get(key, key): setting for key, setting in value.items()}
+    named: dict[str, Any] = {_SAMPLING_ALIASES.get(key) or key: setting for key, setting in value.items()}
     unknown = sorted(set(named) - set(_SAMPLING_ALIASES.values()))
     if unknown:
         allowed = ", ".join(sorted(_SAMPLING_ALIASES))

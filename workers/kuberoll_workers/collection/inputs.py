@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kuberoll_api.rolloutjob import RolloutJob
-
 from kuberoll_workers.collection.dataset import DatasetError, EnvironmentSource, Row, read_rows
 from kuberoll_workers.collection.expansion import PromptGroup, expand
 

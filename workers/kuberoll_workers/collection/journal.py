@@ -34,15 +34,14 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, seconds: Observes) -> None:
-        """Open for appending; a line torn by a crash is cut off first.
+        """Repair what is there; the file is made by the first record.
 
         Args:
             seconds: Observes the wall seconds of each write and sync.
         """
         repair(path)
-        # O_APPEND: several workers may append to the failures file.
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        sync_directory(path.parent)
+        self._path = path
+        self._file: int | None = None
         self._seconds = seconds
         self._pending: list[bytes] = []
         self._written: asyncio.Future[None] | None = None
@@ -70,7 +69,7 @@ class Journal:
             self._pending, self._written = [], None
             started = time.perf_counter()
             try:
-                await asyncio.to_thread(_write_and_sync, self._file, lines)
+                await asyncio.to_thread(self._write_and_sync, lines)
             except BaseException as error:
                 written.set_exception(error)
                 raise
@@ -81,14 +80,18 @@ class Journal:
         """Finish what is being written and close the file."""
         if self._writer is not None:
             await asyncio.gather(self._writer, return_exceptions=True)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
-
-def _write_and_sync(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-    os.fsync(file)
+    def _write_and_sync(self, data: bytes) -> None:
+        if self._file is None:
+            # O_APPEND: several workers may append to the failures file.
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            sync_directory(self._path.parent)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+        os.fsync(self._file)
 
 
 def repair(path: Path) -> None:

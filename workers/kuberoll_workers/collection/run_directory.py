@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import orjson
+
 from kuberoll_api.rolloutjob import RolloutJob
 
 MANIFEST = "manifest.json"

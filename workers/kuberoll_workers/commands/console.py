@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -132,26 +133,24 @@ def _print_result(console: Console, result: RunResult) -> None:
 
 
 def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
-    table = Table(header_style="bold")
-    table.add_column("environment")
-    for name in ("trajectories", "mean reward", "turns", "generated tokens"):
-        table.add_column(name, justify="right")
-    table.add_column("stop reasons")
-    table.add_column("failed", justify="right")
+    reasons = sorted({reason for summary in summaries.values() for reason in summary.stop_reasons})
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("environment", overflow="fold")
+    for name in ("done", "reward", "turns", "tokens", *reasons, "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, summary in summaries.items():
-        table.add_row(*_cells(name, summary))
+        mean = summary.mean_reward
+        table.add_row(
+            name,
+            str(summary.trajectories),
+            "-" if mean is None else f"{mean:.3f}",
+            f"{summary.turns} ({_each(summary.turns, summary)})",
+            f"{summary.generated_tokens} ({_each(summary.generated_tokens, summary)})",
+            *(str(summary.stop_reasons[reason]) for reason in reasons),
+            str(summary.failed),
+        )
     return table
 
 
-def _cells(name: str, summary: EnvironmentSummary) -> list[str]:
-    mean = summary.mean_reward
-    count = max(summary.trajectories, 1)
-    return [
-        name,
-        str(summary.trajectories),
-        "-" if mean is None else f"{mean:.3f}",
-        f"{summary.turns} ({summary.turns / count:.1f} each)",
-        f"{summary.generated_tokens} ({summary.generated_tokens / count:.0f} each)",
-        ", ".join(f"{reason} {number}" for reason, number in summary.stop_reasons.most_common()) or "-",
-        str(summary.failed),
-    ]
+def _each(total: int, summary: EnvironmentSummary) -> str:
+    return f"{total / summary.trajectories:.1f} each" if summary.trajectories else "-"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+
 from kuberoll_api.manifest import ManifestError, load_job
 
 DEFAULT_METRICS_PORT = 9464

@@ -17,11 +17,11 @@ class _Documented(Collector):
     """The workers' metrics, summed, with their help texts: the files they share hold values only."""
 
     def __init__(self, directory: Path) -> None:
-        self._values = MultiProcessCollector(None, path=str(directory))
+        self._values = MultiProcessCollector(None, path=str(directory))  # type: ignore[no-untyped-call]
         self._texts = {metric.name: metric.documentation for metric in RolloutMetrics("").registry.collect()}
 
     def collect(self) -> Iterable[Metric]:
-        for metric in self._values.collect():
+        for metric in self._values.collect():  # type: ignore[no-untyped-call]
             metric.documentation = self._texts.get(metric.name, metric.documentation)
             yield metric
 

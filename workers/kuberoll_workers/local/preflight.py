@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kuberoll_api.rolloutjob import RolloutJob
-
 from kuberoll_workers.collection.dataset import DatasetError
 from kuberoll_workers.collection.inputs import InputSummary, scan
 from kuberoll_workers.environments import registry

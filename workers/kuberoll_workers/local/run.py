@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from kuberoll_api.rolloutjob import RolloutJob
 
+from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, encode_summaries, summarize
 from kuberoll_workers.collection.journal import FAILURES
 from kuberoll_workers.collection.run_directory import (
@@ -122,8 +122,8 @@ class _LocalRun:
         self._logs.mkdir(exist_ok=True)
         run_id = uuid.uuid4().hex
         with ExitStack() as stack:
-            # Short: Ray puts sockets below it, whose paths may have 107 characters.
-            scratch = Path(tempfile.mkdtemp(prefix="kuberoll-"))
+            # Always /tmp, and short: HAProxy's socket, below a directory of 56 characters, may have 97 in all.
+            scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
             stack.enter_context(_watchdog(run_id, scratch))
             self._seconds["checks"] = time.perf_counter() - started
             asyncio.run(self._supervised(run_id, scratch))
@@ -190,11 +190,9 @@ class _LocalRun:
         deadline = float(self._job.spec.startup_deadline_seconds)
         if generation.external is not None:
             return None, await self._external(generation.external.url, deadline)
-        ray = scratch / "generation"
-        ray.mkdir()
         config = HostConfig(
             app=app_args(generation, model=self._preflight.model, tokenizer=self._preflight.tokenizer),
-            scratch=str(ray),
+            scratch=str(scratch),
             routing=generation.routing,
         )
         path = scratch / "generation.json"
@@ -203,7 +201,8 @@ class _LocalRun:
             "kuberoll_workers.policy.host",
             ["--config", str(path)],
             log=self._logs / "generation.log",
-            environment={**environment, **literal_variables(generation.env)},
+            # Sockets and files that the engine leaves in the temporary directory go with the run.
+            environment={**environment, "TMPDIR": str(scratch), **literal_variables(generation.env)},
         )
         stack.push_async_callback(host.stop, HOST_PATIENCE_SECONDS)
         try:
@@ -224,9 +223,7 @@ class _LocalRun:
             else:
                 raise RunFailed(f"generation did not start: {event['message']}\nMore is in {host.log}")
         code = await host.wait()
-        raise RunFailed(
-            f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.last_words()}"
-        )
+        raise RunFailed(f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.last_words()}")
 
     async def _external(self, url: str, deadline: float) -> Endpoint:
         began = time.perf_counter()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 
+from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.engines.interface import Engine
 from kuberoll_workers.policy.engines.simulated import Simulated
@@ -77,9 +77,7 @@ def make_engine(args: AppArgs) -> Engine:
             settings=SimulatedEngine.model_validate(args.simulated or {}),
             engine_args=args.engine_args,
         )
-    return VLLMEngine(
-        model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=args.engine_args
-    )
+    return VLLMEngine(model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=args.engine_args)
 
 
 class GenerationServer:

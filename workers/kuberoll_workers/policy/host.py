@@ -37,7 +37,8 @@ class HostConfig(msgspec.Struct, kw_only=True):
     """What the host is told.
 
     Attributes:
-        scratch: An empty directory for Ray's files; short, for it holds sockets.
+        scratch: A directory for Ray's and the proxy's files; its path has at most 25 characters, for below it are
+            sockets with long names.
         routing: `Session` keeps a trajectory's turns on one replica.
     """
 
@@ -65,7 +66,7 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int]) -> dict
         # A turn waits in the worker, never for so long in the proxy that it gives up on a replica.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "haproxy.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "s"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "haproxy.state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
@@ -172,7 +173,9 @@ class Host:
 
     def failure(self, error: BaseException) -> str:
         """The reason for a failed start, in the engine's own words if they can be found."""
-        logs = sorted((self._scratch / "ray").glob("session_*/logs/worker-*.err"), key=lambda path: path.stat().st_mtime)
+        logs = sorted(
+            (self._scratch / "ray").glob("session_*/logs/worker-*.err"), key=lambda path: path.stat().st_mtime
+        )
         texts = (path.read_text(errors="replace") for path in reversed(logs))
         cause = root_cause([*texts, str(error)])
         return cause or f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kuberoll_api.rolloutjob import SimulatedEngine
-
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from kuberoll_workers.policy.interface import (
@@ -44,9 +43,7 @@ class Simulated:
         self._settings = settings
         self._tokenizer: Tokenizer | None = None
         config = _model_config(model)
-        self._window = int(
-            engine_args.get("max_model_len") or config.get("max_position_embeddings") or _DEFAULT_WINDOW
-        )
+        self._window = int(engine_args.get("max_model_len") or config.get("max_position_embeddings") or _DEFAULT_WINDOW)
         self._vocabulary = int(config.get("vocab_size") or _DEFAULT_VOCABULARY)
         self._places = asyncio.Semaphore(settings.max_batch)
         self.in_flight = 0
