@@ -51,10 +51,11 @@ class Document:
         return self.lines.get(path, 1)
 
     def override_of(self, path: Path) -> str | None:
-        """The command-line text that set this value or a part of it."""
+        """The command-line text that set this value, or brought it about on the way to another."""
         for set_path, text in self.overrides.items():
-            shorter = min(len(set_path), len(path))
-            if path[:shorter] == set_path[:shorter] and len(path) >= len(set_path):
+            inside = path[: len(set_path)] == set_path
+            made_on_the_way = set_path[: len(path)] == path and path not in self.lines
+            if inside or made_on_the_way:
                 return text
         return None
 

@@ -86,8 +86,15 @@ def explain(error: ValidationError, document: Document, file: str) -> list[Mista
     for item in error.errors(include_url=False):
         detail: dict[str, Any] = dict(item)
         found.setdefault(_written_path(detail, document.value), []).append(detail)
+    misspelled = {
+        (*path[:-1], near)
+        for path, details in found.items()
+        if details[0]["type"] == "extra_forbidden" and (near := _nearest(path)) is not None
+    }
     mistakes = []
     for path, details in found.items():
+        if path in misspelled and details[0]["type"] == "missing":
+            continue
         where = document.override_of(path) or f"{file}:{document.line_of(path)}"
         message = _message(path, details, document.value)
         mistakes.append((document.line_of(path), Mistake(where, format_path(path) if path else "", message)))
@@ -146,19 +153,28 @@ def _found(value: Any) -> str:
 
 
 def _unknown(path: Path) -> str:
-    model = _model_at(path[:-1])
-    names = [field.alias or name for name, field in model.model_fields.items()] if model else []
-    near = difflib.get_close_matches(str(path[-1]), names, n=1)
+    names = _names(path[:-1])
+    near = _nearest(path)
     # The commonest slip is a field at the wrong depth.
     elsewhere = [] if near else [place for place in _places(str(path[-1])) if place != path]
     text = "there is no such field"
     if near:
-        text += f"; did you mean {near[0]}?"
+        text += f"; did you mean {near}?"
     elif elsewhere:
         text += f"; did you mean {format_path(elsewhere[0])}?"
     if 0 < len(names) <= _MOST_NAMES:
         text += f" Allowed: {', '.join(names)}"
     return text
+
+
+def _names(path: Path) -> list[str]:
+    model = _model_at(path)
+    return [field.alias or name for name, field in model.model_fields.items()] if model else []
+
+
+def _nearest(path: Path) -> str | None:
+    """The field that was probably meant by one that does not exist."""
+    return next(iter(difflib.get_close_matches(str(path[-1]), _names(path[:-1]), n=1)), None)
 
 
 def _described(path: Path) -> str:

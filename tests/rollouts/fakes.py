@@ -133,7 +133,9 @@ def settings(**changes: Any) -> RolloutSettings:
 async def runners(environments: Mapping[str, Any], *, step_seconds: float = 30.0, isolation: str = "Inline") -> Any:
     made = {
         name: EnvironmentRunner(
-            make_executor(functools.partial(_same, environment), isolation=isolation, processes=1, timeout=timeout),
+            make_executor(
+                functools.partial(_same, environment), isolation=isolation, processes=1, timeout=step_seconds
+            ),
             max_batch=64,
         )
         for name, environment in environments.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Literal
 
@@ -49,7 +48,5 @@ def backoff(tries: int, *, base: float, longest: float, draw: random.Random) -> 
 
     The jitter keeps a thousand trajectories that failed together from coming back together.
     """
-    if base <= 0:
-        return 0.0
-    doublings = min(tries - 1, math.ceil(math.log2(max(longest / base, 1))))
-    return min(longest, base * 2.0**doublings) * draw.uniform(0.5, 1.0)
+    # 2^40 times the shortest wait is longer than any; more doublings would overflow.
+    return min(longest, base * 2.0 ** min(tries - 1, 40)) * draw.uniform(0.5, 1.0)
