@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sys
-from importlib.metadata import EntryPoint, entry_points, version
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 
 import click
@@ -11,6 +14,10 @@ import click
 from kuberoll_api.manifest import ManifestError, load_jobs
 
 COMMANDS = "kuberoll.commands"
+"""The entry points that bring subcommands. `kuberoll_<extra>` is the package of the extra of that name."""
+
+# Requirements of an extra, less those that only some platforms have.
+_OF_EXTRA = re.compile(r"""(?P<name>[\w.-]+)[^;]*;\s*extra == ['"](?P<extra>[\w.-]+)['"]""")
 
 
 class _Root(click.Group):
@@ -24,49 +31,70 @@ class _Root(click.Group):
         entry = _entries().get(name)
         if own is not None or entry is None:
             return own
+        # Commands import what they need when they run, so that they can be loaded says nothing.
+        if (missing := next(_missing(entry), None)) is not None:
+            return _stand_in(entry, missing)
         try:
             command = entry.load()
         except ModuleNotFoundError as error:
-            return _missing(name, entry, error)
+            return _stand_in(entry, str(error.name))
         if not isinstance(command, click.Command):
             raise TypeError(f"entry point {entry.value} is not a click command")
         return command
 
 
 def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=COMMANDS)}
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
 
 
-def _missing(name: str, entry: EntryPoint, error: ModuleNotFoundError) -> click.Command:
-    """Stands in for a command whose dependencies are not installed."""
-    extra = entry.module.partition(".")[0].removeprefix("kuberoll_")
-    text = f"`kuberoll {name}` needs {error.name}: pip install 'kuberoll[{extra}]'"
+def _extra(entry: EntryPoint) -> str:
+    return entry.module.partition(".")[0].removeprefix("kuberoll_")
 
-    @click.command(
-        name,
-        help=text,
-        short_help=f"(not installed: pip install 'kuberoll[{extra}]')",
-        context_settings={"ignore_unknown_options": True},
-        add_help_option=False,
-    )
-    @click.argument("arguments", nargs=-1)
-    def command(arguments: tuple[str, ...]) -> None:  # noqa: ARG001
+
+def _missing(entry: EntryPoint) -> Iterator[str]:
+    """The distributions that the command's extra asks for and that are not installed."""
+    for line in (entry.dist.requires if entry.dist else None) or ():
+        requirement = _OF_EXTRA.fullmatch(line)
+        if requirement is not None and requirement["extra"] == _extra(entry):
+            try:
+                importlib.metadata.distribution(requirement["name"])
+            except PackageNotFoundError:
+                yield requirement["name"]
+
+
+def _stand_in(entry: EntryPoint, missing: str) -> click.Command:
+    """Takes the place of a command that cannot run here, and says how to install it."""
+    remedy = f"pip install 'kuberoll[{_extra(entry)}]'"
+    text = f"`kuberoll {entry.name}` needs {missing}, which is not installed: {remedy}"
+
+    def say() -> None:
         click.echo(text, err=True)
         sys.exit(2)
 
-    return command
+    return click.Command(
+        entry.name,
+        callback=say,
+        help=text,
+        short_help=f"(not installed: {remedy})",
+        # Whatever else was written, the help of the real command included, what is missing comes first.
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
 
 
 @click.group(cls=_Root, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("kuberoll"), prog_name="kuberoll")
+@click.version_option(package_name="kuberoll", prog_name="kuberoll")
 def main() -> None:
     """Reinforcement-learning rollouts: one RolloutJob in, scored token-exact trajectories out."""
 
 
 @main.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def validate(files: tuple[Path, ...]) -> None:
-    """Check RolloutJob manifests; exit code 2 when one has mistakes."""
+    """Check RolloutJob manifests.
+
+    Says for each mistake its line and field, what was found and what is allowed. The exit code is 0 when all files are in order, and 2 when one has a mistake.
+    """
     failed = False
     for file in files:
         try:

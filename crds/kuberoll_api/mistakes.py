@@ -1,223 +1,117 @@
-"""What is wrong with a manifest, in words for the person who wrote it."""
+"""What the model refuses, in words for the person who wrote it: found this, must be that, mend it so."""
 
 from __future__ import annotations
 
 import difflib
-import types
-import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from kuberoll_api.documents import Document, Path, format_path
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.paths import Path, quoted
+from kuberoll_api.schema import Schema, alternatives, description, fields, in_words, places
 
-_MOST_SHOWN = 20
 _MOST_NAMES = 16
-
-_KINDS = {dict: "an object", list: "a list", str: "the text", bool: "the boolean", int: "the number",
-          float: "the number", type(None): "nothing"}  # fmt: skip
-
-_EXPECTED = {
-    "string_type": "text (put it in quotes)",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "list_type": "a list",
-}  # fmt: skip
-
-_BOUNDS = {
-    "greater_than": ("gt", "more than {}"),
-    "greater_than_equal": ("ge", "at least {}"),
-    "less_than": ("lt", "less than {}"),
-    "less_than_equal": ("le", "at most {}"),
-    "string_too_short": ("min_length", "at least {} characters long"),
-    "string_too_long": ("max_length", "at most {} characters long"),
-    "too_short": ("min_length", "at least {} items long"),
-    "too_long": ("max_length", "at most {} items long"),
-    "string_pattern_mismatch": ("pattern", "text of the form {}"),
-    "literal_error": ("expected", "one of {}"),
-}
+_MOST_TEXT = 60
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """One mistake.
+def explain(error: ValidationError, value: Any) -> list[tuple[Path, str]]:
+    """A refusal by the model as places, in the wire's spelling, and messages.
 
-    Attributes:
-        where: `file:line`, or the command-line override that made it.
-        field: Path of the field, as it is written; empty where the whole file is meant.
-        message: What was found, what is allowed, how to mend it.
+    Args:
+        value: What was validated.
     """
-
-    where: str
-    field: str
-    message: str
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.field, self.message) if part)
+    found: dict[Path, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_path(detail, value), []).append(detail)
+    # What fits none of several types is several details and one mistake.
+    return [(path, _message(path, details, value)) for path, details in found.items()]
 
 
-class ManifestError(ValueError):
-    """A manifest that cannot be used; its text is at most a screen."""
-
-    def __init__(self, mistakes: list[Mistake]) -> None:
-        super().__init__(mistakes)
-        self.mistakes = mistakes
-
-    def __str__(self) -> str:
-        lines = [str(mistake) for mistake in self.mistakes[:_MOST_SHOWN]]
-        more = len(self.mistakes) - len(lines)
-        return "\n".join([*lines, *([f"and {more} more"] if more else [])])
-
-
-def explain(error: ValidationError, document: Document, file: str) -> list[Mistake]:
-    """A pydantic error as mistakes, in the order in which they stand in the file.
-
-    A value that fits none of several types is one mistake.
-    """
-    found: dict[Path, list[dict[str, Any]]] = {}
-    for item in error.errors(include_url=False):
-        detail: dict[str, Any] = dict(item)
-        found.setdefault(_written_path(detail, document.value), []).append(detail)
-    misspelled = {
-        (*path[:-1], near)
-        for path, details in found.items()
-        if details[0]["type"] == "extra_forbidden" and (near := _nearest(path)) is not None
-    }
-    mistakes = []
-    for path, details in found.items():
-        if path in misspelled and details[0]["type"] == "missing":
-            continue
-        where = document.override_of(path) or f"{file}:{document.line_of(path)}"
-        message = _message(path, details, document.value)
-        mistakes.append((document.line_of(path), Mistake(where, format_path(path) if path else "", message)))
-    return [mistake for _, mistake in sorted(mistakes, key=lambda pair: pair[0])]
-
-
-def _written_path(detail: dict[str, Any], value: Any) -> Path:
-    """The error's place in the document: without the names of types that pydantic tried on the way."""
+def _path(detail: ErrorDetails, value: Any) -> Path:
+    """The place in the value: pydantic's, without the names of the types that it tried on the way."""
     path: list[str | int] = []
     for part in detail["loc"]:
-        if _has(value, part):
+        inside = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if inside:
             value = value[part]
-        elif detail["type"] == "missing":
-            path.append(part)
-            break
-        else:
+        elif detail["type"] != "missing":
             break
         path.append(part)
+    if detail["type"] == "contradiction":
+        path += detail["ctx"]["path"]
     return tuple(path)
 
 
-def _has(value: Any, part: str | int) -> bool:
-    if isinstance(part, int):
-        return isinstance(value, list) and part < len(value)
-    return isinstance(value, dict) and part in value
+def _message(path: Path, details: list[ErrorDetails], value: Any) -> str:
+    for detail in details:
+        match detail["type"]:
+            case "contradiction":
+                return detail["msg"]
+            case "extra_forbidden":
+                return _unknown(path)
+            case "missing":
+                return _sentence(f"is missing; must be {in_words(alternatives(path))}", description(path))
+    allowed = alternatives(path)
+    bad = _at(value, path)
+    hint = _hint(bad, allowed)
+    return f"found {_found(bad)}; must be {in_words(allowed)}{f'; {hint}' if hint else ''}"
 
 
-def _message(path: Path, details: list[dict[str, Any]], value: Any) -> str:
-    kinds = {detail["type"] for detail in details}
-    if "extra_forbidden" in kinds:
-        return _unknown(path)
-    if "missing" in kinds:
-        return f"is missing{_described(path)}"
-    if "value_error" in kinds:
-        return "; ".join(str(detail["ctx"]["error"]) for detail in details if detail["type"] == "value_error")
-    allowed = " or ".join(dict.fromkeys(_allowed(detail) for detail in details))
-    return f"found {_found(_at(value, path))}; it must be {allowed}{_described(path)}"
-
-
-def _allowed(detail: dict[str, Any]) -> str:
-    kind = detail["type"]
-    if kind in _EXPECTED:
-        return _EXPECTED[kind]
-    if kind in _BOUNDS:
-        key, text = _BOUNDS[kind]
-        return text.format(detail["ctx"][key])
-    return str(detail["msg"])
-
-
-def _found(value: Any) -> str:
-    kind = _KINDS.get(type(value), f"a {type(value).__name__}")
-    if value is None or isinstance(value, (dict, list)):
-        return kind
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
+def _sentence(message: str, more: str) -> str:
+    return f"{message}. {more}" if more else message
 
 
 def _unknown(path: Path) -> str:
-    names = _names(path[:-1])
-    near = _nearest(path)
-    # The commonest slip is a field at the wrong depth.
-    elsewhere = [] if near else [place for place in _places(str(path[-1])) if place != path]
+    name, names = str(path[-1]), list(fields(path[:-1]))
+    lower = {known.lower(): known for known in names}
+    # Both spellings of a slip: maxturn, max_turns.
+    near = difflib.get_close_matches(name.lower().replace("_", ""), lower, n=1, cutoff=0.7)
     text = "there is no such field"
     if near:
-        text += f"; did you mean {near}?"
-    elif elsewhere:
-        text += f"; did you mean {format_path(elsewhere[0])}?"
-    if 0 < len(names) <= _MOST_NAMES:
-        text += f" Allowed: {', '.join(names)}"
-    return text
+        text += f"; did you mean {lower[near[0]]}?"
+    elif (place := next(places(name), None)) is not None:
+        text += f"; did you mean {place}?"
+    else:
+        text += "; remove it."
+    return f"{text} Allowed: {', '.join(names)}" if len(names) <= _MOST_NAMES else text
 
 
-def _names(path: Path) -> list[str]:
-    model = _model_at(path)
-    return [field.alias or name for name, field in model.model_fields.items()] if model else []
+def _found(value: Any) -> str:
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f"the text {quoted(value if len(value) <= _MOST_TEXT else value[: _MOST_TEXT - 3] + '...')}"
+        case int() | float():
+            # Python refuses to print whole numbers of thousands of digits.
+            return f"the number {value}" if abs(value) < 10**_MOST_TEXT else "a number of more than 60 digits"
+        case list():
+            return f"a list of {len(value)}" if value else "an empty list"
+    return "a mapping" if value else "an empty mapping"
 
 
-def _nearest(path: Path) -> str | None:
-    """The field that was probably meant by one that does not exist."""
-    return next(iter(difflib.get_close_matches(str(path[-1]), _names(path[:-1]), n=1)), None)
-
-
-def _described(path: Path) -> str:
-    model = _model_at(path[:-1])
-    for name, field in model.model_fields.items() if model else ():
-        if path and (field.alias or name) == path[-1] and field.description:
-            return f". {field.description}"
+def _hint(value: Any, allowed: list[Schema]) -> str:
+    types = {schema.get("type") for schema in allowed}
+    if isinstance(value, str):
+        names = {str(name).lower(): str(name) for schema in allowed for name in schema.get("enum", ())}
+        near = difflib.get_close_matches(value.lower(), names, n=1)
+        if near:
+            return f"did you mean {names[near[0]]}?"
+        if types & {"integer", "number"} and _NUMBER.fullmatch(value):
+            return "remove the quotes"
+        if "array" in types:
+            return f"for a list of one, write [{quoted(value)}]"
+        return ""
+    if isinstance(value, float) and "integer" in types and "number" not in types and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, (bool, int, float)) and "string" in types:
+        return "put it in quotes"
     return ""
-
-
-def _model_at(path: Path) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = RolloutJob
-    for part in path:
-        if isinstance(part, int):
-            continue
-        fields = {field.alias or name: field for name, field in model.model_fields.items()} if model else {}
-        model = _model_in(fields[part].annotation) if part in fields else None
-    return model
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) in (list, typing.Union, types.UnionType):
-        for argument in typing.get_args(annotation):
-            if (model := _model_in(argument)) is not None:
-                return model
-    return None
-
-
-def _places(name: str) -> Iterator[Path]:
-    """Where in a RolloutJob there is a field of this name, shallowest first."""
-    level: list[tuple[Path, type[BaseModel]]] = [((), RolloutJob)]
-    while level:
-        deeper = []
-        for path, model in level:
-            for attribute, field in model.model_fields.items():
-                alias = field.alias or attribute
-                if alias == name:
-                    yield (*path, alias)
-                if (inner := _model_in(field.annotation)) is not None:
-                    deeper.append(((*path, alias), inner))
-        level = deeper
 
 
 def _at(value: Any, path: Path) -> Any:

@@ -2,74 +2,89 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from kuberoll_api.documents import Document, Path, Unreadable, format_path, parse_value
-
-_PART = re.compile(r'\.?(?:"(?P<quoted>[^"]+)"|(?P<key>[^.\[\]"=]+))|\[(?P<index>\d+)\]')
+from kuberoll_api.documents import Document, Unreadable, parse_documents
+from kuberoll_api.paths import Path, format_path, parse_path
 
 
 class OverrideError(ValueError):
-    """An override that cannot be applied."""
+    """An override that cannot be applied.
+
+    Attributes:
+        override: As it was written, `--set` included.
+    """
+
+    def __init__(self, override: str, message: str) -> None:
+        super().__init__(f"{override}: {message}")
+        self.override = override
+        self.message = message
 
 
 def parse_override(text: str) -> tuple[Path, Any]:
     """`spec.environments[0].config.size=3` as a path and a YAML value; keys with dots go in double quotes.
 
+    An empty value is null, as it is in YAML.
+
     Raises:
         OverrideError: It is not of that form.
     """
-    parts: list[str | int] = []
-    position = 0
-    while position < len(text) and text[position] != "=":
-        found = _PART.match(text, position)
-        if found is None:
-            break
-        if found["index"] is not None:
-            parts.append(int(found["index"]))
-        else:
-            parts.append(found["quoted"] or found["key"])
-        position = found.end()
-    if not parts or position >= len(text) or text[position] != "=":
-        raise OverrideError(f"--set {text}: write path=value, for example --set spec.rollout.maxTurns=5")
+    path, rest = parse_path(text)
+    if not path or not rest.startswith("="):
+        raise OverrideError(f"--set {text}", "write path=value, for example --set spec.rollout.maxTurns=5")
     try:
-        return tuple(parts), parse_value(text[position + 1 :])
+        documents = parse_documents(rest[1:])
     except Unreadable as error:
-        raise OverrideError(f"--set {text}: {error}") from error
+        raise OverrideError(f"--set {text}", f"the value is not YAML: {error}") from error
+    if len(documents) > 1:
+        raise OverrideError(f"--set {text}", "there are several YAML documents; write one value")
+    for document in documents:
+        for problem in document.problems:
+            raise OverrideError(f"--set {text}", ": ".join(filter(None, (format_path(problem.path), problem.message))))
+        return path, document.value
+    return path, None
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
-    """A copy of the document with the overrides in it; objects that are missing on the way are made.
+    """The document with the overrides in it, the later over the earlier; mappings missing on the way are made.
 
     Raises:
-        OverrideError: A path leads through something that is no object, or to a list item that is not there.
+        OverrideError: An override is malformed, leads through a value that is no mapping, or to a list item that
+            is not there.
     """
-    changed = Document(copy.deepcopy(document.value), document.lines, dict(document.overrides))
     for text in overrides:
         path, value = parse_override(text)
-        changed.value = _set(changed.value, path, value, text, path)
-        changed.overrides[path] = f"--set {text}"
-    return changed
+        document = replace(
+            document,
+            value=_set(document.value, path, value, 0, f"--set {text}"),
+            problems=tuple(problem for problem in document.problems if problem.path[: len(path)] != path),
+            overrides=(*document.overrides, (path, f"--set {text}")),
+        )
+    return document
 
 
-def _set(node: Any, path: Path, value: Any, text: str, whole: Path) -> Any:
-    if not path:
+def _set(node: Any, path: Path, value: Any, depth: int, override: str) -> Any:
+    """A copy of the node with the value at path[depth:]; only what is on the way is copied.
+
+    Aliases of YAML share their value, so a change in place would show elsewhere too.
+    """
+    if depth == len(path):
         return value
-    head, rest = path[0], path[1:]
-    above = format_path(whole[: len(whole) - len(path)])
-    if isinstance(head, int):
+    part, above = path[depth], format_path(path[:depth]) or "the manifest"
+    if isinstance(part, int):
         if not isinstance(node, list):
-            raise OverrideError(f"--set {text}: {above} is not a list")
-        if head >= len(node):
-            raise OverrideError(f"--set {text}: {above} has {len(node)} items; the first is [0]")
-        node[head] = _set(node[head], rest, value, text, whole)
-        return node
-    if node is None:
-        node = {}
-    if not isinstance(node, dict):
-        raise OverrideError(f"--set {text}: {above} is not an object, so it has no field {head}")
-    node[head] = _set(node.get(head), rest, value, text, whole)
-    return node
+            raise OverrideError(override, f"{above} is not a list")
+        if part >= len(node):
+            raise OverrideError(override, f"{above} has {_items(len(node))}; the first is [0]")
+        return [*node[:part], _set(node[part], path, value, depth + 1, override), *node[part + 1 :]]
+    if node is not None and not isinstance(node, dict):
+        hint = "; choose an item, the first is [0]" if isinstance(node, list) else ""
+        raise OverrideError(override, f"{above} is not a mapping, so it has no field {part}{hint}")
+    fields = node or {}
+    return {**fields, part: _set(fields.get(part), path, value, depth + 1, override)}
+
+
+def _items(count: int) -> str:
+    return "1 item" if count == 1 else f"{count} items"

@@ -6,10 +6,11 @@ Every model refuses unknown fields and converts nothing: `"4"` is not an integer
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
 
 GROUP = "kuberoll.io"
 VERSION = "v1alpha1"
@@ -20,13 +21,29 @@ KIND = "RolloutJob"
 # within the 63 characters of a DNS label.
 MAX_NAME_LENGTH = 40
 
-DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$", max_length=63)]
+MAX_SECONDS = 365 * 86400
+MAX_COUNT = 10**15  # JSON readers that know floats only are exact up to here
+MAX_SEED = 2**63 - 1
+
+DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
+ENTRYPOINT_PATTERN = r"^[\w.]+:[\w.]+$"
+URL_PATTERN = r"^https?://"
+
+DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 Text = Annotated[str, StringConstraints(max_length=4096)]
 LongText = Annotated[str, StringConstraints(max_length=65536)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
-JsonObject = dict[str, JsonValue]
+JsonObject = Annotated[dict[str, JsonValue], Field(max_length=1024)]
+Quantity = Annotated[str, StringConstraints(min_length=1, max_length=64)] | Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Labels = Annotated[dict[str, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=256)]
+
+
+def _contradiction(message: str, *path: str | int) -> PydanticCustomError:
+    """A mistake of several fields together; the path leads, from the model that finds it, to the one to change."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "path": path})
 
 
 class Model(BaseModel):
@@ -52,13 +69,14 @@ class ObjectMeta(Model):
     # What an API server adds to an exported object is accepted and not looked at.
     model_config = ConfigDict(extra="ignore")
 
-    name: Annotated[
-        str,
-        StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=MAX_NAME_LENGTH),
-    ] = Field(description="Name of the job: a DNS label, short enough for the names of its children.")
+    name: Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=MAX_NAME_LENGTH)] = (
+        Field(description="Name of the job: a DNS label, short enough for the names of its children.")
+    )
     namespace: DnsLabel | None = Field(default=None, description="Namespace of the job; not used on a laptop.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Labels.", max_length=256)
-    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations.", max_length=256)
+    labels: Labels = Field(default_factory=dict, description="Labels, to select the job by.")
+    annotations: dict[str, LongText] = Field(
+        default_factory=dict, max_length=256, description="Notes for people and tools; not looked at here."
+    )
 
 
 class ModelSource(Model):
@@ -90,7 +108,7 @@ class Sampling(Model):
     seed: int | None = Field(
         default=None,
         ge=0,
-        lt=2**63,
+        le=MAX_SEED,
         description="Base of the per-trajectory sampling seeds; absent: derived from the job's name.",
     )
     greedy: bool = Field(default=False, description="Always take the most likely token, whatever the temperature.")
@@ -130,14 +148,16 @@ class Autoscaling(Model):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(f"minReplicas {self.min_replicas} is above maxReplicas {self.max_replicas}")
+            raise _contradiction(
+                f"found {self.min_replicas}, which is more than maxReplicas ({self.max_replicas})", "minReplicas"
+            )
         return self
 
 
 class External(Model):
     """A policy endpoint that somebody else runs."""
 
-    url: Annotated[str, StringConstraints(pattern=r"^https?://", max_length=2048)] = Field(
+    url: Annotated[str, StringConstraints(pattern=URL_PATTERN, max_length=2048)] = Field(
         description="Base URL of a KubeRoll generation endpoint."
     )
 
@@ -145,12 +165,12 @@ class External(Model):
 class Resources(Model):
     """Kubernetes resource requirements."""
 
-    limits: dict[str, str | int] = Field(default_factory=dict, max_length=32, description="Most it may use.")
-    requests: dict[str, str | int] = Field(default_factory=dict, max_length=32, description="What it is given.")
+    limits: dict[str, Quantity] = Field(default_factory=dict, max_length=32, description="Most it may use.")
+    requests: dict[str, Quantity] = Field(default_factory=dict, max_length=32, description="What it is given.")
 
 
 class PodOptions(Model):
-    """How pods are made; honoured by the operator, not used on a laptop (except `env`)."""
+    """How pods are made; for the operator, and not used on a laptop (except `env`)."""
 
     resources: Resources = Field(default_factory=Resources, description="Requests and limits of the main container.")
     image: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
@@ -162,8 +182,10 @@ class PodOptions(Model):
     env_from: list[JsonObject] = Field(
         default_factory=list, max_length=64, description="Sources of environment variables, as in a container."
     )
-    node_selector: dict[str, str] = Field(default_factory=dict, max_length=64, description="Node labels required.")
-    tolerations: list[JsonObject] = Field(default_factory=list, max_length=64, description="Taints tolerated.")
+    node_selector: Labels = Field(default_factory=dict, description="Labels that a node must have.")
+    tolerations: list[JsonObject] = Field(
+        default_factory=list, max_length=64, description="Taints that are tolerated, as in a pod."
+    )
     pod_template: JsonObject | None = Field(
         default=None, description="A pod template merged over the rendered one, for everything else."
     )
@@ -197,13 +219,13 @@ class Generation(PodOptions):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.replicas is not None and self.autoscaling is not None:
-            raise ValueError("replicas and autoscaling exclude each other: set one of them")
+            raise _contradiction("excludes autoscaling; remove one of the two", "replicas")
         if self.backend == "External" and self.external is None:
-            raise ValueError("backend External needs external.url, the endpoint to use")
+            raise _contradiction("External needs external.url, the endpoint to use", "backend")
         if self.backend != "External" and self.external is not None:
-            raise ValueError("external is only for backend External: set backend: External or remove it")
+            raise _contradiction("is only for backend External; set backend: External, or remove it", "external")
         if self.engine != "Simulated" and self.simulated is not None:
-            raise ValueError("simulated is only for engine Simulated: set engine: Simulated or remove it")
+            raise _contradiction("is only for engine Simulated; set engine: Simulated, or remove it", "simulated")
         return self
 
 
@@ -212,7 +234,7 @@ class Environment(Model):
 
     name: Name = Field(description="The `task_name` of the dataset rows that this environment answers.")
     type: Name | None = Field(default=None, description="A built-in environment.")
-    entrypoint: Annotated[str, StringConstraints(pattern=r"^[\w.]+:[\w.]+$", max_length=512)] | None = Field(
+    entrypoint: Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None = Field(
         default=None, description="Your own environment class, `package.module:Class`."
     )
     config: JsonObject = Field(default_factory=dict, description="Handed to the environment's constructor.")
@@ -230,7 +252,8 @@ class Environment(Model):
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.type is None) == (self.entrypoint is None):
-            raise ValueError("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
+            found = "neither" if self.type is None else "both"
+            raise _contradiction(f"set one of type (a built-in) and entrypoint (package.module:Class); found {found}")
         return self
 
 
@@ -241,7 +264,7 @@ class GeneratorSource(Model):
         default_factory=list, max_length=64, description="Environments to ask, in this order; none: all."
     )
     count: int = Field(ge=1, le=100_000_000, description="Rows of each environment.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the generator.")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of the generator.")
 
 
 class ConfigMapSource(Model):
@@ -279,7 +302,7 @@ class DatasetSource(Model):
         given = [to_camel(name) for name in fields if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise ValueError(f"set exactly one of {', '.join(map(to_camel, fields))} (found {found})")
+            raise _contradiction(f"set one of {', '.join(map(to_camel, fields))}; found {found}")
         return self
 
 
@@ -294,7 +317,7 @@ class Dataset(Model):
     """The prompts, and how many samples each gets."""
 
     source: DatasetSource = Field(description="Where the rows come from.")
-    limit: int | None = Field(default=None, ge=1, description="Use only the first rows; absent: all.")
+    limit: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="Use only the first rows; absent: all.")
     repeats: int = Field(default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group.")
     seed_per_repeat: bool = Field(
         default=True,
@@ -373,13 +396,13 @@ class RolloutJobSpec(Model):
         default=None, description="The controller that manages this job, as in batch/v1; immutable."
     )
     active_deadline_seconds: int | None = Field(
-        default=None, ge=1, description="Longest that the job may run before it is failed."
+        default=None, ge=1, le=MAX_SECONDS, description="Longest that the job may run before it is failed."
     )
     startup_deadline_seconds: int = Field(
         default=1800, ge=1, le=7 * 86400, description="Generation must be ready by then, else the job fails."
     )
     ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, description="The job is deleted so long after its end; absent: never."
+        default=None, ge=0, le=MAX_SECONDS, description="The job is deleted so long after its end; absent: never."
     )
     generation: Generation = Field(description="The policy that generates.")
     environments: list[Environment] = Field(min_length=1, max_length=64, description="The environments.")
@@ -391,16 +414,15 @@ class RolloutJobSpec(Model):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         names = [environment.name for environment in self.environments]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"environments: the name {repeated[0]!r} is used twice; names must differ")
+        for index, name in enumerate(names):
+            if (first := names.index(name)) < index:
+                message = f'found "{name}", the name of environments[{first}] too; names must differ'
+                raise _contradiction(message, "environments", index, "name")
         generator = self.dataset.source.generator
-        unknown = [name for name in generator.environments if name not in names] if generator else []
-        if unknown:
-            raise ValueError(
-                f"dataset.source.generator.environments: no environment is named {unknown[0]!r}; "
-                f"there are {', '.join(names)}"
-            )
+        for index, name in enumerate(generator.environments if generator else ()):
+            if name not in names:
+                message = f'found "{name}"; must be the name of an environment: {", ".join(names)}'
+                raise _contradiction(message, "dataset", "source", "generator", "environments", index)
         return self
 
 
@@ -411,4 +433,4 @@ class RolloutJob(Model):
     kind: Literal["RolloutJob"] = Field(description="Always RolloutJob.")
     metadata: ObjectMeta = Field(description="Kubernetes object metadata.")
     spec: RolloutJobSpec = Field(description="What the user wants.")
-    status: dict[str, Any] | None = Field(default=None, description="Written by the operator; not read here.")
+    status: JsonObject | None = Field(default=None, description="Written by the operator; not read here.")

@@ -1,0 +1,135 @@
+"""What the model allows, looked up by a value's place and said in words.
+
+Everything comes from the model's JSON schema, which is also the CRD's: what a person is told is what is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from kuberoll_api.paths import Path
+from kuberoll_api.rolloutjob import DNS_LABEL_PATTERN, ENTRYPOINT_PATTERN, NAME_PATTERN, URL_PATTERN, RolloutJob
+
+Schema = dict[str, Any]
+
+# A pattern that is not here is shown as it is.
+_FORMS = {
+    DNS_LABEL_PATTERN: "only small letters, digits and dashes, beginning and ending with a letter or digit",
+    NAME_PATTERN: "only letters, digits and ._-, beginning and ending with a letter or digit",
+    ENTRYPOINT_PATTERN: "of the form package.module:Class",
+    URL_PATTERN: "beginning with http:// or https://",
+}
+
+
+def alternatives(path: Path) -> list[Schema]:
+    """The schemas of which a value at this place must fit one; none where there is no such place."""
+    schemas = _choices(_root())
+    for part in path:
+        schemas = [choice for schema in schemas for inner in _step(schema, part) for choice in _choices(inner)]
+    return schemas
+
+
+def fields(path: Path) -> dict[str, Schema]:
+    """The fields of the object at this place; none where it is no object, or one with free keys."""
+    return {name: field for schema in alternatives(path) for name, field in schema.get("properties", {}).items()}
+
+
+def description(path: Path) -> str:
+    """What the field at this place is for; empty where that is not said."""
+    if not path or isinstance(path[-1], int):
+        return ""
+    return str(fields(path[:-1]).get(path[-1], {}).get("description", ""))
+
+
+def places(name: str) -> Iterator[str]:
+    """Where a RolloutJob has a field of this name, the shallowest first: `spec.environments[].isolation`."""
+    level = [("", _root())]
+    while level:
+        deeper = []
+        for path, outer in level:
+            for schema in _choices(outer):
+                if "items" in schema:
+                    deeper.append((f"{path}[]", schema["items"]))
+                for field, inner in schema.get("properties", {}).items():
+                    place = f"{path}.{field}".removeprefix(".")
+                    if field == name:
+                        yield place
+                    deeper.append((place, inner))
+        level = deeper
+
+
+def in_words(schemas: list[Schema]) -> str:
+    """What is allowed: `a whole number from 1 to 1024`. That a field may be absent goes without saying."""
+    words = [_in_words(schema) for schema in schemas if schema.get("type") != "null"]
+    return " or ".join(dict.fromkeys(words))
+
+
+@functools.cache
+def _root() -> Schema:
+    return RolloutJob.model_json_schema(by_alias=True)
+
+
+def _choices(schema: Schema) -> list[Schema]:
+    if "$ref" in schema:
+        return _choices(_root()["$defs"][schema["$ref"].rpartition("/")[2]])
+    if "anyOf" in schema:
+        return [choice for inner in schema["anyOf"] for choice in _choices(inner)]
+    return [schema]
+
+
+def _step(schema: Schema, part: str | int) -> list[Schema]:
+    if isinstance(part, int):
+        return [schema["items"]] if "items" in schema else []
+    if part in schema.get("properties", {}):
+        return [schema["properties"][part]]
+    free = schema.get("additionalProperties")
+    return [free] if isinstance(free, dict) else []
+
+
+def _in_words(schema: Schema) -> str:
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return " or ".join(filter(None, (", ".join(schema["enum"][:-1]), schema["enum"][-1])))
+    match schema.get("type"):
+        case "integer":
+            return f"a whole number{_range(schema)}"
+        case "number":
+            return f"a number{_range(schema)}"
+        case "boolean":
+            return "true or false"
+        case "string":
+            return ", ".join(filter(None, (f"text{_size(schema, 'Length', 'character')}", _form(schema))))
+        case "array":
+            return f"a list{_size(schema, 'Items', 'item')}"
+        case "object":
+            return f"a mapping{_size(schema, 'Properties', 'field')}"
+    return "any value"
+
+
+def _range(schema: Schema) -> str:
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    bounds = (("of at least", low), ("above", above), ("of at most", high), ("below", below))
+    words = [f"{word} {bound}" for word, bound in bounds if bound is not None]
+    return f" {' and '.join(words)}" if words else ""
+
+
+def _size(schema: Schema, noun: str, unit: str) -> str:
+    low, high = schema.get(f"min{noun}", 0), schema.get(f"max{noun}")
+    if high is None:
+        return f" of at least {low} {unit}{_s(low)}" if low else ""
+    return f" of {low} to {high} {unit}s" if low else f" of at most {high} {unit}{_s(high)}"
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _form(schema: Schema) -> str:
+    pattern = schema.get("pattern")
+    return "" if pattern is None else _FORMS.get(pattern, f"of the form {pattern}")
