@@ -6,21 +6,19 @@ import copy
 import json
 from typing import Any
 
-from kuberoll_workers.environments import EnvironmentInterface, EnvironmentReturn
+from kuberoll_workers.environments import EnvironmentInterface
 
 
 def log_of(reply: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "a prompt"}, {"role": "assistant", "content": reply}]
 
 
-def step_one(environment: EnvironmentInterface, reply: str, metadata: dict[str, Any] | None) -> EnvironmentReturn:
-    """One step of a batch of one, checked for what every environment promises."""
+def step_one(environment: EnvironmentInterface, reply: str, metadata: dict[str, Any] | None) -> Any:
+    """The EnvironmentReturn of a batch of one, checked for what every environment promises."""
     return step_all(environment, [reply], [metadata])
 
 
-def step_all(
-    environment: EnvironmentInterface, replies: list[str], metadata: list[dict[str, Any] | None]
-) -> EnvironmentReturn:
+def step_all(environment: EnvironmentInterface, replies: list[str], metadata: list[dict[str, Any] | None]) -> Any:
     logs = [log_of(reply) for reply in replies]
     before = copy.deepcopy((logs, metadata))
     result = environment.step(logs, metadata)

@@ -92,7 +92,8 @@ def test_a_duck_typed_class_gets_its_own_copy_of_the_config() -> None:
     environment: Any = create(spec)
     assert environment.config == {"key": 1, "mine": True}
     assert spec.config == {"key": 1}
-    assert resolve(entrypoint=f"{__name__}:DuckEnvironment.Inner") is DuckEnvironment.Inner
+    inner: Any = DuckEnvironment.Inner
+    assert resolve(entrypoint=f"{__name__}:DuckEnvironment.Inner") is inner
 
 
 def test_a_constructor_that_raises_is_named() -> None:
