@@ -118,39 +118,39 @@ def _print_result(console: Console, result: RunResult) -> None:
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:
-        progress = result.totals.progress
-        console.print(
-            Text(
-                f"a turn waited {progress.generation_seconds / progress.turns * 1000:.1f} ms for generation and "
-                f"{progress.environment_seconds / progress.turns * 1000:.1f} ms for its environment"
-            ),
-            soft_wrap=True,
-        )
+        console.print(Text(_turns(result.totals)), soft_wrap=True)
     for path in result.files:
         console.print(Text(f"  {path}"), soft_wrap=True)
     if result.problem:
         console.print(Text(result.problem, style="bold red"), soft_wrap=True)
 
 
+def _turns(totals: Totals) -> str:
+    """What a turn of this run was like; the totals are not those of an earlier part of it."""
+    progress = totals.progress
+    turns = progress.turns
+    return (
+        f"a trajectory took {turns / progress.trajectories:.1f} turns, a turn {progress.generated_tokens / turns:.1f} "
+        f"tokens; it waited {progress.generation_seconds / turns * 1000:.1f} ms for generation and "
+        f"{progress.environment_seconds / turns * 1000:.1f} ms for its environment"
+    )
+
+
 def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
     reasons = sorted({reason for summary in summaries.values() for reason in summary.stop_reasons})
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("environment", overflow="fold")
-    for name in ("done", "reward", "turns", "tokens", *reasons, "failed"):
+    table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
+    for name in ("done", "failed", "reward", "turns", "tokens", *reasons):
         table.add_column(name, justify="right", no_wrap=True)
     for name, summary in summaries.items():
         mean = summary.mean_reward
         table.add_row(
             name,
             str(summary.trajectories),
-            "-" if mean is None else f"{mean:.3f}",
-            f"{summary.turns} ({_each(summary.turns, summary)})",
-            f"{summary.generated_tokens} ({_each(summary.generated_tokens, summary)})",
-            *(str(summary.stop_reasons[reason]) for reason in reasons),
             str(summary.failed),
+            "-" if mean is None else f"{mean:.3f}",
+            str(summary.turns),
+            str(summary.generated_tokens),
+            *(str(summary.stop_reasons[reason]) for reason in reasons),
         )
     return table
-
-
-def _each(total: int, summary: EnvironmentSummary) -> str:
-    return f"{total / summary.trajectories:.1f} each" if summary.trajectories else "-"

@@ -79,6 +79,8 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
         Refused: The job cannot run here; nothing was started and nothing written.
     """
     started = time.perf_counter()
+    # An entrypoint's module may lie beside the manifest, or where the command runs.
+    sys.path[:0] = module_directories(options.base)
     preflight = check(job, base=options.base)
     shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
     directory = RunDirectory(options.output)
@@ -171,7 +173,7 @@ class _LocalRun:
                 path = scratch / f"worker-{number}.json"
                 path.write_bytes(msgspec.json.encode(config))
                 log = self._logs / f"worker-{number}.log"
-                variables = {**environment, **literal_variables(self._job.spec.workers.env)}
+                variables = {**environment, **self._python_path(), **literal_variables(self._job.spec.workers.env)}
                 worker = await Child.start(
                     "kuberoll_workers.worker", ["--config", str(path)], log=log, environment=variables
                 )
@@ -252,6 +254,10 @@ class _LocalRun:
             shards=shards,
             shard_count=self._shards,
         )
+
+    def _python_path(self) -> dict[str, str]:
+        given = os.environ.get("PYTHONPATH")
+        return {"PYTHONPATH": os.pathsep.join([*module_directories(self._options.base), *([given] if given else [])])}
 
     async def _watch(self, host: Child | None) -> None:
         """Until all workers have ended; they cannot go on without generation."""
@@ -338,6 +344,11 @@ class _LocalRun:
                 f"their causes are in {self._options.output / FAILURES}. To try them again, {resume}"
             )
         return 0, None
+
+
+def module_directories(base: Path) -> list[str]:
+    """Where the modules of a job's entrypoints are looked for, besides what is installed."""
+    return list(dict.fromkeys([str(base.resolve()), str(Path.cwd())]))
 
 
 def literal_variables(env: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -99,7 +99,12 @@ def free_ports(count: int) -> list[int]:
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): (.+)$")
 # What is raised because something else was: never the cause.
-_CONSEQUENCES = ("Engine core initialization failed", "Engine process failed to start", "Deploying application")
+_CONSEQUENCES = (
+    "Engine core initialization failed",
+    "Engine process failed to start",
+    "Deploying application",
+    "Traceback (most recent call last)",
+)
 
 
 def root_cause(texts: Iterable[str]) -> str | None:

@@ -1,0 +1,136 @@
+"""Real `kuberoll run` processes, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kuberoll_workers.collection.journal import read_trajectories
+from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = EXAMPLES / "models" / "tiny-policy"
+COMMAND = [sys.executable, "-c", "from kuberoll_api.cli import main; main()", "run"]
+PATIENCE_SECONDS = 240.0
+
+
+def manifest(path: Path, **spec: Any) -> Path:
+    """A job of puzzles against the simulated engine; JSON is YAML."""
+    document = {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "generation": {
+                "model": {"source": str(TINY)},
+                "engine": "Simulated",
+                "simulated": {"responses": [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]},
+            },
+            "environments": [{"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "maxMoves": 6}}],
+            "dataset": {"source": {"generator": {"count": 8}}, "repeats": 4},
+            **spec,
+        },
+    }
+    path.write_text(json.dumps(document))
+    return path
+
+
+class Run:
+    """A `kuberoll run` under way; its output is read as it comes."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Wait for a line."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (line := self._queue.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
+            self.lines.append(line)
+            if (found := re.search(pattern, line)) is not None:
+                return found
+        raise AssertionError(f"the run ended without {pattern!r}:\n" + "\n".join(self.lines))
+
+    def finish(self) -> int:
+        """Wait for its end; the exit code."""
+        while (line := self._queue.get(timeout=PATIENCE_SECONDS)) is not None:
+            self.lines.append(line)
+        return self.process.wait(timeout=PATIENCE_SECONDS)
+
+    def run_id(self) -> str:
+        """The id that all processes of the run carry; asked of the first that does."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if (run_id := child.environ().get(RUN_ID_VARIABLE)) is not None:
+                    return run_id
+            except psutil.Error:
+                continue
+        raise AssertionError("no process of the run carries its id")
+
+
+@contextmanager
+def running(*arguments: str | Path) -> Iterator[Run]:
+    """Start a run; whatever is left of it at the end is killed, and its watchdog ends the rest."""
+    run = Run([str(argument) for argument in arguments])
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGKILL)
+        run.process.wait(timeout=PATIENCE_SECONDS)
+
+
+def run_to_end(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and output."""
+    with running(*arguments) as run:
+        code = run.finish()
+        return code, "\n".join(run.lines)
+
+
+def trajectories(output: Path) -> list[TrajectoryRecord]:
+    """All stored trajectories, each line checked."""
+    return [record for shard in sorted(output.glob("shard-*.jsonl")) for record in read_trajectories(shard)]
+
+
+def wait_for_trajectories(run: Run, output: Path, more_than: int) -> None:
+    """Wait until more than so many trajectories are stored while the run goes on."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while sum(shard.read_bytes().count(b"\n") for shard in output.glob("shard-*.jsonl")) <= more_than:
+        assert run.process.poll() is None, "\n".join(run.lines)
+        assert time.monotonic() < deadline, "\n".join(run.lines)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(timeout=0.05)
+
+
+def wait_until_none_is_left(run_id: str) -> None:
+    """Wait until no process of a run lives; it must be soon."""
+    from kuberoll_workers.local.watchdog import processes_of
+
+    deadline = time.monotonic() + 60
+    while (left := list(processes_of(run_id))) and time.monotonic() < deadline:
+        psutil.wait_procs(left, timeout=1)
+    assert not left, [process.cmdline() for process in left]

@@ -1,0 +1,164 @@
+"""`kuberoll run` with real processes: Ray, Serve, HAProxy, workers; only the engine is simulated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kuberoll_workers.data.record import TrajectoryRecord
+from tests.local.support import (
+    manifest,
+    run_to_end,
+    running,
+    trajectories,
+    wait_for_trajectories,
+    wait_until_none_is_left,
+)
+
+
+def _contents(records: list[TrajectoryRecord]) -> dict[tuple[int, int], list[list[int]]]:
+    return {record.key: [list(message.token_ids) for message in record.messages] for record in records}
+
+
+def slow_down(job: Path) -> None:
+    """Make the simulated engine take its time, so that there is a middle of the run to look at."""
+    document = json.loads(job.read_text())
+    document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = 0.2
+    job.write_text(json.dumps(document))
+
+
+def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    job = manifest(tmp_path / "job.yaml", workers={"replicas": 2, "shards": 3}, rollout={"concurrency": 2})
+    slow_down(job)
+    output = tmp_path / "out"
+    with running(job, "--output", output, "--metrics-port", "0") as run:
+        url = run.until(r"metrics: (http://\S+)")[1]
+        wait_for_trajectories(run, output, 2)
+        metrics = urllib.request.urlopen(url, timeout=10).read().decode()
+        assert run.finish() == 0, run.lines
+    records = trajectories(output)
+    assert len({record.key for record in records}) == len(records) == 32
+    assert all(record.stop_reason == "terminated" for record in records)
+    assert {path.name for path in output.iterdir()} == {
+        ".lock", "aggregate_metrics.json", "logs", "manifest.json",
+        "shard-00000.jsonl", "shard-00001.jsonl", "shard-00002.jsonl",
+    }  # fmt: skip
+    aggregates = json.loads((output / "aggregate_metrics.json").read_text())["environments"]["puzzle"]
+    assert aggregates["trajectories"] == 32
+    assert aggregates["reward"]["mean"] == sum(record.total_reward for record in records) / 32
+    text = "\n".join(run.lines)
+    assert "puzzle" in text
+    assert str(output / "shard-00002.jsonl") in text
+    assert 'kuberoll_turn_generation_seconds_bucket{environment="puzzle",job="test"' in metrics
+    assert "# HELP kuberoll_turns_total Turns finished." in metrics
+    if (promtool := shutil.which("promtool")) is not None:
+        checked = subprocess.run([promtool, "check", "metrics"], input=metrics, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_interrupted_then_killed_then_resumed_is_the_same_as_uninterrupted(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    quick = manifest(tmp_path / "quick.yaml", rollout={"concurrency": 4})
+    assert run_to_end(quick, "--output", whole, "--metrics-port", "0")[0] == 0
+    expected = _contents(trajectories(whole))
+
+    output = tmp_path / "out"
+    slow_down(quick)
+    arguments = (quick, "--output", output, "--metrics-port", "0")
+
+    with running(*arguments) as run:
+        wait_for_trajectories(run, output, 0)
+        run_id = run.run_id()
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.lines
+        assert any("interrupted:" in line and "--resume" in line for line in run.lines)
+    wait_until_none_is_left(run_id)
+    drained = trajectories(output)
+    assert 0 < len(drained) < 32
+    assert all(record.stop_reason == "terminated" for record in drained)
+
+    with running(*arguments, "--resume") as run:
+        wait_for_trajectories(run, output, len(drained))
+        run_id = run.run_id()
+        run.process.send_signal(signal.SIGKILL)
+    wait_until_none_is_left(run_id)
+    killed = trajectories(output)
+    assert len(drained) < len(killed) < 32
+
+    assert run_to_end(*arguments, "--resume")[0] == 0
+    records = trajectories(output)
+    assert len(records) == 32
+    assert _contents(records) == expected
+    assert records[: len(drained)] == drained
+
+
+def test_failures_beyond_the_budget(tmp_path: Path) -> None:
+    # Nothing listens there: every trajectory fails after its tries.
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n"
+        "    def __init__(self, config): pass\n"
+        "    def step(self, logs, metadata): raise RuntimeError('judge is down')\n"
+        "    def global_post_process_and_metrics(self, batch): return batch, {}\n"
+    )
+    job = manifest(
+        tmp_path / "job.yaml",
+        environments=[
+            {"name": "puzzle", "type": "sliding_puzzle"},
+            {"name": "broken", "entrypoint": "broken:Broken"},
+        ],
+        dataset={
+            "source": {"rows": [{"prompt": "x", "task_name": "broken"}]},
+            "repeats": 3,
+        },
+        rollout={"retries": {"backoffSeconds": 0}},
+    )
+    code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
+    assert code == 1
+    assert "3 of 3 trajectories failed, more than rollout.maxFailedFraction (0) allows" in text
+    assert "RuntimeError: judge is down" in text
+    assert len((tmp_path / "out" / "failures.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environments": [{"name": "a", "type": "slding_puzzle"}]}, "sliding_puzzle"),
+        ({"environments": [{"name": "a", "type": "sliding_puzzle", "config": {"sise": 3}}]}, "sise"),
+        ({"environments": [{"name": "a", "entrypoint": "no.such:Thing"}]}, "no.such"),
+        ({"dataset": {"source": {"rows": [{"prompt": "x", "task_name": "chess"}]}}}, "found 'chess'"),
+        ({"dataset": {"source": {"uri": "missing.jsonl"}}}, "missing.jsonl: No such file"),
+        ({"generation": {"model": {"source": "./no/such/model"}, "engine": "Simulated"}}, "there is no directory"),
+        ({"generation": {"model": {"source": "."}, "engine": "Simulated"}}, "has no config.json"),
+    ],
+)
+def test_bad_jobs_are_refused_before_anything_starts(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    job = manifest(tmp_path / "job.yaml", **changes)
+    code, text = run_to_end(job, "--output", tmp_path / "out")
+    assert code == 2, text
+    assert words in text
+    assert len(text.splitlines()) < 12
+    assert "Traceback" not in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    job = manifest(tmp_path / "job.yaml")
+    # The tokenizer is there, the replica fails while it loads.
+    document = json.loads(job.read_text())
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{not json")
+    document["spec"]["generation"]["model"] = {
+        "source": str(broken),
+        "tokenizer": document["spec"]["generation"]["model"]["source"],
+    }
+    job.write_text(json.dumps(document))
+    code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
+    assert code == 1
+    assert "generation did not start: JSONDecodeError" in text, text

@@ -1,0 +1,126 @@
+"""Requests and results survive the wire bit by bit; anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    SamplingParameters,
+)
+
+media_types = st.sampled_from([wire.MSGPACK, wire.JSON])
+token_ids = st.lists(st.integers(min_value=0, max_value=2**31 - 1), min_size=1, max_size=50)
+requests = st.builds(
+    GenerationRequest,
+    request_id=st.text(max_size=20),
+    session_id=st.text(max_size=20),
+    token_ids=token_ids.map(lambda ids: array("i", ids)),
+    sampling=st.builds(
+        SamplingParameters,
+        max_tokens=st.integers(min_value=0, max_value=10**6),
+        temperature=st.floats(min_value=0, max_value=10),
+        top_p=st.floats(min_value=0, max_value=1, exclude_min=True),
+        top_k=st.integers(min_value=-1, max_value=1000),
+        seed=st.none() | st.integers(min_value=0, max_value=2**63 - 1),
+        stop=st.lists(st.text(min_size=1, max_size=8), max_size=3).map(tuple),
+        stop_token_ids=st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=3).map(tuple),
+    ),
+)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> GenerationResult:
+    ids = draw(st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=50))
+    logprobs = draw(
+        st.lists(st.floats(max_value=0, width=32, allow_infinity=False), min_size=len(ids), max_size=len(ids))
+    )
+    return GenerationResult(
+        token_ids=array("i", ids),
+        logprobs=array("f", logprobs),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        cached_tokens=draw(st.integers(min_value=0, max_value=10**6)),
+        policy_versions=draw(
+            st.lists(st.tuples(st.text(max_size=5), st.integers(0, 99), st.integers(0, 99)), max_size=2).map(tuple)
+        ),
+    )
+
+
+@given(requests, media_types)
+def test_requests_survive(request: GenerationRequest, media: str) -> None:
+    assert wire.decode_request(wire.encode_request(request, media), media) == request
+
+
+@given(results(), media_types)
+def test_results_survive(result: GenerationResult, media: str) -> None:
+    assert wire.decode_result(wire.encode_result(result, media), media) == result
+
+
+@given(st.binary(max_size=200), media_types)
+def test_garbage_is_refused(body: bytes, media: str) -> None:
+    with pytest.raises(PolicyRefused):
+        wire.decode_request(body, media)
+    with pytest.raises(wire.WireError):
+        wire.decode_result(body, media)
+
+
+@given(requests, st.data())
+def test_torn_bodies_are_refused(request: GenerationRequest, data: st.DataObject) -> None:
+    body = wire.encode_request(request)
+    cut = data.draw(st.integers(min_value=0, max_value=len(body) - 1))
+    with pytest.raises(PolicyRefused):
+        wire.decode_request(body[:cut])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"token_ids": []}, "token_ids is empty"),
+        ({"token_ids": [1, -2]}, "token_ids"),
+        ({"token_ids": ["a"]}, "token_ids[0]"),
+        ({"sampling_params": {}}, "max_tokens"),
+        ({"sampling_params": {"max_tokens": -1}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"max_tokens": 1, "top_p": 2}}, "sampling_params.top_p"),
+        ({"sampling_params": {"max_tokens": 1, "topp": 1}}, "unknown field `topp`"),
+        ({"prompt": "hi"}, "unknown field `prompt`"),
+    ],
+)
+def test_refusals_name_the_field(change: dict[str, Any], words: str) -> None:
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, **change}
+    with pytest.raises(PolicyRefused) as caught:
+        wire.decode_request(json.dumps(body).encode(), wire.JSON)
+    assert words in str(caught.value)
+
+
+def test_packed_ids_of_a_wrong_length_are_refused() -> None:
+    body = msgspec.msgpack.encode({"token_ids": b"123", "sampling_params": {"max_tokens": 1}})
+    with pytest.raises(PolicyRefused, match="3 bytes"):
+        wire.decode_request(body)
+
+
+@pytest.mark.parametrize(
+    ("header", "media"),
+    [
+        (None, wire.JSON),
+        ("application/json; charset=utf-8", wire.JSON),
+        ("application/x-msgpack", wire.MSGPACK),
+        ("application/x-www-form-urlencoded", wire.JSON),
+    ],
+)
+def test_media_types(header: str | None, media: str) -> None:
+    assert wire.media_type(header) == media
+
+
+def test_unknown_media_types_are_refused() -> None:
+    with pytest.raises(wire.WireError, match="text/html"):
+        wire.media_type("text/html")
