@@ -93,7 +93,8 @@ def main() -> None:
 def validate(files: tuple[Path, ...]) -> None:
     """Check RolloutJob manifests.
 
-    Says for each mistake its line and field, what was found and what is allowed. The exit code is 0 when all files are in order, and 2 when one has a mistake.
+    Says for each mistake its line and field, what was found and what is allowed. The exit code is 0
+    when all files are in order, and 2 when one has a mistake.
     """
     failed = False
     for file in files:

@@ -21,6 +21,7 @@ _EXCERPT = 120
 _HINTS = {
     "found character '\\t'": "indent with spaces, not with tabs",
     "mapping values are not allowed here": "put text that has a colon in quotes, or mend the indentation",
+    "expected <block end>": "line this up with the lines above it",
     "that cannot start any token": "put text that begins with this character in quotes",
 }
 
@@ -45,7 +46,7 @@ class Document:
         value: Dicts, lists, texts, finite numbers, booleans, None.
         place: Where the value was written.
         problems: What stands in the document and not in the value, because JSON could not say it.
-        overrides: The places that a command line set, with its words; later ones win.
+        overrides: The places that a command line set or made, with its words; later ones win.
     """
 
     value: Any
@@ -102,8 +103,7 @@ def parse_documents(text: str) -> list[Document]:
         line = text.count("\n", 0, error.position) + 1
         raise Unreadable(f"the character {error.character:#x} is not allowed in YAML; remove it", line) from error
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise Unreadable(_syntax(error, text), mark.line + 1 if mark else None) from error
+        raise _syntax_error(error, text) from error
     except YAMLError as error:
         raise Unreadable(f"not YAML: {error}") from error
     except RecursionError as error:
@@ -118,17 +118,20 @@ def _compose(text: str) -> Iterator[Document]:
         yield Document(value, place, tuple(problems))
 
 
-def _syntax(error: MarkedYAMLError, text: str) -> str:
+def _syntax_error(error: MarkedYAMLError, text: str) -> Unreadable:
     """The parser's words, a hint, and the line with a caret under the place."""
-    problem = str(error.problem or error.context)
+    problem, lines = str(error.problem or error.context), text.splitlines()
     hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in problem), "")
-    started = f" ({error.context}, begun in line {error.context_mark.line + 1})" if error.context_mark else ""
-    message = f"YAML syntax: {problem}{started}{hint}"
-    mark = error.problem_mark or error.context_mark
-    lines = text.splitlines()
+    message = f"YAML syntax: {problem}{hint}"
+    mark, begun = error.problem_mark or error.context_mark, error.context_mark
+    if mark is not None and begun is not None and mark.line >= len(lines):
+        # What is never closed is noticed at the end of the file; where it begins is what helps.
+        mark, message = begun, f"{message} ({error.context})"
+    elif begun is not None:
+        message = f"{message} ({error.context}, begun in line {begun.line + 1})"
     if mark is None or mark.line >= len(lines):
-        return message
+        return Unreadable(message, mark.line + 1 if mark else None)
     # A window of the line, for files that are one long line of JSON.
     start = max(0, mark.column - _EXCERPT // 2)
     excerpt = lines[mark.line][start : start + _EXCERPT].replace("\t", " ")
-    return f"{message}\n    {excerpt}\n    {' ' * (mark.column - start)}^"
+    return Unreadable(f"{message}\n    {excerpt}\n    {' ' * (mark.column - start)}^", mark.line + 1)

@@ -14,6 +14,8 @@ from kuberoll_api.overrides import OverrideError, apply_overrides
 from kuberoll_api.paths import Path, format_path
 from kuberoll_api.rolloutjob import API_VERSION, GROUP, KIND, RolloutJob
 
+__all__ = ["MOST_SHOWN", "ManifestError", "Mistake", "load_job", "load_jobs"]
+
 MOST_SHOWN = 20
 """Most mistakes in the text of a ManifestError."""
 

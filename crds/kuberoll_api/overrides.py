@@ -60,9 +60,19 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
             document,
             value=_set(document.value, path, value, 0, f"--set {text}"),
             problems=tuple(problem for problem in document.problems if problem.path[: len(path)] != path),
-            overrides=(*document.overrides, (path, f"--set {text}")),
+            overrides=(*document.overrides, (_made(document.value, path), f"--set {text}")),
         )
     return document
+
+
+def _made(node: Any, path: Path) -> Path:
+    """The outermost place that setting this path makes: all below it comes from the command line."""
+    for depth, part in enumerate(path):
+        inside = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        if not inside:
+            return path[: depth + 1]
+        node = node[part]
+    return path
 
 
 def _set(node: Any, path: Path, value: Any, depth: int, override: str) -> Any:

@@ -429,8 +429,8 @@ class RolloutJobSpec(Model):
 class RolloutJob(Model):
     """One job of rollouts: a model, its environments, a dataset, and where the trajectories go."""
 
-    api_version: Literal["kuberoll.io/v1alpha1"] = Field(description="Always kuberoll.io/v1alpha1.")
-    kind: Literal["RolloutJob"] = Field(description="Always RolloutJob.")
+    api_version: Literal["kuberoll.io/v1alpha1"] = Field(description="The version of this API.")
+    kind: Literal["RolloutJob"] = Field(description="The kind of this object.")
     metadata: ObjectMeta = Field(description="Kubernetes object metadata.")
     spec: RolloutJobSpec = Field(description="What the user wants.")
     status: JsonObject | None = Field(default=None, description="Written by the operator; not read here.")

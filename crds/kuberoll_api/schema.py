@@ -40,7 +40,10 @@ def description(path: Path) -> str:
     """What the field at this place is for; empty where that is not said."""
     if not path or isinstance(path[-1], int):
         return ""
-    return str(fields(path[:-1]).get(path[-1], {}).get("description", ""))
+    field = fields(path[:-1]).get(path[-1], {})
+    # A field that says the same as its model has the model's words.
+    words = [schema.get("description", "") for schema in (field, *_choices(field))]
+    return next(filter(None, words), "")
 
 
 def places(name: str) -> Iterator[str]:

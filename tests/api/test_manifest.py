@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_api.documents import parse_documents
 from kuberoll_api.manifest import MOST_SHOWN, ManifestError, Mistake, load_job, load_jobs
+from kuberoll_api.rolloutjob import RolloutJob
 from tests.api.support import VALID, edited, line_of_here, mistakes_of, only_mistake
 
 # A part of the valid manifest, what stands there instead (the mistake's line is marked), the mistake's field, words.
@@ -308,10 +313,11 @@ UNREADABLE: dict[str, tuple[str | bytes, int | None, list[str]]] = {
     "tab": ("a:\n\tb: 1\n", 2, ["indent with spaces, not with tabs", "\n     b: 1\n    ^"]),
     "colon": ("a: 1\nb: c: d\n", 2, ["mapping values are not allowed here", "in quotes", "\n    b: c: d\n        ^"]),
     "character": ("a: @x\n", 1, ["put text that begins with this character in quotes"]),
-    "unclosed": ("a: 1\nb: [1,\nc: 2\n", 3, ["YAML syntax: expected", "begun in line 2"]),
+    "unclosed": ("a: 1\nb: [1,\nc: 2\n", 2, ["YAML syntax: expected ',' or ']'", "\n    b: [1,\n       ^"]),
+    "unfinished": ("a: 1\nb: {c: 1\nd: 2 }\n", 3, ["YAML syntax: ", "begun in line 2"]),
     "unknown alias": ("a: 1\nb: *c\n", 2, ["undefined alias 'c'"]),
     "far right": ("{" + '"a": 1, ' * 100 + "]", 1, ['"a": 1, ]\n']),
-    "deep": ("[" * 5000, None, ["nested too deeply"]),
+    "deep": ("[" * 1000, None, ["nested too deeply"]),
 }
 
 
@@ -451,6 +457,35 @@ YAML_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield from places_in(inner, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: object) -> Any:
+    if not path:
+        return new
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = {key: replaced(inner, path[1:], new) if key == path[0] else inner for key, inner in items}
+    return changed if isinstance(value, dict) else list(changed.values())
+
+
+WHOLE = RolloutJob.model_validate(parse_documents(VALID)[0].value).model_dump(mode="json")
+
+
+@given(path=st.sampled_from(list(places_in(WHOLE))), value=YAML_VALUES)
+def test_any_value_in_any_field_is_a_job_or_a_list_of_mistakes(path: tuple[Any, ...], value: object) -> None:
+    for mistake in mistakes_of(json.dumps(replaced(WHOLE, path, value))):
+        assert mistake.message
+        str(mistake).encode()
+
+
+@given(data=st.binary(max_size=60))
+def test_random_bytes_are_a_list_of_mistakes(data: bytes) -> None:
+    assert mistakes_of(data)
 
 
 @given(line=st.integers(min_value=0, max_value=VALID.count("\n") - 1), value=YAML_VALUES)
