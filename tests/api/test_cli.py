@@ -38,8 +38,8 @@ def test_validate_tells_every_mistake_of_every_file() -> None:
     assert result.exit_code == 2
     assert result.stdout == "good.yaml: ok (RolloutJob puzzles)\n"
     assert result.stderr == (
-        'bad.yaml:9: spec.generation.engine: found the text "vllm"; must be VLLM or Simulated; did you mean VLLM?\n'
-        "bad.yaml:33: spec.rollout.maxTurns: found the number 0; must be a whole number from 1 to 1000000\n"
+        'bad.yaml:9: spec.generation.engine: found the text "vllm"; it must be VLLM or Simulated; did you mean VLLM?\n'
+        "bad.yaml:33: spec.rollout.maxTurns: found the number 0; it must be a whole number from 1 to 1000000\n"
         "none.yaml: there is no such file\n"
     )
 

@@ -53,8 +53,8 @@ def test_an_override_is_a_path_and_a_yaml_value(text: str, path: Path, value: ob
         ("a=[1", "the value is not YAML: YAML syntax"),
         ("a=b: c: d", "mapping values are not allowed here"),
         ("a=1\n---\n2", "several YAML documents"),
-        ("a=2026-01-01", 'found the date "2026-01-01"; must be text'),
-        ("a={b: .nan}", 'b: found ".nan"; must be a finite number'),
+        ("a=2026-01-01", 'found the date "2026-01-01"; it must be text'),
+        ("a={b: .nan}", 'b: found ".nan"; it must be a finite number'),
     ],
 )
 def test_a_malformed_override_is_named(text: str, words: str) -> None:
