@@ -53,11 +53,11 @@ def _message(path: Path, details: list[ErrorDetails], value: Any) -> str:
             case "extra_forbidden":
                 return _unknown(path)
             case "missing":
-                return _sentence(f"is missing; must be {in_words(alternatives(path))}", description(path))
+                return _sentence(f"is missing; it must be {in_words(alternatives(path))}", description(path))
     allowed = alternatives(path)
     bad = _at(value, path)
     hint = _hint(bad, allowed)
-    return f"found {_found(bad)}; must be {in_words(allowed)}{f'; {hint}' if hint else ''}"
+    return f"found {_found(bad)}; it must be {in_words(allowed)}{f'; {hint}' if hint else ''}"
 
 
 def _sentence(message: str, more: str) -> str:

@@ -170,11 +170,11 @@ class _Reader:
                 self._problem(path, node, f"found {_short(node)}, which cannot be read as {words}")
                 return None
             if isinstance(value, float) and not math.isfinite(value):
-                self._problem(path, node, f"found {_short(node)}; must be a finite number")
+                self._problem(path, node, f"found {_short(node)}; it must be a finite number")
                 return None
             return value
         if kind == "timestamp":
-            self._problem(path, node, f"found the date {_short(node)}; must be text: put it in quotes")
+            self._problem(path, node, f"found the date {_short(node)}; it must be text: put it in quotes")
         else:
             self._tagged(node, path)
         return None

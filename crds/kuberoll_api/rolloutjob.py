@@ -421,7 +421,7 @@ class RolloutJobSpec(Model):
         generator = self.dataset.source.generator
         for index, name in enumerate(generator.environments if generator else ()):
             if name not in names:
-                message = f'found "{name}"; must be the name of an environment: {", ".join(names)}'
+                message = f'found "{name}"; it must be the name of an environment: {", ".join(names)}'
                 raise _contradiction(message, "dataset", "source", "generator", "environments", index)
         return self
 
