@@ -31,17 +31,18 @@ def serve_metrics(directory: Path, port: int) -> Iterator[int]:
     """Serve what worker processes write into `PROMETHEUS_MULTIPROC_DIR`, on this machine only.
 
     Args:
-        port: 0 for any free one.
+        port: 0 for any free one; a taken one is replaced by a free one.
 
     Yields:
         The port.
-
-    Raises:
-        OSError: The port is taken.
     """
     registry = CollectorRegistry()
     registry.register(_Documented(directory))
-    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    try:
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError:
+        # Another run has it, most likely; neither shall fail for that.
+        server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
         yield server.server_port
     finally:

@@ -177,13 +177,17 @@ class _LocalRun:
                 worker = await Child.start(
                     "kuberoll_workers.worker", ["--config", str(path)], log=log, environment=variables
                 )
-                stack.push_async_callback(worker.stop, WORKER_PATIENCE_SECONDS)
+                stack.push_async_callback(self._stop, worker, WORKER_PATIENCE_SECONDS)
                 self._workers.append(worker)
                 self._progress.append(Progress())
             await self._watch(host)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
             stopping = time.perf_counter()
         self._seconds["shutdown"] = time.perf_counter() - stopping
+
+    async def _stop(self, child: Child, patience: float) -> None:
+        # A second Ctrl-C is not to be kept waiting; what a child would have stopped itself, the watchdog ends.
+        await child.stop(patience if self._interrupts < 2 else 0.0)
 
     async def _start_generation(
         self, stack: AsyncExitStack, scratch: Path, environment: dict[str, str]
@@ -206,7 +210,7 @@ class _LocalRun:
             # Sockets and files that the engine leaves in the temporary directory go with the run.
             environment={**environment, "TMPDIR": str(scratch), **literal_variables(generation.env)},
         )
-        stack.push_async_callback(host.stop, HOST_PATIENCE_SECONDS)
+        stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
         try:
             async with asyncio.timeout(deadline):
                 return host, await self._host_ready(host)

