@@ -57,13 +57,55 @@ async def _concurrent(rollout: Rollout, source: Iterator[Sample], sink: Sink) ->
 
 
 async def _lockstep(rollout: Rollout, source: Iterator[Sample], sink: Sink) -> None:
-    async def guarded(flight: Flight, operation: Callable[[Flight], Awaitable[None]]) -> None:
-        async with flight.guarded():
-            await operation(flight)
+    async def play(flight: Flight, phases: _Phases) -> None:
+        try:
+            async with flight.guarded():
+                while not flight.over:
+                    await rollout.generate(flight)
+                    await phases.arrive()
+                    await rollout.step(flight)
+                    await phases.arrive()
+        finally:
+            phases.leave()
 
     while batch := [rollout.admit(sample) for sample in itertools.islice(source, rollout.settings.concurrency)]:
-        while active := [flight for flight in batch if not flight.over]:
-            for operation in (rollout.generate, rollout.step):
-                await asyncio.gather(*(guarded(flight, operation) for flight in active if not flight.over))
+        phases = _Phases(len(batch))
+        async with asyncio.TaskGroup() as group:
+            for flight in batch:
+                group.create_task(play(flight, phases))
         for flight in batch:
             await sink(flight.result())
+
+
+class _Phases:
+    """Makes trajectories wait for one another at the end of each phase of a turn; who has ended is waited for no more.
+
+    One task per trajectory and a barrier cost half of a new task per trajectory and phase.
+    """
+
+    def __init__(self, parties: int) -> None:
+        self._parties = parties
+        self._arrived = 0
+        self._gate = asyncio.Event()
+
+    async def arrive(self) -> None:
+        self._arrived += 1
+        gate = self._gate
+        self._open_if_all()
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            # A deadline passed while waiting: who leaves is not to be counted as one who came.
+            if not gate.is_set():
+                self._arrived -= 1
+            raise
+
+    def leave(self) -> None:
+        self._parties -= 1
+        self._open_if_all()
+
+    def _open_if_all(self) -> None:
+        if self._arrived >= self._parties:
+            self._arrived = 0
+            self._gate.set()
+            self._gate = asyncio.Event()
