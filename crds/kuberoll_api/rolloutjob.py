@@ -96,7 +96,7 @@ class ModelSource(Model):
 class Sampling(Model):
     """How tokens are sampled; a dataset row may override each of these."""
 
-    temperature: float = Field(default=1.0, ge=0, le=10, description="Softmax temperature; 0 is greedy.")
+    temperature: float = Field(default=1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(default=-1, ge=-1, le=1_000_000, description="Tokens considered; -1 and 0 mean all.")
     max_tokens: int = Field(default=512, ge=1, le=1_000_000, description="Most tokens generated in one turn.")

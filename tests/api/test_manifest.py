@@ -58,7 +58,7 @@ MISTAKES = {
         "temperature: 1",
         "temperature: hot # here",
         "spec.generation.sampling.temperature",
-        ['found the text "hot"; it must be a number from 0 to 10'],
+        ['found the text "hot"; it must be a number from 0 to 2'],
     ),
     "float for a whole number": (
         "maxTurns: 20",

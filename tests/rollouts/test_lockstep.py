@@ -6,9 +6,9 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyUnavailable
 from kuberoll_workers.rollouts.settings import RetryPolicy
-
 from tests.rollouts.fakes import ScriptedPolicy, roll, sample
 
 

@@ -168,8 +168,9 @@ def deployment_options(args: AppArgs, *, gpus: float) -> dict[str, Any]:
         "name": DEPLOYMENT,
         "num_replicas": args.replicas,
         "max_ongoing_requests": args.max_ongoing_requests,
-        # A full replica answers 503 and the worker waits, instead of a queue that no deadline reaches.
-        "max_queued_requests": args.max_ongoing_requests,
+        # The workers bound what can ever wait here; a refusal would only come back later, having cost one of the
+        # tries that are meant for real trouble.
+        "max_queued_requests": -1,
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         # One line a request is much for turns that may take a millisecond, and the worker has metrics of each.

@@ -60,6 +60,7 @@ class Host:
         self._config = config
         self._events = events
         self._scratch = Path(config.scratch)
+        self._ready = False
 
     def start(self) -> None:
         """Start everything and say so; raises what Ray or Serve raised."""
@@ -80,6 +81,7 @@ class Host:
         url = f"http://127.0.0.1:{port}"
         info = asyncio.run(_wait(url))
         self._phase("proxy", began)
+        self._ready = True
         self._say({"event": "ready", "url": url, "info": info})
 
     def _start_ray(self) -> None:
@@ -116,9 +118,10 @@ class Host:
             import ray
             from ray import serve
 
-            if ray.is_initialized():
+            # What has not begun to serve has nothing to finish.
+            if self._ready:
                 serve.shutdown()
-                ray.shutdown()
+            ray.shutdown()
         end_descendants()
 
     def failure(self, error: BaseException) -> str:

@@ -1,0 +1,69 @@
+"""The Serve app behind a real Ray Serve and its proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.local.watchdog import processes_of
+from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
+from tests.policy.conftest import HostProcess
+
+
+def request(*ids: int, session: str = "s", **sampling: object) -> GenerationRequest:
+    values = {"max_tokens": 30, "seed": 1, **sampling}
+    return GenerationRequest(
+        request_id="r", session_id=session, token_ids=token_array(ids), sampling=SamplingParameters(**values)
+    )
+
+
+@pytest.fixture
+async def client(simulated_host: HostProcess) -> AsyncIterator[ServeClient]:
+    async with ServeClient(simulated_host.url, limit=64) as made:
+        yield made
+
+
+async def test_many_at_once(client: ServeClient) -> None:
+    results = await asyncio.gather(*(client.generate(request(1, 2, n, session=f"s{n}")) for n in range(200)))
+    assert all(len(result.token_ids) == len(result.logprobs) for result in results)
+    again = await client.generate(request(1, 2, 7, session="elsewhere"))
+    assert again == results[7]
+
+
+async def test_info(client: ServeClient) -> None:
+    info = await client.wait_ready(10)
+    assert (info.engine, info.max_model_len) == ("simulated", 1000)
+
+
+async def test_invalid_requests_are_refused(client: ServeClient) -> None:
+    with pytest.raises(PolicyRefused, match="1001 tokens"):
+        await client.generate(request(*range(1001)))
+    with pytest.raises(PolicyRefused, match="token_ids is empty"):
+        await client.generate(request())
+
+
+async def test_plain_json_works_too(simulated_host: HostProcess, client: ServeClient) -> None:
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "seed": 3}}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{simulated_host.url}/v1/generate", json=body) as response:
+            assert response.status == 200
+            result = wire.decode_result(await response.read(), wire.JSON)
+        async with session.get(f"{simulated_host.url}/nowhere") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["message"] == "GET /nowhere: there is no such route"
+        async with session.post(
+            f"{simulated_host.url}/v1/generate", data=b"x", headers={"content-type": "text/html"}
+        ) as response:
+            assert response.status == 415
+    assert result == await client.generate(request(1, 2, 3, max_tokens=5, seed=3))
+
+
+async def test_all_processes_can_be_found_by_the_watchdog(simulated_host: HostProcess) -> None:
+    names = {process.name() for process in processes_of(simulated_host.run_id)}
+    assert {"raylet", "gcs_server", "haproxy"} <= names
