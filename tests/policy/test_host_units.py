@@ -15,17 +15,59 @@ from kuberoll_workers.policy.causes import root_cause
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
 from kuberoll_workers.policy.ray_settings import free_ports, serve_environment
 
-
-def test_root_cause_is_the_engine_s_own_line() -> None:
-    log = """
+ENGINE_LOG = """\
+:actor_name:ServeReplica:kuberoll:Generation
+Process EngineCore:
 Traceback (most recent call last):
-  File "x.py", line 1, in <module>
-    raise ValueError("bad")
-(EngineCore pid=1) ValueError: Model architectures ['X'] are not supported
-RuntimeError: Engine core initialization failed. See root cause above.
+  File "core.py", line 1, in __init__
+    check()
+    ^^^^^^^
+ValueError: No available memory for the cache blocks.
+Traceback (most recent call last):
+  File "app.py", line 2, in start
+    engine = make()
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
-    assert root_cause([log]) == "ValueError: Model architectures ['X'] are not supported"
-    assert root_cause(["all is well"]) is None
+
+CONTROLLER_LOG = """\
+ERROR 2026-01-01 10:00:00,000 controller 1 -- Exception in Replica(id='x'), the replica will be stopped.
+Traceback (most recent call last):
+  File "replica.py", line 3, in initialize
+    await start()
+RuntimeError: Traceback (most recent call last):
+  File "config.py", line 4, in create
+    return Config()
+KeyError: 'nope'
+
+During handling of the above exception, another exception occurred:
+
+  File "config.py", line 5, in create
+    raise
+Traceback (most recent call last):
+  File "dataclasses.py", line 6, in __init__
+    validate()
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, model type `nope` is not known.
+
+Update Transformers. [type=value_error]
+    For further information visit https://errors.pydantic.dev/2/v/value_error
+ERROR 2026-01-01 10:00:00,000 controller 1 -- Failed to update the deployments ['Generation'].
+"""
+
+
+def test_the_cause_is_the_last_exception_with_all_its_lines() -> None:
+    assert root_cause([CONTROLLER_LOG, ENGINE_LOG]) == (
+        "ValidationError: 1 validation error for ModelConfig Value error, model type `nope` is not known. "
+        "Update Transformers. [type=value_error]"
+    )
+
+
+def test_the_cause_is_no_consequence_of_another() -> None:
+    failed = "Traceback (most recent call last):\n  ...\nRuntimeError: Deploying application kuberoll failed: x\n"
+    assert root_cause([failed, ENGINE_LOG]) == "ValueError: No available memory for the cache blocks."
+    assert root_cause([failed, "all is well: TypeError: mentioned\n"]) is None
+    assert root_cause(["Traceback (most recent call last):\n"]) is None
+    assert root_cause(["Traceback (most recent call last):\n  ...\nMemoryError\n"]) == "MemoryError:"
 
 
 def app(**generation: Any) -> AppArgs:

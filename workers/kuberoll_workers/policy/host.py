@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -126,11 +127,13 @@ class Host:
 
     def failure(self, error: BaseException) -> str:
         """The reason for a failed start, in the engine's own words if they can be found."""
-        logs = sorted(
-            (self._scratch / "ray").glob("session_*/logs/worker-*.err"), key=lambda path: path.stat().st_mtime
-        )
-        texts = (path.read_text(errors="replace") for path in reversed(logs))
-        cause = root_cause([*texts, str(error)])
+        logs = [
+            path.read_text(errors="replace") for path in (self._scratch / "ray").glob("session_*/logs/worker-*.err")
+        ]
+        # Serve's controller has the exception of the engine's constructor; what kills a process below the engine is
+        # only in the log of that process.
+        logs.sort(key=lambda log: ":actor_name:ServeController" not in log)
+        cause = root_cause([*logs, "".join(traceback.format_exception(error))])
         return cause or f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
     def say_failed(self, message: str) -> None:
