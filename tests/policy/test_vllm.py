@@ -93,6 +93,15 @@ async def test_the_prefix_of_the_next_turn_is_cached(engine: VLLMEngine, tokeniz
     assert second.cached_tokens >= len(prompt) // 32 * 32
 
 
+async def test_more_prompts_than_one_step_takes(engine: VLLMEngine) -> None:
+    # Seeded ones: rewinding the draws of half-processed prompts used to kill the engine.
+    prompts = [[number + 5] * (WINDOW - 10) for number in range(12)]
+    results = await asyncio.gather(
+        *(engine.generate(request(prompt, name=str(prompt[0]), max_tokens=2, temperature=1.0)) for prompt in prompts)
+    )
+    assert all(result.token_ids for result in results)
+
+
 async def test_the_window(engine: VLLMEngine) -> None:
     result = await engine.generate(request([5] * (WINDOW - 3), temperature=0.0))
     assert len(result.token_ids) <= 3
@@ -100,6 +109,14 @@ async def test_the_window(engine: VLLMEngine) -> None:
     assert (list(result.token_ids), result.finish_reason) == ([], "length")
     with pytest.raises(PolicyRefused, match=f"{WINDOW + 1} tokens, the engine's window {WINDOW}"):
         await engine.generate(request([5] * (WINDOW + 1)))
+
+
+async def test_seeded_prompts_of_more_than_one_batch(engine: VLLMEngine) -> None:
+    # Together more tokens than the scheduler takes in a step: in chunks, seeded prompts would kill this engine.
+    prompts = [[5 + n % 7] * (WINDOW - 20) for n in range(24)]
+    results = await asyncio.gather(*(engine.generate(request(ids, seed=n)) for n, ids in enumerate(prompts)))
+    assert all(len(result.token_ids) == len(result.logprobs) > 0 for result in results)
+    await engine.check_health()
 
 
 async def test_impossible_requests_are_refused_and_harm_nobody(engine: VLLMEngine) -> None:
