@@ -333,7 +333,11 @@ class Retries(Model):
     """How often, and how patiently, a failed step is tried again within its turn."""
 
     generation_attempts: int = Field(
-        default=6, ge=1, le=1000, description="Tries of one generation request, when the endpoint is at fault."
+        default=30,
+        ge=1,
+        le=1000,
+        description="Tries of one generation request, when the endpoint is at fault; the default outlasts a replica "
+        "that needs ten minutes to restart.",
     )
     environment_attempts: int = Field(default=2, ge=1, le=1000, description="Tries of one environment step.")
     backoff_seconds: float = Field(default=0.5, ge=0, le=600, description="Wait before the second try; doubles.")

@@ -27,7 +27,8 @@ GPU_RESOURCE = "nvidia.com/gpu"
 
 _log = logging.getLogger("ray.serve")
 
-_HEALTH_PERIOD_SECONDS = 10.0
+# Serve replaces a replica after the third failure in a row.
+_HEALTH_PERIOD_SECONDS = 2.0
 _HEALTH_TIMEOUT_SECONDS = 120.0
 
 

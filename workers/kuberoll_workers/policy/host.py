@@ -94,7 +94,7 @@ class Host:
             # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
             num_cpus=max(cores, args.replicas + 2),
             include_dashboard=False,
-            log_to_driver=False,
+            log_to_driver=True,
             configure_logging=False,
             namespace="kuberoll",
             # Trajectories do not pass through it.

@@ -15,7 +15,7 @@ Scheduling = Literal["Concurrent", "Lockstep"]
 class RetryPolicy:
     """Tries of one operation within its turn, and the waits between them (seconds, doubling, jittered)."""
 
-    generation_attempts: int = 6
+    generation_attempts: int = 30
     environment_attempts: int = 2
     backoff_seconds: float = 0.5
     max_backoff_seconds: float = 30.0
