@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,7 +18,7 @@ from tests.policy.conftest import HostProcess
 
 
 def request(*ids: int, session: str = "s", **sampling: object) -> GenerationRequest:
-    values = {"max_tokens": 30, "seed": 1, **sampling}
+    values: dict[str, Any] = {"max_tokens": 30, "seed": 1, **sampling}
     return GenerationRequest(
         request_id="r", session_id=session, token_ids=token_array(ids), sampling=SamplingParameters(**values)
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,8 +52,8 @@ def tokenizer() -> HuggingFaceTokenizer:
 PROMPT = [{"role": "user", "content": "The board is:\n1 _\n3 2\n"}]
 
 
-def request(ids: object, name: str = "r", **sampling: object) -> GenerationRequest:
-    values = {"max_tokens": 24, "seed": 1, **sampling}
+def request(ids: Iterable[int], name: str = "r", **sampling: object) -> GenerationRequest:
+    values: dict[str, Any] = {"max_tokens": 24, "seed": 1, **sampling}
     return GenerationRequest(
         request_id=name, session_id=name, token_ids=token_array(ids), sampling=SamplingParameters(**values)
     )

@@ -45,9 +45,6 @@ _CPU_ENVIRONMENT = {
 _CPU_ARGUMENTS = {
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
-    # A seeded request whose prompt is prefilled in chunks kills vLLM 0.32 on CPUs ("CPU Generator does not use
-    # offset"): what is sampled at the end of a chunk is thrown away by winding the generator back, which only GPUs can.
-    "enable_chunked_prefill": False,
     # Prefixes are cached in whole blocks. The CPU's own default of 128 tokens would keep most short prompts out.
     "block_size": 32,
     "kv_cache_memory_bytes": 1 << 30,
