@@ -94,15 +94,6 @@ async def test_the_prefix_of_the_next_turn_is_cached(engine: VLLMEngine, tokeniz
     assert second.cached_tokens >= len(prompt) // 32 * 32
 
 
-async def test_more_prompts_than_one_step_takes(engine: VLLMEngine) -> None:
-    # Seeded ones: rewinding the draws of half-processed prompts used to kill the engine.
-    prompts = [[number + 5] * (WINDOW - 10) for number in range(12)]
-    results = await asyncio.gather(
-        *(engine.generate(request(prompt, name=str(prompt[0]), max_tokens=2, temperature=1.0)) for prompt in prompts)
-    )
-    assert all(result.token_ids for result in results)
-
-
 async def test_the_window(engine: VLLMEngine) -> None:
     result = await engine.generate(request([5] * (WINDOW - 3), temperature=0.0))
     assert len(result.token_ids) <= 3

@@ -124,3 +124,26 @@ def test_media_types(header: str | None, media: str) -> None:
 def test_unknown_media_types_are_refused() -> None:
     with pytest.raises(wire.WireError, match="text/html"):
         wire.media_type("text/html")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("top_k", -2),
+        ("top_k", 2**40),
+        ("seed", 2**63),
+        ("seed", -1),
+        ("max_tokens", -1),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+    ],
+)
+def test_sampling_parameters_that_would_harm_an_engine_are_refused(name: str, value: object) -> None:
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, name: value}}
+    with pytest.raises(PolicyRefused, match=name):
+        wire.decode_request(msgspec.msgpack.encode(body))

@@ -12,6 +12,7 @@ from array import array
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
 from kuberoll_workers.policy.interface import (
@@ -117,8 +118,9 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
         raise PolicyRefused(f"the request is not understood: {error}") from error
     if not token_ids:
         raise PolicyRefused("token_ids is empty: there is nothing to continue")
-    if min(token_ids) < 0:
-        raise PolicyRefused(f"token_ids holds {min(token_ids)}; token ids are not negative")
+    # As numpy looks at it, for the replica does this with every prompt.
+    if (lowest := int(np.frombuffer(token_ids, np.int32).min())) < 0:
+        raise PolicyRefused(f"token_ids holds {lowest}; token ids are not negative")
     given = raw.sampling_params
     return GenerationRequest(
         request_id=raw.request_id,
