@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,16 @@ def wait_for_trajectories(run: Run, output: Path, more_than: int) -> None:
     """Wait until more than so many trajectories are stored while the run goes on."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while sum(shard.read_bytes().count(b"\n") for shard in output.glob("shard-*.jsonl")) <= more_than:
+        assert run.process.poll() is None, "\n".join(run.lines)
+        assert time.monotonic() < deadline, "\n".join(run.lines)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(timeout=0.05)
+
+
+def wait_for_metric(run: Run, url: str, name: str) -> None:
+    """Wait until the run's metrics endpoint knows a metric."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while name not in urllib.request.urlopen(url, timeout=10).read().decode():
         assert run.process.poll() is None, "\n".join(run.lines)
         assert time.monotonic() < deadline, "\n".join(run.lines)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -17,6 +17,7 @@ from tests.local.support import (
     run_to_end,
     running,
     trajectories,
+    wait_for_metric,
     wait_for_trajectories,
     wait_until_none_is_left,
 )
@@ -26,10 +27,10 @@ def _contents(records: list[TrajectoryRecord]) -> dict[tuple[int, int], list[lis
     return {record.key: [list(message.token_ids) for message in record.messages] for record in records}
 
 
-def slow_down(job: Path) -> None:
+def slow_down(job: Path, seconds: float = 0.2) -> None:
     """Make the simulated engine take its time, so that there is a middle of the run to look at."""
     document = json.loads(job.read_text())
-    document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = 0.2
+    document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = seconds
     job.write_text(json.dumps(document))
 
 
@@ -96,6 +97,21 @@ def test_interrupted_then_killed_then_resumed_is_the_same_as_uninterrupted(tmp_p
     assert len(records) == 32
     assert _contents(records) == expected
     assert records[: len(drained)] == drained
+
+
+def test_a_second_interrupt_does_not_wait_for_what_is_in_flight(tmp_path: Path) -> None:
+    job = manifest(tmp_path / "job.yaml")
+    slow_down(job, seconds=600)
+    with running(job, "--output", tmp_path / "out", "--metrics-port", "0") as run:
+        url = run.until(r"metrics: (http://\S+)")[1]
+        wait_for_metric(run, url, "kuberoll_trajectories_active")
+        run_id = run.run_id()
+        run.process.send_signal(signal.SIGINT)
+        run.until("press Ctrl-C again")
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.lines
+    wait_until_none_is_left(run_id)
+    assert trajectories(tmp_path / "out") == []
 
 
 def test_failures_beyond_the_budget(tmp_path: Path) -> None:

@@ -289,6 +289,8 @@ class _LocalRun:
         async for report in worker.reports():
             self._progress[number] = msgspec.convert(report, Progress)
         code = await worker.wait()
+        if self._interrupts and code == -signal.SIGTERM:
+            return  # told to drain before it had begun
         if code != 0 or not self._progress[number].done:
             self._problems.append(
                 f"worker {number} ended unexpectedly (exit code {code}); see {worker.log}\n{worker.last_words()}"
