@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from kuberoll_workers.collection.aggregate import encode_summaries, summarize
 from kuberoll_workers.data.record import FailureRecord, encode_line
 from tests.collection.test_journal import record
@@ -58,3 +60,19 @@ def test_summary(tmp_path: Path) -> None:
 def test_a_trajectory_stored_twice_counts_once(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.jsonl").write_bytes(encode_line(record(0)) * 2)
     assert summarize(tmp_path, ["env"], lambda name: Counted())["env"].trajectories == 1  # type: ignore[arg-type,return-value]
+
+
+def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) -> None:
+    class Broken:
+        def global_post_process_and_metrics(self, batch: dict[str, list[Any]]) -> tuple[Any, dict[str, Any]]:
+            raise KeyError("accuracy")
+
+    class Exotic:
+        def global_post_process_and_metrics(self, batch: dict[str, list[Any]]) -> tuple[Any, dict[str, Any]]:
+            return batch, {"pass": numpy.float32(0.5), "by": {1: object}}
+
+    (tmp_path / "shard-00000.jsonl").write_bytes(encode_line(record(0)))
+    for environment, words in ((Broken(), b"raised KeyError: 'accuracy'"), (Exotic(), b'"pass": 0.5')):
+        summaries = summarize(tmp_path, ["env"], lambda name, made=environment: made)  # type: ignore[misc]
+        assert summaries["env"].trajectories == 1
+        assert words in encode_summaries("job", summaries)

@@ -14,7 +14,7 @@ from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
-from tests.policy.conftest import HostProcess
+from tests.policy.conftest import ServingHost
 
 
 def request(*ids: int, session: str = "s", **sampling: object) -> GenerationRequest:
@@ -25,7 +25,7 @@ def request(*ids: int, session: str = "s", **sampling: object) -> GenerationRequ
 
 
 @pytest.fixture
-async def client(simulated_host: HostProcess) -> AsyncIterator[ServeClient]:
+async def client(simulated_host: ServingHost) -> AsyncIterator[ServeClient]:
     async with ServeClient(simulated_host.url, limit=64) as made:
         yield made
 
@@ -49,7 +49,7 @@ async def test_invalid_requests_are_refused(client: ServeClient) -> None:
         await client.generate(request())
 
 
-async def test_plain_json_works_too(simulated_host: HostProcess, client: ServeClient) -> None:
+async def test_plain_json_works_too(simulated_host: ServingHost, client: ServeClient) -> None:
     body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "seed": 3}}
     async with aiohttp.ClientSession() as session:
         async with session.post(f"{simulated_host.url}/v1/generate", json=body) as response:
@@ -65,6 +65,6 @@ async def test_plain_json_works_too(simulated_host: HostProcess, client: ServeCl
     assert result == await client.generate(request(1, 2, 3, max_tokens=5, seed=3))
 
 
-async def test_all_processes_can_be_found_by_the_watchdog(simulated_host: HostProcess) -> None:
-    names = {process.name() for process in processes_of(simulated_host.run_id)}
+async def test_all_processes_can_be_found_by_the_watchdog(simulated_host: ServingHost) -> None:
+    names = {process.name() for process in processes_of(simulated_host.host.run_id)}
     assert {"raylet", "gcs_server", "haproxy"} <= names

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.local.support import TINY, manifest, run_to_end, trajectories
-from tests.policy.conftest import HostProcess
+from tests.policy.conftest import ServingHost
 
 
-def test_external_endpoints(simulated_host: HostProcess, tmp_path: Path) -> None:
+def test_external_endpoints(simulated_host: ServingHost, tmp_path: Path) -> None:
     job = manifest(
         tmp_path / "job.yaml",
         generation={"backend": "External", "external": {"url": simulated_host.url}, "model": {"source": str(TINY)}},
@@ -17,7 +17,7 @@ def test_external_endpoints(simulated_host: HostProcess, tmp_path: Path) -> None
     code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
     assert code == 0, text
     assert len(trajectories(tmp_path / "out")) == 32
-    assert simulated_host.process.poll() is None
+    assert simulated_host.host.process.poll() is None
 
 
 def test_an_external_endpoint_that_is_not_there(tmp_path: Path) -> None:

@@ -114,8 +114,18 @@ def summarize(
         summaries[failure.task_name].failures[f"{failure.kind} ({failure.stage}): {failure.cause}"] += 1
     for name, summary in summaries.items():
         if summary.trajectories:
-            summary.metrics = make(name).global_post_process_and_metrics(columns[name])[1]
+            summary.metrics = _own_metrics(make, name, columns[name])
     return summaries
+
+
+def _own_metrics(
+    make: Callable[[str], EnvironmentInterface], name: str, columns: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """What an environment says of its trajectories; where its code fails, that, and the other numbers stay."""
+    try:
+        return dict(make(name).global_post_process_and_metrics(columns)[1])
+    except Exception as error:
+        return {"error": f"global_post_process_and_metrics raised {type(error).__name__}: {error}"}
 
 
 def _add_row(columns: dict[str, list[Any]], record: TrajectoryRecord) -> None:
@@ -140,4 +150,10 @@ def encode_summaries(job: str, summaries: dict[str, EnvironmentSummary]) -> byte
         "job": job,
         "environments": {name: summary.as_json() for name, summary in summaries.items()},
     }
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    return orjson.dumps(document, default=_plain, option=options)
+
+
+def _plain(value: Any) -> Any:
+    """A metric of any library as JSON: tensors as numbers or lists, anything else by its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import psutil
 
-RUN_ID_VARIABLE = "KUBEROLL_RUN_ID"
+from kuberoll_workers.policy.processes import kill_all
 
-_ROUNDS = 10
+RUN_ID_VARIABLE = "KUBEROLL_RUN_ID"
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:
@@ -31,21 +31,9 @@ def processes_of(run_id: str) -> Iterator[psutil.Process]:
             continue
 
 
-def end_processes(run_id: str) -> int:
-    """Kill the processes of a run, those too that they start meanwhile; returns how many there were."""
-    killed = 0
-    for _ in range(_ROUNDS):
-        found = list(processes_of(run_id))
-        if not found:
-            break
-        for process in found:
-            try:
-                process.kill()
-                killed += 1
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(found, timeout=5)
-    return killed
+def end_processes(run_id: str) -> None:
+    """Kill the processes of a run, those too that they start meanwhile."""
+    kill_all(lambda: processes_of(run_id))
 
 
 def main() -> None:

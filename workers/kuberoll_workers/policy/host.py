@@ -33,10 +33,10 @@ from kuberoll_workers.policy.app import AppArgs, build, replica_gpus
 from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
+from kuberoll_workers.policy.processes import kill_all
 from kuberoll_workers.policy.ray_settings import free_ports, has_haproxy, ray_environment, serve_environment
 
 _PROXY_SECONDS = 60.0
-_ROUNDS = 10
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -165,14 +165,7 @@ def adopt_orphans() -> None:
 
 def end_descendants() -> None:
     """Kill all processes below this one, those too that they start meanwhile."""
-    for _ in range(_ROUNDS):
-        found = psutil.Process().children(recursive=True)
-        if not found:
-            return
-        for process in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(found, timeout=5)
+    kill_all(lambda: psutil.Process().children(recursive=True))
 
 
 def _end_with_parent() -> None:
