@@ -183,7 +183,10 @@ async def test_named_rewards_keep_their_parts(scheduling: str) -> None:
 
 async def test_empty_observation_adds_nothing(scheduling: str) -> None:
     (record,) = await roll([sample()], environments={"env": CountingEnvironment("")}, scheduling=scheduling)
-    assert [message.role for message in record.messages] == ["user", "assistant", "assistant"]
+    assert [(m.role, len(m.token_ids)) for m in record.messages] == [
+        ("user", 6),
+        *[("assistant", 1), ("environment", 0)] * 2,
+    ]
     assert record.tokens.environment == 0
 
 

@@ -47,7 +47,8 @@ class GenerationResult:
 
     Attributes:
         token_ids: Sampled ids, the ones of a stop string or end-of-sequence token included, `array("i")`.
-        logprobs: Log-probability of each of them under the distribution it was sampled from, `array("f")`.
+        logprobs: Log-probability of each of them under the distribution it was sampled from, `array("f")`;
+            empty only from policies of another interface, which may give none.
         finish_reason: `stop` (stop string or token), `length` (max_tokens or the engine's window) or `abort`.
         cached_tokens: Prompt tokens whose key-value cache was reused.
         policy_versions: Spans `(version, start, end)` over `token_ids`, end exclusive.

@@ -31,6 +31,9 @@ class RolloutSettings:
         sampling: Defaults; a prompt may override each. `stop` is for first turns whose prompt names none.
         generation_seconds: Time limit of one generation request.
         trajectory_seconds: Time limit of one trajectory; None: none.
+        foreign_policy: The policy has another interface behind it, which is not told `max_tokens` and may give no
+            log-probabilities: neither is demanded of it. A response that passes the window is kept whole and ends
+            its trajectory.
     """
 
     max_turns: int
@@ -41,6 +44,7 @@ class RolloutSettings:
     retries: RetryPolicy = RetryPolicy()
     generation_seconds: float = 600.0
     trajectory_seconds: float | None = None
+    foreign_policy: bool = False
 
 
 def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> SamplingParameters:

@@ -112,7 +112,7 @@ class Trajectory:
                 role="assistant",
                 content=text,
                 token_ids=result.token_ids,
-                logprobs=result.logprobs,
+                logprobs=result.logprobs if len(result.logprobs) == len(result.token_ids) else None,
                 turn=self.turn,
                 policy_versions=result.policy_versions or None,
                 truncated=self._response_truncated,
@@ -133,17 +133,16 @@ class Trajectory:
             len(self.context), 0, len(observation), self._settings.max_sequence_length
         )
         ids = observation if kept == len(observation) else observation[:kept]
-        if outcome.content:
-            self.messages.append(
-                Message(
-                    role=outcome.role,
-                    content=outcome.content,
-                    token_ids=ids,
-                    turn=self.turn,
-                    truncated=kept < len(observation),
-                )
+        self.messages.append(
+            Message(
+                role=outcome.role,
+                content=outcome.content,
+                token_ids=ids,
+                turn=self.turn,
+                truncated=kept < len(observation),
             )
-            self.chat.append({"role": outcome.role, "content": outcome.content})
+        )
+        self.chat.append({"role": outcome.role, "content": outcome.content})
         self.context.extend(ids)
         self.environment_tokens += len(ids)
         self.environment_seconds.append(seconds)

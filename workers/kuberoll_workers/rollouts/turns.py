@@ -72,7 +72,7 @@ class Rollout:
                     result = await self._policy.generate(request)
             except TimeoutError as error:
                 raise PolicyUnavailable(f"no response within generationSeconds ({limit:g} s)") from error
-            _check(result, request.sampling.max_tokens)
+            _check(result, None if self.settings.foreign_policy else request.sampling.max_tokens)
             return result
 
         with flight.metrics.generating.track_inprogress():
@@ -180,18 +180,21 @@ class Flight:
         return record
 
 
-def _check(result: GenerationResult, max_tokens: int) -> None:
+def _check(result: GenerationResult, max_tokens: int | None) -> None:
     """Refuse a response that no trajectory may hold; the endpoint that made it is at fault.
+
+    Args:
+        max_tokens: What was asked for; None where the policy could not be told.
 
     Raises:
         PolicyUnavailable: Says what is wrong with it.
     """
     ids, logprobs = len(result.token_ids), len(result.logprobs)
-    if ids != logprobs:
+    if ids != logprobs and (logprobs or max_tokens is not None):
         raise PolicyUnavailable(f"the response has {ids} token ids but {logprobs} logprobs")
-    if ids > max_tokens:
-        raise PolicyUnavailable(f"the response has {ids} tokens, {max_tokens} were asked for")
     if not math.isfinite(sum(result.logprobs)):
         raise PolicyUnavailable("the response has a log-probability that is not a finite number")
+    if max_tokens is not None and ids > max_tokens:
+        raise PolicyUnavailable(f"the response has {ids} tokens, {max_tokens} were asked for")
     if result.finish_reason == "abort":
         raise PolicyUnavailable("the engine aborted the request")
