@@ -147,6 +147,18 @@ async def runners(environments: Mapping[str, Any], *, step_seconds: float = 30.0
             await runner.close()
 
 
+def rollout_of(made: Mapping[str, EnvironmentRunner], *, policy: Any = None, **changes: Any) -> Rollout:
+    """A rollout of fakes; `changes` are settings, or `metrics`, `observations`, `turn_sink`."""
+    parts = {name: changes.pop(name) for name in ("metrics", "observations", "turn_sink") if name in changes}
+    return Rollout(
+        policy=policy or ScriptedPolicy(),
+        environments=made,
+        tokenizer=CharacterTokenizer(),
+        settings=settings(**changes),
+        **{"metrics": RolloutMetrics("test"), **parts},
+    )
+
+
 async def roll(
     samples: Sequence[Sample],
     *,
@@ -163,12 +175,6 @@ async def roll(
         results[result.key] = result
 
     async with runners(environments or {"env": CountingEnvironment()}, step_seconds=step_seconds) as made:
-        rollout = Rollout(
-            policy=policy or ScriptedPolicy(),
-            environments=made,
-            tokenizer=CharacterTokenizer(),
-            settings=settings(**changes),
-            metrics=RolloutMetrics("test"),
-        )
+        rollout = rollout_of(made, policy=policy, **changes)
         await run_rollout(rollout, samples, sink)
     return [results[item.key] for item in samples]

@@ -20,7 +20,8 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
-from kuberoll_workers.rollouts.scheduling import Drain, run_rollout
+from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.telemetry import RolloutMetrics

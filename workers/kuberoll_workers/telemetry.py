@@ -88,6 +88,22 @@ class RolloutMetrics:
             "Trajectories given up, by who was at fault and at what stage.",
             (*labels, "kind", "stage"),
         )
+        self._dropped = self._counter(
+            "kuberoll_dropped_trajectories_total",
+            "Trajectories that nobody wanted in the end: oversampled ones, and groups that were filtered out.",
+            (*labels, "reason"),
+        )
+        self._dropped_tokens = self._counter(
+            "kuberoll_dropped_tokens_total", "Tokens generated for dropped trajectories.", (*labels, "reason")
+        )
+        self._prefix_violations = self._counter(
+            "kuberoll_prefix_violations_total",
+            "Trajectories given up because their context was not what was sent and sampled: a bug of the policy.",
+            labels,
+        )
+        self._resumed_turns = self._counter(
+            "kuberoll_resumed_turns_total", "Turns taken over from before an interruption.", labels
+        )
         self._retries = self._counter("kuberoll_retries_total", "Operations tried again.", (*labels, "stage"))
         self.journal_seconds = self._histogram(
             "kuberoll_journal_sync_seconds", "Wall seconds of one journal write and sync.", ("job",), _SECONDS
@@ -168,6 +184,19 @@ class EnvironmentMetrics:
         """One trajectory given up."""
         self._metrics._trajectories.labels(*self._labels, "failed").inc()
         self._metrics._failures.labels(*self._labels, kind, stage).inc()
+
+    def dropped(self, *, reason: str, tokens: int) -> None:
+        """One trajectory that is not wanted, with so many generated tokens."""
+        self._metrics._dropped.labels(*self._labels, reason).inc()
+        self._metrics._dropped_tokens.labels(*self._labels, reason).inc(tokens)
+
+    def prefix_broken(self) -> None:
+        """One trajectory whose context was not the concatenation of its messages."""
+        self._metrics._prefix_violations.labels(*self._labels).inc()
+
+    def resumed(self, turns: int) -> None:
+        """Turns that a trajectory had already when it was admitted."""
+        self._metrics._resumed_turns.labels(*self._labels).inc(turns)
 
     def retried(self, stage: str) -> None:
         """One operation tried again."""

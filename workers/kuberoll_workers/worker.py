@@ -25,8 +25,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.expansion import samples, shard_of
 from kuberoll_workers.collection.inputs import prompt_groups
 from kuberoll_workers.collection.journal import FAILURES, Journal, read_failures, shard_name, stored_keys
-from kuberoll_workers.data.prompts import TrajectoryKey
-from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
@@ -34,7 +33,8 @@ from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import SamplingParameters
-from kuberoll_workers.rollouts.scheduling import Drain, run_rollout
+from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
 from kuberoll_workers.rollouts.turns import Rollout

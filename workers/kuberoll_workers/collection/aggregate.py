@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.collection.journal import FAILURES, read_failures, read_trajectories
-from kuberoll_workers.data.prompts import TrajectoryKey
-from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 

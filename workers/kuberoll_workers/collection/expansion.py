@@ -9,7 +9,8 @@ from typing import Any
 
 from kuberoll_workers.collection.dataset import DatasetError, Row
 from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.prompts import Prompt, Sample, TrajectoryKey
+from kuberoll_workers.data.prompts import Prompt, Sample
+from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.rollouts.seeds import trajectory_seed
 

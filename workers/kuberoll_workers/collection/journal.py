@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from kuberoll_workers.data.prompts import TrajectoryKey
-from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, decode_line, encode_line
+from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord, decode_line, encode_line
 
 FAILURES = "failures.jsonl"
 

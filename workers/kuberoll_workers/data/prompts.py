@@ -5,16 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kuberoll_workers.data.messages import Message
-
-
-class TrajectoryKey(NamedTuple):
-    """What a trajectory is known by within its run."""
-
-    task_index: int
-    rollout_index: int
+from kuberoll_workers.data.record import Partial, TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +44,33 @@ class Sample:
     Attributes:
         seed: Seed of all the randomness of this trajectory; None leaves it to the engine.
         attempt: 0 for the first; one more each time that a failed trajectory is run again.
+        partial: The turns that it has already: it continues after them.
     """
 
     prompt: Prompt
     rollout_index: int
     seed: int | None
     attempt: int = 0
+    partial: Partial | None = None
 
     @property
     def key(self) -> TrajectoryKey:
         return TrajectoryKey(self.prompt.task_index, self.rollout_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleGroup:
+    """The samples of one prompt: a group that is complete when enough of them are finished.
+
+    Attributes:
+        samples: What to run, in this order.
+        keep: How many finished ones complete the group; with fewer than there are samples, the first that finish are
+            kept and the others dropped.
+    """
+
+    samples: tuple[Sample, ...]
+    keep: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= len(self.samples):
+            raise ValueError(f"a group of {len(self.samples)} samples cannot be complete with {self.keep}")

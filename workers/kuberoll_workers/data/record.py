@@ -5,20 +5,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy
 import orjson
 
 from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.prompts import TrajectoryKey
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
 """How a trajectory ended: by the environment, by a length limit, by the turn limit, or not at all."""
 
+DropReason = Literal["oversampled", "filtered"]
+"""Why a trajectory is not wanted: enough siblings finished before it, or its group was filtered out."""
+
 FailureKind = Literal["infrastructure", "environment", "data", "model"]
 """Who is at fault: the machines, the environment's code, the dataset's row, or what the policy returned."""
+
+
+class TrajectoryKey(NamedTuple):
+    """What a trajectory is known by within its run."""
+
+    task_index: int
+    rollout_index: int
 
 
 @dataclass(slots=True)
@@ -91,6 +100,79 @@ class FailureRecord:
         return TrajectoryKey(self.task_index, self.rollout_index)
 
 
+@dataclass(slots=True)
+class DroppedRecord:
+    """A trajectory that nobody wanted in the end: as far as it got.
+
+    Attributes:
+        stop_reason: How it ended; None: it was stopped on its way.
+        turn_count, rewards, total_reward, tokens, messages, metadata: Of its complete turns.
+    """
+
+    task_index: int
+    rollout_index: int
+    task_name: str
+    idx: Any
+    reason: DropReason
+    stop_reason: StopReason | None
+    turn_count: int
+    total_reward: float
+    rewards: list[float]
+    tokens: TokenCounts
+    messages: list[Message]
+    metadata: dict[str, Any] | None
+    seed: int | None
+    attempt: int
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return TrajectoryKey(self.task_index, self.rollout_index)
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One complete turn: with all earlier ones, everything that is needed to continue after it.
+
+    Attributes:
+        messages: The response and the observation.
+        metadata: The episode's state after the turn.
+        stop_strings: Of the next generation.
+        stop_reason: How the trajectory ended with this turn; None: it goes on.
+    """
+
+    task_index: int
+    rollout_index: int
+    attempt: int
+    turn: int
+    messages: list[Message]
+    reward: float
+    reward_parts: dict[str, float]
+    metadata: dict[str, Any] | None
+    stop_strings: list[str] | None
+    answer: str | None
+    generation_seconds: float
+    environment_seconds: float
+    stop_reason: StopReason | None = None
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return TrajectoryKey(self.task_index, self.rollout_index)
+
+
+@dataclass(slots=True)
+class Partial:
+    """The complete turns of a trajectory that was interrupted, in order from the first; never changed once made."""
+
+    turns: list[TurnRecord]
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return self.turns[0].key
+
+
+AnyRecord = TrajectoryRecord | FailureRecord | DroppedRecord | TurnRecord
+
+
 class RecordError(ValueError):
     """A stored line is not the record it should be."""
 
@@ -102,7 +184,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
-def encode_line(record: TrajectoryRecord | FailureRecord) -> bytes:
+def encode_line(record: AnyRecord) -> bytes:
     """One JSON line, its newline included.
 
     Raises:
@@ -111,7 +193,7 @@ def encode_line(record: TrajectoryRecord | FailureRecord) -> bytes:
     return orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
-_Record = TypeVar("_Record", TrajectoryRecord, FailureRecord)
+_Record = TypeVar("_Record", TrajectoryRecord, FailureRecord, DroppedRecord, TurnRecord)
 
 
 def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
@@ -127,7 +209,7 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
         record = msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise RecordError(f"{where}: not a {kind.__name__}: {error}") from error
-    if isinstance(record, TrajectoryRecord):
+    if isinstance(record, TrajectoryRecord | TurnRecord):
         _check_lengths(record.messages, where)
     return record
 

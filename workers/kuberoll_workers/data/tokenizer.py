@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
 
 from kuberoll_workers.data.messages import token_array
 
@@ -28,6 +30,33 @@ class Tokenizer(Protocol):
         ...
 
 
+class ChatTokenizer(Tokenizer, Protocol):
+    """What exact role boundaries need beyond that."""
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+        """A chat as the model's template writes it.
+
+        Raises:
+            Exception: There is no template, or it refuses the messages: whatever the template raises.
+        """
+        ...
+
+    def added_tokens(self) -> Mapping[int, bool]:
+        """Ids of the tokens that are found in a text before all others, so that nothing merges across them.
+
+        The value says whether the token is flagged as special.
+        """
+        ...
+
+    def encode_with_spans(self, text: str) -> tuple[array[int], list[tuple[int, int]]]:
+        """The ids of `encode`, and where in the text each has its characters, end exclusive."""
+        ...
+
+    def encoder_without(self, tokens: Collection[int]) -> Callable[[str], array[int]] | None:
+        """An `encode` for which the text of these added tokens is ordinary text; None if there can't be one."""
+        ...
+
+
 class HuggingFaceTokenizer:
     """A model's own tokenizer, loaded with transformers."""
 
@@ -36,6 +65,7 @@ class HuggingFaceTokenizer:
         # The Rust tokenizer answers without transformers' per-call padding and batching, 5 to 10 times faster.
         plain = tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._rust = tokenizer.backend_tokenizer if plain else None
+        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
 
     @classmethod
     def load(cls, source: str, *, revision: str | None = None) -> HuggingFaceTokenizer:
@@ -65,3 +95,32 @@ class HuggingFaceTokenizer:
             [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return token_array(ids)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+        text: Any = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=generation_prompt, tokenize=False
+        )
+        return str(text)
+
+    def added_tokens(self) -> dict[int, bool]:
+        decoder: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {token: bool(added.special) for token, added in decoder.items()}
+
+    def encode_with_spans(self, text: str) -> tuple[array[int], list[tuple[int, int]]]:
+        if self._backend is None:
+            raise NotImplementedError("only the Rust tokenizers say where their tokens are")
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return token_array(encoding.ids), encoding.offsets
+
+    def encoder_without(self, tokens: Collection[int]) -> Callable[[str], array[int]] | None:
+        if self._backend is None:
+            return None
+        from tokenizers import Tokenizer as RustTokenizer
+
+        # A second tokenizer: what counts as special is a setting of the whole, and others encode at the same time.
+        state = orjson.loads(self._backend.to_str())
+        for added in state["added_tokens"]:
+            added["special"] = added["id"] in tokens
+        blind = RustTokenizer.from_str(orjson.dumps(state).decode())
+        blind.encode_special_tokens = True
+        return lambda text: token_array(blind.encode(text, add_special_tokens=False).ids)

@@ -9,7 +9,8 @@ from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 
-Stage = Literal["prompt", "generation", "environment", "trajectory"]
+Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
+"""`group`: nothing is wrong with the trajectory itself, a sibling's failure took its group with it."""
 
 
 class TrajectoryFailed(Exception):

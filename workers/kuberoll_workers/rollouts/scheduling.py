@@ -3,78 +3,181 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
 
-from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.prompts import Sample, SampleGroup
+from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord
+from kuberoll_workers.rollouts.admission import Admission, Drain
+from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, GroupRun, Result
 from kuberoll_workers.rollouts.turns import Flight, Rollout
 
-Sink = Callable[[TrajectoryRecord | FailureRecord], Awaitable[None]]
-"""Takes each trajectory as it ends, finished or given up; when it returns, the trajectory counts."""
+Sink = Callable[[Result], Awaitable[None]]
+"""Takes each trajectory as it ends, finished, given up or dropped; when it returns, the trajectory counts."""
+GroupSink = Callable[[GroupResult], Awaitable[None]]
+"""Takes each group when nothing of it is left to be run, after its trajectories."""
 
 
-class Drain(asyncio.Event):
-    """Set it to stop admitting: what is in flight is finished, what is not begun stays undone."""
-
-
-async def run_rollout(rollout: Rollout, samples: Iterable[Sample], sink: Sink, drain: Drain | None = None) -> None:
-    """Run all samples, at most `concurrency` at once; an endless source is fine.
+async def run_rollout(
+    rollout: Rollout,
+    samples: Iterable[Sample] | AsyncIterable[Sample],
+    sink: Callable[[TrajectoryRecord | FailureRecord], Awaitable[None]],
+    drain: Drain | None = None,
+    *,
+    interrupted: Callable[[Partial], None] | None = None,
+) -> None:
+    """Run all samples, each for itself, at most `concurrency` at once; an endless source is fine.
 
     Args:
         samples: Taken one by one, when there is room for them.
         sink: Awaited for each result, in the order in which they end. What it raises stops the run.
+        interrupted: Told of what is in flight when the run is cancelled: its complete turns.
 
     Raises:
         Exception: Only what `samples` or `sink` raised: a trajectory's own troubles end in its record.
     """
-    source = _admitted(samples, drain if drain is not None else Drain())
-    schedule = _lockstep if rollout.settings.scheduling == "Lockstep" else _concurrent
-    await schedule(rollout, source, sink)
+    single: Any = sink
+    await run_groups(rollout, _alone(samples), single, drain=drain, interrupted=interrupted)
 
 
-def _admitted(samples: Iterable[Sample], drain: Drain) -> Iterator[Sample]:
-    for sample in samples:
-        if drain.is_set():
-            return
-        yield sample
+async def run_groups(
+    rollout: Rollout,
+    groups: Iterable[SampleGroup] | AsyncIterable[SampleGroup],
+    sink: Sink,
+    *,
+    policy: GroupPolicy | None = None,
+    drain: Drain | None = None,
+    group_sink: GroupSink | None = None,
+    interrupted: Callable[[Partial], None] | None = None,
+) -> None:
+    """Run prompt groups, at most `concurrency` trajectories at once; an endless source is fine.
+
+    Args:
+        groups: Taken one by one, when there is room for a trajectory of the next one.
+        sink: Awaited for each result as soon as it is sure: at once, or when its group is complete where the policy
+            says that results wait for their group. What it raises stops the run.
+        policy: None: groups are only a way to count.
+        interrupted: Told of what is in flight, or waits for its group, when the run is cancelled or drained: its
+            complete turns.
+
+    Raises:
+        Exception: Only what `groups` or a sink raised: a trajectory's own troubles end in its record.
+    """
+    admission = Admission(rollout, groups, policy or GroupPolicy(), drain or Drain())
+    run = _Run(rollout, admission, sink, group_sink, interrupted)
+    try:
+        await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
+    except ExceptionGroup as errors:
+        # The first one stopped the run; the others are of places that it stopped.
+        raise errors.exceptions[0] from errors
+    finally:
+        run.report_waiting()
 
 
-async def _concurrent(rollout: Rollout, source: Iterator[Sample], sink: Sink) -> None:
-    async def place() -> None:
+def _alone(samples: Iterable[Sample] | AsyncIterable[Sample]) -> Iterable[SampleGroup] | AsyncIterable[SampleGroup]:
+    async def asynchronous(source: AsyncIterable[Sample]) -> AsyncIterator[SampleGroup]:
+        async for sample in source:
+            yield SampleGroup(samples=(sample,), keep=1)
+
+    if isinstance(samples, AsyncIterable):
+        return asynchronous(samples)
+    return (SampleGroup(samples=(sample,), keep=1) for sample in samples)
+
+
+class _Run:
+    def __init__(
+        self,
+        rollout: Rollout,
+        admission: Admission,
+        sink: Sink,
+        group_sink: GroupSink | None,
+        interrupted: Callable[[Partial], None] | None,
+    ) -> None:
+        self._rollout = rollout
+        self._admission = admission
+        self._sink = sink
+        self._group_sink = group_sink
+        self._interrupted = interrupted
+        self._reported: set[Flight] = set()
+
+    async def concurrent(self) -> None:
+        async with asyncio.TaskGroup() as places:
+            for _ in range(self._rollout.settings.concurrency):
+                places.create_task(self._place())
+
+    async def _place(self) -> None:
         # A finished trajectory's place is taken at once by the next sample: there is no batch.
-        for sample in source:
-            flight = rollout.admit(sample)
-            async with flight.guarded():
-                while not flight.over:
-                    await rollout.generate(flight)
-                    await rollout.step(flight)
-            await sink(flight.result())
+        while (admitted := await self._admission.next()) is not None:
+            group, flight = admitted
+            try:
+                await self._rollout.play(flight)
+            except asyncio.CancelledError:
+                self._report(flight)
+                raise
+            await self._end(group, flight)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(rollout.settings.concurrency):
-            group.create_task(place())
+    async def lockstep(self) -> None:
+        while batch := await self._batch():
+            phases = _Phases(len(batch))
+            async with asyncio.TaskGroup() as trajectories:
+                for group, flight in batch:
+                    trajectories.create_task(self._play_in_step(group, flight, phases))
 
+    async def _batch(self) -> list[tuple[GroupRun, Flight]]:
+        batch: list[tuple[GroupRun, Flight]] = []
+        while len(batch) < self._rollout.settings.concurrency:
+            admitted = await self._admission.next(patient=False)
+            if admitted is None:
+                break
+            batch.append(admitted)
+        return batch
 
-async def _lockstep(rollout: Rollout, source: Iterator[Sample], sink: Sink) -> None:
-    async def play(flight: Flight, phases: _Phases) -> None:
+    async def _play_in_step(self, group: GroupRun, flight: Flight, phases: _Phases) -> None:
         try:
             async with flight.guarded():
                 while not flight.over:
-                    await rollout.generate(flight)
+                    await self._rollout.generate(flight)
                     await phases.arrive()
-                    await rollout.step(flight)
+                    await self._rollout.step(flight)
                     await phases.arrive()
+        except asyncio.CancelledError:
+            self._report(flight)
+            raise
         finally:
             phases.leave()
+        await self._end(group, flight)
 
-    while batch := [rollout.admit(sample) for sample in itertools.islice(source, rollout.settings.concurrency)]:
-        phases = _Phases(len(batch))
-        async with asyncio.TaskGroup() as group:
-            for flight in batch:
-                group.create_task(play(flight, phases))
-        for flight in batch:
-            await sink(flight.result())
+    async def _end(self, group: GroupRun, flight: Flight) -> None:
+        due = group.end(flight)
+        self._admission.ended(group)
+        try:
+            if len(due) == 1:
+                await self._sink(due[0][1])
+            elif due:
+                # Together, so that they are stored together.
+                await asyncio.gather(*(self._sink(result) for _, result in due))
+            if group.closed and self._group_sink is not None:
+                await self._group_sink(group.result)
+        except asyncio.CancelledError:
+            whole = group.closed and self._group_sink is not None
+            for ended in group.finished if whole else [ended for ended, _ in due]:
+                self._report(ended)
+            raise
+
+    def report_waiting(self) -> None:
+        """Tell of trajectories that are complete but wait for a group that nobody completes any more."""
+        if self._group_sink is not None or self._admission.policy.holds:
+            for group in self._admission.open:
+                for flight in group.finished:
+                    self._report(flight)
+
+    def _report(self, flight: Flight) -> None:
+        if self._interrupted is None or flight in self._reported:
+            return
+        self._reported.add(flight)
+        partial = flight.trajectory.partial()
+        if partial is not None:
+            self._interrupted(partial)
 
 
 class _Phases:

@@ -30,6 +30,7 @@ class RolloutSettings:
         concurrency: Trajectories in flight; with Lockstep the size of a batch.
         sampling: Defaults; a prompt may override each. `stop` is for first turns whose prompt names none.
         generation_seconds: Time limit of one generation request.
+        turn_seconds: Time limit of one turn, its retries included, the wait for others in Lockstep not; None: none.
         trajectory_seconds: Time limit of one trajectory; None: none.
         foreign_policy: The policy has another interface behind it, which is not told `max_tokens` and may give no
             log-probabilities: neither is demanded of it. A response that passes the window is kept whole and ends
@@ -43,6 +44,7 @@ class RolloutSettings:
     scheduling: Scheduling = "Concurrent"
     retries: RetryPolicy = RetryPolicy()
     generation_seconds: float = 600.0
+    turn_seconds: float | None = None
     trajectory_seconds: float | None = None
     foreign_policy: bool = False
 

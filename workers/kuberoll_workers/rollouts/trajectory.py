@@ -7,9 +7,19 @@ from array import array
 
 import numpy
 
-from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, token_array
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import FailureRecord, StopReason, Timing, TokenCounts, TrajectoryRecord
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    DropReason,
+    FailureRecord,
+    Partial,
+    StopReason,
+    Timing,
+    TokenCounts,
+    TrajectoryRecord,
+    TurnRecord,
+)
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
@@ -17,6 +27,10 @@ from kuberoll_workers.rollouts import rules
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.seeds import turn_seed
 from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
+
+
+class PrefixBroken(Exception):
+    """A trajectory's context is no longer the concatenation of its messages: somebody changed what was sampled."""
 
 
 class Trajectory:
@@ -75,6 +89,41 @@ class Trajectory:
         self.ended: StopReason | None = None
         if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
             self.ended = "truncated"
+        elif sample.partial is not None:
+            for turn in sample.partial.turns:
+                self._replay(turn)
+
+    def _replay(self, turn: TurnRecord) -> None:
+        """Take over a turn that was made before; the rules are those of a turn made now."""
+        response, observation = turn.messages
+        if turn.turn != self.turn + 1 or self.ended is not None:
+            raise ValueError(f"trajectory {tuple(self.sample.key)}: turn {turn.turn} does not follow turn {self.turn}")
+        self.add_response(
+            GenerationResult(
+                token_ids=token_array(response.token_ids),
+                logprobs=array(LOGPROB_TYPE, response.logprobs or ()),
+                finish_reason="length" if response.truncated else "stop",
+                policy_versions=tuple(response.policy_versions or ()),
+            ),
+            response.content,
+            turn.generation_seconds,
+        )
+        self.add_step(
+            StepOutcome(
+                role=observation.role,
+                content=observation.content,
+                metadata=turn.metadata,
+                stop_strings=None if turn.stop_strings is None else tuple(turn.stop_strings),
+                reward=turn.reward,
+                terminated=turn.stop_reason == "terminated",
+                reward_parts=turn.reward_parts,
+                answer=turn.answer,
+            ),
+            token_array(observation.token_ids),
+            turn.environment_seconds,
+        )
+        if turn.stop_reason is not None:
+            self.ended = turn.stop_reason
 
     @property
     def task_name(self) -> str:
@@ -169,6 +218,62 @@ class Trajectory:
             values = self.reward_parts.setdefault(name, [0.0] * (self.turn - 1))
             values.append(outcome.reward_parts.get(name, 0.0))
 
+    def check_prefix(self) -> None:
+        """Assert that the next prompt begins with everything that was sent and sampled so far; costs no copy.
+
+        Raises:
+            PrefixBroken: Its length is not the sum of its parts.
+        """
+        parts = len(self.sample.prompt.token_ids) + self.generated_tokens + self.environment_tokens
+        if len(self.context) != parts:
+            raise PrefixBroken(
+                f"the context of turn {self.turn + 1} has {len(self.context)} tokens where its messages have {parts}"
+            )
+
+    def check_tokens(self) -> None:
+        """Assert, once the trajectory has ended, that its context is its messages' tokens one after the other.
+
+        Raises:
+            PrefixBroken: Names the first message that differs.
+        """
+        at = len(self.sample.prompt.token_ids)
+        if self.context[:at] != self.sample.prompt.token_ids:
+            raise PrefixBroken("the context does not begin with the prompt any more")
+        for number, message in enumerate(self.messages[len(self.sample.prompt.messages) :]):
+            end = at + len(message.token_ids)
+            if self.context[at:end] != message.token_ids:
+                raise PrefixBroken(f"the context does not hold the tokens of message {number} after the prompt")
+            at = end
+
+    def turn_record(self) -> TurnRecord:
+        """The newest complete turn."""
+        return self._turn_record(len(self.rewards) - 1, newest=True)
+
+    def partial(self) -> Partial | None:
+        """The complete turns so far; None where there are none."""
+        complete = len(self.rewards)
+        turns = [self._turn_record(index, newest=index == complete - 1) for index in range(complete)]
+        return Partial(turns) if turns else None
+
+    def _turn_record(self, index: int, *, newest: bool) -> TurnRecord:
+        first = len(self.sample.prompt.messages) + 2 * index
+        return TurnRecord(
+            task_index=self.sample.prompt.task_index,
+            rollout_index=self.sample.rollout_index,
+            attempt=self.sample.attempt,
+            turn=index + 1,
+            messages=self.messages[first : first + 2],
+            reward=self.rewards[index],
+            reward_parts={name: values[index] for name, values in self.reward_parts.items()},
+            # Of earlier turns neither is needed to go on: None keeps the old state and clears the stop strings.
+            metadata=self.metadata if newest else None,
+            stop_strings=list(self.stop_strings) if newest and self.stop_strings else None,
+            answer=self.answer if newest else None,
+            generation_seconds=self.generation_seconds[index],
+            environment_seconds=self.environment_seconds[index],
+            stop_reason=self.ended if newest else None,
+        )
+
     def record(self) -> TrajectoryRecord:
         """The finished trajectory as it is stored."""
         if self.ended is None:
@@ -190,6 +295,33 @@ class Trajectory:
                 prompt=len(prompt.token_ids), generated=self.generated_tokens, environment=self.environment_tokens
             ),
             timing=Timing(generation_seconds=self.generation_seconds, environment_seconds=self.environment_seconds),
+            metadata=self.metadata,
+            seed=self.sample.seed,
+            attempt=self.sample.attempt,
+        )
+
+    def dropped(self, reason: DropReason) -> DroppedRecord:
+        """The trajectory as it is stored when it is not wanted: its complete turns."""
+        prompt = self.sample.prompt
+        complete = len(self.rewards)
+        messages = self.messages[: len(prompt.messages) + 2 * complete]
+        counts = {"assistant": 0, "environment": 0}
+        for number, message in enumerate(messages[len(prompt.messages) :]):
+            counts["environment" if number % 2 else "assistant"] += len(message.token_ids)
+        return DroppedRecord(
+            task_index=prompt.task_index,
+            rollout_index=self.sample.rollout_index,
+            task_name=prompt.task_name,
+            idx=prompt.idx,
+            reason=reason,
+            stop_reason=self.ended,
+            turn_count=complete,
+            total_reward=float(self.total_reward),
+            rewards=self.rewards,
+            tokens=TokenCounts(
+                prompt=len(prompt.token_ids), generated=counts["assistant"], environment=counts["environment"]
+            ),
+            messages=messages,
             metadata=self.metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,

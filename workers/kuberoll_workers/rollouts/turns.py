@@ -7,21 +7,26 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
+from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord, TurnRecord
 from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
 from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of
 from kuberoll_workers.rollouts.settings import RolloutSettings
-from kuberoll_workers.rollouts.trajectory import Trajectory
+from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
 from kuberoll_workers.telemetry import EnvironmentMetrics, RolloutMetrics
 
 _Result = TypeVar("_Result")
+
+TurnSink = Callable[[TurnRecord], Awaitable[None]]
+"""Takes each complete turn after which its trajectory goes on, or waits for its group."""
+
 _RETRIED = (PolicyUnavailable, EnvironmentFault)
 
 
@@ -36,9 +41,19 @@ class Rollout:
         tokenizer: Tokenizer,
         settings: RolloutSettings,
         metrics: RolloutMetrics,
+        observations: ObservationTemplate | None = None,
+        turn_sink: TurnSink | None = None,
     ) -> None:
-        """`environments` is keyed by task name."""
+        """Put them together.
+
+        Args:
+            environments: By task name.
+            observations: How an environment's message becomes tokens; None: as it is.
+            turn_sink: Awaited after each complete turn; what it raises fails the trajectory.
+        """
         self.settings = settings
+        self.turn_sink = turn_sink
+        self._observations = observations if observations is not None else RawObservations(tokenizer)
         self._policy = policy
         self._environments = environments
         self._tokenizer = tokenizer
@@ -46,13 +61,20 @@ class Rollout:
         # Waits between retries only; nothing of a trajectory depends on it.
         self._draw = random.Random()
 
-    def admit(self, sample: Sample) -> Flight:
-        """Start one trajectory.
+    def admit(self, sample: Sample, *, held: bool = False) -> Flight:
+        """Start one trajectory, or continue one that was interrupted.
+
+        Args:
+            held: Its record will wait for its group, so that even its last turn goes to `turn_sink`.
 
         Raises:
             KeyError: No environment has the sample's task name.
+            ValueError: The sample's partial does not fit it.
         """
-        return Flight(self, Trajectory(sample, self.settings))
+        flight = Flight(self, Trajectory(sample, self.settings), held=held)
+        if flight.trajectory.turn:
+            flight.metrics.resumed(flight.trajectory.turn)
+        return flight
 
     async def generate(self, flight: Flight) -> None:
         """Generate the response of the next turn and append it.
@@ -61,22 +83,30 @@ class Rollout:
             TrajectoryFailed: After the last try.
         """
         trajectory = flight.trajectory
+        trajectory.check_prefix()
         prompt_tokens = len(trajectory.context)
         started = time.perf_counter()
 
         async def attempt(tries: int) -> GenerationResult:
             request = trajectory.next_request(tries)
             limit = self.settings.generation_seconds
+            timeout = asyncio.timeout(limit)
             try:
-                async with asyncio.timeout(limit):
+                async with timeout:
                     result = await self._policy.generate(request)
             except TimeoutError as error:
+                if not timeout.expired():
+                    raise
                 raise PolicyUnavailable(f"no response within generationSeconds ({limit:g} s)") from error
             _check(result, None if self.settings.foreign_policy else request.sampling.max_tokens)
             return result
 
         with flight.metrics.generating.track_inprogress():
-            result = await self._retrying(flight, "generation", self.settings.retries.generation_attempts, attempt)
+            result = await self._within_turn(
+                "generation",
+                0.0,
+                self._retrying(flight, "generation", self.settings.retries.generation_attempts, attempt),
+            )
         trajectory.add_response(result, self._tokenizer.decode(result.token_ids), time.perf_counter() - started)
         flight.metrics.generated(prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids))
 
@@ -90,21 +120,56 @@ class Rollout:
         environment = self._environments[trajectory.task_name]
         started = time.perf_counter()
         with flight.metrics.stepping.track_inprogress():
-            outcome = await self._retrying(
-                flight,
+            outcome = await self._within_turn(
                 "environment",
-                self.settings.retries.environment_attempts,
-                lambda _: environment.step(trajectory.chat.copy(), trajectory.metadata),
+                trajectory.generation_seconds[-1],
+                self._retrying(
+                    flight,
+                    "environment",
+                    self.settings.retries.environment_attempts,
+                    lambda _: environment.step(trajectory.chat.copy(), trajectory.metadata),
+                ),
             )
         seconds = time.perf_counter() - started
         before = trajectory.environment_tokens
-        trajectory.add_step(outcome, self._tokenizer.encode(outcome.content), seconds)
+        observation = self._observations.render(
+            outcome.role,
+            outcome.content,
+            previous=trajectory.messages[-1].token_ids,
+            generation_prompt=not outcome.terminated,
+        )
+        trajectory.add_step(outcome, observation, seconds)
         flight.metrics.turn(
             trajectory.turn,
             generation_seconds=trajectory.generation_seconds[-1],
             environment_seconds=seconds,
             observed=trajectory.environment_tokens - before,
         )
+        if trajectory.ended is not None:
+            trajectory.check_tokens()
+        if self.turn_sink is not None and (trajectory.ended is None or flight.held):
+            await self.turn_sink(trajectory.turn_record())
+
+    async def play(self, flight: Flight) -> None:
+        """Run a trajectory to its end, whatever that is."""
+        async with flight.guarded():
+            while not flight.over:
+                await self.generate(flight)
+                await self.step(flight)
+
+    async def _within_turn(self, stage: Stage, used: float, operation: Coroutine[Any, Any, _Result]) -> _Result:
+        limit = self.settings.turn_seconds
+        if limit is None:
+            return await operation
+        timeout = asyncio.timeout(max(0.0, limit - used))
+        try:
+            async with timeout:
+                return await operation
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            cause = f"the turn took longer than rollout.timeouts.turnSeconds ({limit:g} s)"
+            raise TrajectoryFailed(cause, kind="infrastructure", stage=stage, tries=1) from error
 
     async def _retrying(
         self, flight: Flight, stage: Stage, attempts: int, operation: Callable[[int], Awaitable[_Result]]
@@ -133,51 +198,89 @@ class Rollout:
 class Flight:
     """A trajectory under way, and when it has to be over."""
 
-    __slots__ = ("deadline", "failure", "metrics", "rollout", "started", "trajectory")
+    __slots__ = ("_timeout", "deadline", "dropped", "failure", "held", "metrics", "rollout", "started", "trajectory")
 
-    def __init__(self, rollout: Rollout, trajectory: Trajectory) -> None:
+    def __init__(self, rollout: Rollout, trajectory: Trajectory, *, held: bool) -> None:
         self.rollout = rollout
         self.trajectory = trajectory
+        self.held = held
         self.metrics = rollout.metrics_of(trajectory.task_name)
         self.started = time.perf_counter()
         limit = rollout.settings.trajectory_seconds
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         self.failure: TrajectoryFailed | None = None
+        self.dropped: DropReason | None = None
+        self._timeout: asyncio.Timeout | None = None
 
     @property
     def over(self) -> bool:
-        return self.failure is not None or self.trajectory.ended is not None
+        return self.failure is not None or self.dropped is not None or self.trajectory.ended is not None
+
+    def stop(self, reason: DropReason | TrajectoryFailed) -> None:
+        """Stop it at once, what it waits for included; a trajectory that is over stays as it is.
+
+        Args:
+            reason: Why it is not wanted any more, or the failure that it shares.
+        """
+        if self.over:
+            return
+        if isinstance(reason, TrajectoryFailed):
+            self.failure = reason
+        else:
+            self.dropped = reason
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
         """Turn whatever goes wrong inside into this trajectory's own failure, so that no other one notices."""
-        timeout = asyncio.timeout_at(self.deadline)
+        self._timeout = timeout = asyncio.timeout_at(self.deadline)
         try:
             async with timeout:
                 yield
         except TrajectoryFailed as failure:
-            self.failure = failure
+            self._fail(failure)
+        except PrefixBroken as error:
+            self.metrics.prefix_broken()
+            self._fail(TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1))
         except Exception as error:
             if timeout.expired():
                 limit = self.rollout.settings.trajectory_seconds
-                cause = f"the trajectory took longer than rollout.timeouts.trajectorySeconds ({limit:g} s)"
-                self.failure = TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1)
+                cause = f"the trajectory took longer than rollout.timeouts.trajectorySeconds ({limit or 0.0:g} s)"
+                self._fail(TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1))
             else:
-                self.failure = failure_of(error, stage="trajectory", tries=1)
+                self._fail(failure_of(error, stage="trajectory", tries=1))
+        finally:
+            self._timeout = None
 
-    def result(self) -> TrajectoryRecord | FailureRecord:
-        """The record of a trajectory that is over; counted in the metrics."""
+    def _fail(self, failure: TrajectoryFailed) -> None:
+        # Whoever stopped it has said why already; what broke when it was stopped says nothing.
+        if self.failure is None and self.dropped is None:
+            self.failure = failure
+
+    def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
+        """The record of a trajectory that is over."""
         if self.failure is not None:
-            self.metrics.failed(kind=self.failure.kind, stage=self.failure.stage)
             return self.trajectory.failure(self.failure)
-        record = self.trajectory.record()
-        self.metrics.finished(
-            stop_reason=record.stop_reason,
-            reward=record.total_reward,
-            turns=record.turn_count,
-            seconds=time.perf_counter() - self.started,
-        )
-        return record
+        if self.dropped is not None:
+            return self.trajectory.dropped(self.dropped)
+        return self.trajectory.record()
+
+    def count(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
+        """Count what became of the trajectory in the metrics."""
+        if isinstance(result, FailureRecord):
+            failure = self.failure
+            assert failure is not None
+            self.metrics.failed(kind=failure.kind, stage=failure.stage)
+        elif isinstance(result, DroppedRecord):
+            self.metrics.dropped(reason=result.reason, tokens=result.tokens.generated)
+        else:
+            self.metrics.finished(
+                stop_reason=result.stop_reason,
+                reward=result.total_reward,
+                turns=result.turn_count,
+                seconds=time.perf_counter() - self.started,
+            )
 
 
 def _check(result: GenerationResult, max_tokens: int | None) -> None:

@@ -1,0 +1,98 @@
+"""Which sample is begun next: from an endless source, one at a time, only when there is a place for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+
+from kuberoll_workers.data.prompts import SampleGroup
+from kuberoll_workers.rollouts.groups import GroupPolicy, GroupRun, Quota
+from kuberoll_workers.rollouts.turns import Flight, Rollout
+
+
+class Drain(asyncio.Event):
+    """Set it to stop admitting: what is in flight is finished, what is not begun stays undone."""
+
+
+class Admission:
+    """Gives trajectories to begin to whoever has a place, in the order of the source."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        groups: Iterable[SampleGroup] | AsyncIterable[SampleGroup],
+        policy: GroupPolicy,
+        drain: Drain,
+    ) -> None:
+        self._rollout = rollout
+        self.policy = policy
+        self._drain = drain
+        self._quota = Quota(policy)
+        self._source: Iterator[SampleGroup] | AsyncIterator[SampleGroup] = (
+            aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
+        )
+        self._pull = asyncio.Lock()
+        self._ended = asyncio.Event()
+        self._exhausted = False
+        self._newest: GroupRun | None = None
+        self.open: set[GroupRun] = set()
+
+    async def next(self, *, patient: bool = True) -> tuple[GroupRun, Flight] | None:
+        """The next trajectory and its group; None when there will be none.
+
+        Args:
+            patient: Wait where it depends on the groups in flight whether another one is wanted; else None then too.
+        """
+        while not self._drain.is_set():
+            if self._newest is not None and (flight := self._newest.begin()) is not None:
+                return self._newest, flight
+            if self._exhausted:
+                return None
+            async with self._pull:
+                if self._newest is not None and self._newest.has_more:
+                    continue
+                if self._exhausted:
+                    return None
+                if not self._quota.open:
+                    if not patient or not self.open:
+                        return None
+                    self._ended.clear()
+                    await self._ended.wait()
+                    continue
+                group = await self._next_group()
+                if group is None:
+                    continue
+                self._quota.begin()
+                self._newest = GroupRun(group, self.policy, self._quota, self._rollout)
+                self.open.add(self._newest)
+        return None
+
+    def ended(self, run: GroupRun) -> None:
+        """To be called when a trajectory has ended."""
+        if run.closed:
+            self.open.discard(run)
+        self._ended.set()
+
+    async def _next_group(self) -> SampleGroup | None:
+        group: SampleGroup | None
+        if isinstance(self._source, AsyncIterator):
+            group = await self._unless_drained(self._source)
+        else:
+            group = next(self._source, None)
+        self._exhausted = group is None
+        return group
+
+    async def _unless_drained(self, source: AsyncIterator[SampleGroup]) -> SampleGroup | None:
+        # A source may have nothing to give for a long time; who drains must not have to wait for it.
+        async def pull() -> SampleGroup | None:
+            return await anext(source, None)
+
+        pulled = asyncio.ensure_future(pull())
+        drained = asyncio.ensure_future(self._drain.wait())
+        try:
+            await asyncio.wait((pulled, drained), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pulled, drained):
+                task.cancel()
+            await asyncio.wait((pulled, drained))
+        return None if pulled.cancelled() else pulled.result()
