@@ -11,6 +11,7 @@ from typing import Any
 
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample
+from kuberoll_workers.data.record import Partial
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -100,6 +101,7 @@ def sample(
     stop_strings: tuple[str, ...] | None = None,
     sampling: Mapping[str, Any] | None = None,
     seed: int | None = 7,
+    partial: Partial | None = None,
 ) -> Sample:
     ids = token_array(map(ord, prompt))
     return Sample(
@@ -115,6 +117,7 @@ def sample(
         ),
         rollout_index=rollout_index,
         seed=seed,
+        partial=partial,
     )
 
 
@@ -178,3 +181,9 @@ async def roll(
         rollout = rollout_of(made, policy=policy, **changes)
         await run_rollout(rollout, samples, sink)
     return [results[item.key] for item in samples]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until something has happened; the test's own time limit ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0)

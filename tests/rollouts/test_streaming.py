@@ -1,0 +1,230 @@
+"""Streams: as they complete, bounded, endless, and nothing lost when the reader leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from kuberoll_workers.data.prompts import Sample, SampleGroup
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
+from kuberoll_workers.rollouts.groups import GroupPolicy, rewards_differ
+from kuberoll_workers.rollouts.streaming import stream_groups, stream_trajectories
+from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample, until
+
+ENVIRONMENTS = {"env": CountingEnvironment()}
+
+
+def endless(turns: int = 1) -> Iterator[Sample]:
+    index = 0
+    while True:
+        yield sample(index, metadata={"turns": turns})
+        index += 1
+
+
+def group(index: int, size: int = 2) -> SampleGroup:
+    return SampleGroup(samples=tuple(sample(index, number) for number in range(size)), keep=size)
+
+
+async def test_an_endless_source_is_read_no_further_than_needed() -> None:
+    taken: list[int] = []
+
+    def counted() -> Iterator[Sample]:
+        for item in endless():
+            taken.append(item.prompt.task_index)
+            yield item
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, concurrency=3)
+        async with stream_trajectories(rollout, counted(), buffer=2) as stream:
+            seen = [(await anext(stream)).task_index for _ in range(50)]
+        assert sorted(seen)[:40] == list(range(40))
+        # What was read, what waited to be read, what was in flight.
+        assert len(taken) <= 50 + 2 + 3 + 1
+
+
+async def test_a_slow_reader_slows_the_rollout() -> None:
+    policy = ScriptedPolicy()
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, policy=policy, concurrency=4)
+        async with stream_trajectories(rollout, endless(), buffer=1) as stream:
+            await anext(stream)
+            # One was read, one waits to be read, and four are complete but have nowhere to go.
+            await until(lambda: len(policy.requests) == 1 + 1 + 4)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert len(policy.requests) == 1 + 1 + 4
+        assert len(stream.unread) == 1
+        # Complete, but there was no room for them: nothing of them is lost.
+        assert all(partial.turns[-1].stop_reason == "terminated" for partial in stream.partials)
+        assert len(stream.unread) + len(stream.partials) + 1 == len(policy.requests)
+
+
+async def test_a_finished_trajectory_frees_its_place_at_once() -> None:
+    """One trajectory hangs; in the other place all others go by."""
+    hung = asyncio.Event()
+
+    class Policy(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if request.session_id == "0-0-0":
+                await hung.wait()
+            return await super().generate(request)
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, policy=Policy(), concurrency=2)
+        samples = [sample(index) for index in range(20)]
+        async with stream_trajectories(rollout, samples) as stream:
+            order = [(await anext(stream)).task_index for _ in range(19)]
+            assert order == list(range(1, 20))
+            hung.set()
+            assert [record.task_index async for record in stream] == [0]
+
+
+async def test_leaving_aborts_and_hands_back_the_complete_turns() -> None:
+    blocked: set[str] = set()
+    cancelled: set[str] = set()
+
+    class Policy(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if request.session_id[0] in "12" and request.request_id.split("-")[3] == "3":
+                blocked.add(request.session_id)
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    cancelled.add(request.session_id)
+                    raise
+            return await super().generate(request)
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, policy=Policy(), concurrency=3)
+        samples = [sample(index, metadata={"turns": 1 if index == 0 else 5}) for index in range(3)]
+        async with stream_trajectories(rollout, samples) as stream:
+            assert (await anext(stream)).task_index == 0
+            await until(lambda: len(blocked) == 2)
+        assert cancelled == {"1-0-0", "2-0-0"}
+        assert {(tuple(p.key), len(p.turns)) for p in stream.partials} == {((1, 0), 2), ((2, 0), 2)}
+        assert [item async for item in stream] == []
+
+        # They go on after their second turn, and end as if nothing had happened.
+        policy = ScriptedPolicy()
+        rest = [
+            sample(p.key.task_index, metadata={"turns": 5}, partial=p)
+            for p in sorted(stream.partials, key=lambda p: p.key)
+        ]
+        async with stream_trajectories(rollout_of(made, policy=policy, concurrency=1), rest) as second:
+            ended: list[Any] = [record async for record in second]
+    assert [request.request_id.split("-")[3] for request in policy.requests] == ["3", "4", "5"] * 2
+    assert [(record.turn_count, record.stop_reason, record.total_reward) for record in ended] == [
+        (5, "terminated", 5.0)
+    ] * 2
+
+
+async def test_groups_come_when_they_are_complete() -> None:
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, concurrency=4)
+        async with stream_groups(rollout, [group(index) for index in range(6)]) as stream:
+            groups = [item async for item in stream]
+    assert sorted(item.group.samples[0].prompt.task_index for item in groups) == list(range(6))
+    assert all(len(item.kept) == 2 for item in groups)
+    assert stream.tail.kept.trajectories == 12
+
+
+async def test_members_of_an_open_group_are_handed_back_too() -> None:
+    class Policy(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if request.session_id == "1-1-0":
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    async with runners(ENVIRONMENTS) as made:
+        policy = Policy()
+        rollout = rollout_of(made, policy=policy, concurrency=4)
+        async with stream_groups(rollout, [group(0), group(1)]) as stream:
+            await anext(stream)
+            await until(lambda: stream.tail.kept.trajectories == 3)
+        (partial,) = stream.partials
+        assert tuple(partial.key) == (1, 0)
+        assert partial.turns[-1].stop_reason == "terminated"
+
+
+async def test_a_filtered_group_is_told_and_replaced() -> None:
+    def groups() -> Iterator[SampleGroup]:
+        index = 0
+        while True:
+            yield group(index)
+            index += 1
+
+    async with runners(ENVIRONMENTS) as made:
+        policy = GroupPolicy(keep=rewards_differ, drop_budget=3, wanted=2)
+        async with stream_groups(rollout_of(made, concurrency=1), groups(), policy=policy) as stream:
+            seen = [(len(item.kept), len(item.dropped)) async for item in stream]
+    assert seen == [(0, 2)] * 3 + [(2, 0)] * 2
+
+
+async def test_drained_streams_end() -> None:
+    async with runners(ENVIRONMENTS) as made:
+        async with stream_trajectories(rollout_of(made, concurrency=3), endless()) as stream:
+            await anext(stream)
+            stream.drain()
+            rest = [record async for record in stream]
+        assert 1 <= len(rest) <= 12
+        assert stream.partials == []
+
+
+async def test_asynchronous_sources() -> None:
+    more = asyncio.Event()
+
+    async def source() -> AsyncIterator[Sample]:
+        for index in range(3):
+            yield sample(index)
+        await more.wait()
+        yield sample(3)
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, concurrency=8)
+        async with stream_trajectories(rollout, source()) as stream:
+            first = {(await anext(stream)).task_index for _ in range(3)}
+            more.set()
+            assert [record.task_index async for record in stream] == [3]
+        assert first == {0, 1, 2}
+
+
+async def test_an_asynchronous_source_with_nothing_to_give_does_not_hold_up_the_drain() -> None:
+    async def silent() -> AsyncIterator[Sample]:
+        yield sample(0)
+        await asyncio.Event().wait()
+
+    async with runners(ENVIRONMENTS) as made, stream_trajectories(rollout_of(made), silent()) as stream:
+        await anext(stream)
+        stream.drain()
+        assert [record async for record in stream] == []
+
+
+async def test_what_the_source_raises_reaches_the_reader() -> None:
+    def broken() -> Iterator[Sample]:
+        yield sample(0)
+        raise ValueError("line 2: not a row")
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, concurrency=1)
+        async with stream_trajectories(rollout, broken()) as stream:
+            assert (await anext(stream)).task_index == 0
+            with pytest.raises(ValueError, match="line 2: not a row"):
+                await anext(stream)
+            assert [record async for record in stream] == []
+
+
+async def test_an_unknown_task_reaches_the_reader() -> None:
+    async with (
+        runners(ENVIRONMENTS) as made,
+        stream_trajectories(rollout_of(made), [sample(task_name="chess")]) as stream,
+    ):
+        with pytest.raises(KeyError, match="no environment is named 'chess'"):
+            await anext(stream)
+
+
+async def test_a_stream_that_is_never_read() -> None:
+    async with runners(ENVIRONMENTS) as made, stream_trajectories(rollout_of(made), endless()):
+        pass
