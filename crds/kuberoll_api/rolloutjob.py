@@ -345,10 +345,52 @@ class Retries(Model):
 
 
 class Timeouts(Model):
-    """How long things may take."""
+    """How long things may take. What takes longer is stopped, its request aborted, and recorded as failed."""
 
     generation_seconds: Seconds = Field(default=600.0, description="One generation request, waiting included.")
+    turn_seconds: Seconds | None = Field(
+        default=None, description="One turn, generation and environment with all retries; absent: no bound."
+    )
     trajectory_seconds: Seconds | None = Field(default=None, description="One trajectory; absent: no bound.")
+
+
+class Groups(Model):
+    """Prompt groups, the samples of one prompt: which of them count."""
+
+    oversample: int = Field(
+        default=0,
+        ge=0,
+        le=65536,
+        description="Samples begun per prompt beyond dataset.repeats. The first that finish are kept, the others are "
+        "stopped and go to dropped.jsonl: faster, and biased towards short trajectories.",
+    )
+    atomic: bool = Field(
+        default=False,
+        description="All samples of a prompt or none: when one fails for good, its group fails with it.",
+    )
+    drop_equal_rewards: bool = Field(
+        default=False,
+        description="Drop groups whose rewards are all equal: they have no advantage to learn from. They go to "
+        "dropped.jsonl.",
+    )
+    drop_budget: int | None = Field(
+        default=None, ge=0, le=MAX_COUNT, description="Most groups that dropEqualRewards may drop; absent: no bound."
+    )
+    wanted: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Stop when so many groups are kept; each dropped one is replaced by the dataset's next. Absent: "
+        "the whole dataset.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.drop_budget is not None and not self.drop_equal_rewards:
+            raise _contradiction(
+                "is the budget of dropEqualRewards; set dropEqualRewards: true, or remove it", "dropBudget"
+            )
+        return self
 
 
 class Rollout(Model):
@@ -363,14 +405,29 @@ class Rollout(Model):
         default=None, ge=2, le=100_000_000, description="Most tokens of a trajectory; absent: the engine's window."
     )
     concurrency: int = Field(default=256, ge=1, le=100_000, description="Trajectories in flight per worker.")
-    observation_template: Literal["Raw"] = Field(
-        default="Raw", description="Raw: the observation's tokens are appended as they are."
+    observation_template: Literal["Raw", "ChatTemplate"] = Field(
+        default="Raw",
+        description="Raw: an observation's tokens are appended as they are. ChatTemplate: with the role boundaries of "
+        "the model's chat template.",
+    )
+    groups: Groups = Field(default_factory=Groups, description="Which samples of a prompt count.")
+    journal_turns: bool = Field(
+        default=True,
+        description="Write every turn to disk, so that a trajectory that was interrupted goes on after its last one.",
     )
     retries: Retries = Field(default_factory=Retries, description="Retries of failed steps.")
     timeouts: Timeouts = Field(default_factory=Timeouts, description="Time limits.")
     max_failed_fraction: float = Field(
         default=0.0, ge=0, le=1, description="The failure budget: part of the trajectories that may fail at last."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for given, name in ((self.groups.atomic, "atomic"), (self.groups.drop_equal_rewards, "dropEqualRewards")):
+            if given and not self.journal_turns:
+                message = f"groups.{name} needs it: results that wait for their group are kept there; remove one"
+                raise _contradiction(message, "journalTurns")
+        return self
 
 
 class Workers(PodOptions):
@@ -422,6 +479,12 @@ class RolloutJobSpec(Model):
             if (first := names.index(name)) < index:
                 message = f'found "{name}", the name of environments[{first}] too; names must differ'
                 raise _contradiction(message, "environments", index, "name")
+        if self.rollout.groups.drop_equal_rewards:
+            repeats = [item.repeats or self.dataset.repeats for item in self.environments]
+            if 1 in repeats:
+                name = names[repeats.index(1)]
+                message = f"the groups of {name} are of one sample, so all their rewards are equal; raise its repeats"
+                raise _contradiction(message, "rollout", "groups", "dropEqualRewards")
         generator = self.dataset.source.generator
         for index, name in enumerate(generator.environments if generator else ()):
             if name not in names:

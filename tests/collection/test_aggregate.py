@@ -10,6 +10,7 @@ import numpy
 
 from kuberoll_workers.collection.aggregate import encode_summaries, summarize
 from kuberoll_workers.data.record import FailureRecord, encode_line
+from kuberoll_workers.rollouts.tail import TailReport
 from tests.collection.test_journal import record
 
 
@@ -53,7 +54,7 @@ def test_summary(tmp_path: Path) -> None:
     assert (summary.generated_tokens, summary.prompt_tokens, summary.turns) == (8, 8, 4)
     assert summary.metrics == {"solved": 2.0}
     assert summaries["unused"].mean_reward is None
-    stored = json.loads(encode_summaries("job", summaries))
+    stored = json.loads(encode_summaries("job", summaries, TailReport()))
     assert stored["environments"]["env"]["reward"] == {"mean": 0.5, "min": -1.0, "max": 1.0}
 
 
@@ -75,4 +76,4 @@ def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) ->
     for environment, words in ((Broken(), b"raised KeyError: 'accuracy'"), (Exotic(), b'"pass": 0.5')):
         summaries = summarize(tmp_path, ["env"], lambda name, made=environment: made)  # type: ignore[misc]
         assert summaries["env"].trajectories == 1
-        assert words in encode_summaries("job", summaries)
+        assert words in encode_summaries("job", summaries, TailReport())

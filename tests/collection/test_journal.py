@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.collection.journal import Journal, read_failures, read_trajectories, repair, stored_keys
+from kuberoll_workers.collection.journal import Journal, read_failures, read_trajectories, repair
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
     RecordError,
@@ -68,7 +68,7 @@ async def test_a_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     journal = Journal(path, seconds=Observed())
     for index in range(3):
         await journal.append(record(index))
-        assert len(stored_keys(path)) == index + 1
+        assert len({r.key for r in read_trajectories(path)}) == index + 1
     await journal.close()
 
 
@@ -94,7 +94,7 @@ def test_foreign_lines_are_reported_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "shard-00000.jsonl"
     path.write_bytes(encode_line(record(0)) + b'{"task_index": "one"}\n')
     with pytest.raises(RecordError, match=r"shard-00000\.jsonl:2: not a TrajectoryRecord"):
-        stored_keys(path)
+        {r.key for r in read_trajectories(path)}
 
 
 def test_logprobs_must_match_token_ids() -> None:

@@ -279,7 +279,10 @@ def test_no_sample_is_lost_or_counted_twice(scheduling: str, data: st.DataObject
     keys = [result.key for result in results]
     assert len(keys) == len(set(keys))
     assert len(closed) == len(groups)
-    assert sorted(keys) == sorted(r.key for g in closed for r in (*g.kept, *g.failed, *g.dropped))
+    everything: list[Result] = []
+    for outcome in closed:
+        everything += [*outcome.kept, *outcome.failed, *outcome.dropped]
+    assert sorted(keys) == sorted(r.key for r in everything)
     for outcome in closed:
         index = outcome.group.samples[0].prompt.task_index
         able = sum((index, number) not in failing for number in range(sizes[index]))

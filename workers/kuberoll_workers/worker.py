@@ -13,7 +13,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,13 @@ from typing import Any, TextIO
 import msgspec
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.expansion import samples, shard_of
-from kuberoll_workers.collection.inputs import prompt_groups
-from kuberoll_workers.collection.journal import FAILURES, Journal, read_failures, shard_name, stored_keys
-from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.collection.expansion import sample_groups, shard_of, share
+from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
+from kuberoll_workers.collection.journal import DROPPED, FAILURES, Journal, shard_name
+from kuberoll_workers.collection.run_state import RunState, goes_on, read_state
+from kuberoll_workers.collection.turn_log import TurnLog
+from kuberoll_workers.data.observations import ChatTemplateObservations, ObservationTemplate, RawObservations
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TurnRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
@@ -34,7 +37,8 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import SamplingParameters
 from kuberoll_workers.rollouts.admission import Drain
-from kuberoll_workers.rollouts.scheduling import run_rollout
+from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
+from kuberoll_workers.rollouts.scheduling import run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
 from kuberoll_workers.rollouts.turns import Rollout
@@ -69,11 +73,18 @@ class WorkerConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Counts of one worker since it started; trajectories that were there before it are in `resumed` only."""
+    """Counts of one worker since it started; trajectories that were there before it are in `resumed` only.
+
+    Attributes:
+        dropped: Trajectories that were not wanted, `filtered` of them with their whole group. Their turns and tokens
+            count, their rewards do not.
+    """
 
     resumed: int = 0
     trajectories: int = 0
     failed: int = 0
+    dropped: int = 0
+    filtered: int = 0
     turns: int = 0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
@@ -81,14 +92,18 @@ class Progress:
     reward_sum: float = 0.0
     done: bool = False
 
-    def add(self, result: TrajectoryRecord | FailureRecord) -> None:
+    def add(self, result: Result) -> None:
         """Count one trajectory that is stored."""
         if isinstance(result, FailureRecord):
             self.failed += 1
             return
-        self.trajectories += 1
         self.turns += result.turn_count
         self.generated_tokens += result.tokens.generated
+        if isinstance(result, DroppedRecord):
+            self.dropped += 1
+            self.filtered += result.reason == "filtered"
+            return
+        self.trajectories += 1
         self.generation_seconds += sum(result.timing.generation_seconds)
         self.environment_seconds += sum(result.timing.environment_seconds)
         self.reward_sum += result.total_reward
@@ -127,6 +142,7 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
             max_backoff_seconds=rollout.retries.max_backoff_seconds,
         ),
         generation_seconds=rollout.timeouts.generation_seconds,
+        turn_seconds=rollout.timeouts.turn_seconds,
         trajectory_seconds=rollout.timeouts.trajectory_seconds,
     )
 
@@ -155,53 +171,104 @@ async def work(config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, p
         progress: Counted up as trajectories are stored.
 
     Raises:
-        DatasetError, RecordError, OSError: The inputs or the output cannot be used.
+        DatasetError, TemplateRefused, RecordError, OSError: The inputs or the output cannot be used.
     """
     job = RolloutJob.model_validate(config.job)
-    output = Path(config.output)
     tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
-    done: set[TrajectoryKey] = set()
-    for shard in config.shards:
-        done |= stored_keys(output / shard_name(shard))
-    progress.resumed = len(done)
-    groups = prompt_groups(job, base=Path(config.base), environment=environment_source(job))
     seeded = job.spec.dataset.seed_per_repeat
-    todo = samples(
-        groups,
-        tokenizer=tokenizer,
-        shards=config.shards,
-        shard_count=config.shard_count,
-        done=done,
-        attempts=_attempts(output),
-        seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
-    )
     async with AsyncExitStack() as stack:
+        store = _Store(config, job, metrics, progress)
+        stack.push_async_callback(store.close)
+        progress.resumed = len(store.state.stored) + len(store.state.filtered)
+        groups = sample_groups(
+            prompt_groups(job, base=Path(config.base), environment=environment_source(job)),
+            tokenizer=tokenizer,
+            shards=config.shards,
+            shard_count=config.shard_count,
+            done=store.state,
+            seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
+        )
         environments = await stack.enter_async_context(open_environments(job))
         policy = await stack.enter_async_context(ServeClient(config.endpoint, limit=job.spec.rollout.concurrency))
-        journals: dict[int | None, Journal] = {None: Journal(output / FAILURES, seconds=metrics.journal_seconds)}
-        for shard in config.shards:
-            journals[shard] = Journal(output / shard_name(shard), seconds=metrics.journal_seconds)
-        for journal in journals.values():
-            stack.push_async_callback(journal.close)
-
-        async def store(result: TrajectoryRecord | FailureRecord) -> None:
-            shard = None if isinstance(result, FailureRecord) else shard_of(result.task_index, config.shard_count)
-            await journals[shard].append(result)
-            progress.add(result)
-
         rollout = Rollout(
             policy=policy,
             environments=environments,
             tokenizer=tokenizer,
             settings=rollout_settings(job, config.max_model_len),
             metrics=metrics,
+            observations=observation_template(job, tokenizer),
+            turn_sink=store.turn if store.logs else None,
         )
-        await run_rollout(rollout, todo, store, drain)
+        await run_groups(rollout, groups, store.result, policy=group_policy(config, job, store.state), drain=drain)
 
 
-def _attempts(output: Path) -> Mapping[TrajectoryKey, int]:
-    """The attempt number that a trajectory which failed before has now."""
-    return {failure.key: failure.attempt + 1 for failure in read_failures(output / FAILURES)}
+def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> ObservationTemplate:
+    """How the job's observations become tokens.
+
+    Raises:
+        TemplateRefused: The model's chat template cannot be used for it.
+    """
+    if job.spec.rollout.observation_template == "ChatTemplate":
+        return ChatTemplateObservations(tokenizer)
+    return RawObservations(tokenizer)
+
+
+def group_policy(config: WorkerConfig, job: RolloutJob, state: RunState) -> GroupPolicy:
+    """The job's policy as far as this worker has a part in it and it is not done yet."""
+    groups = job.spec.rollout.groups
+    wanted, budget = (
+        None if total is None else max(0, sum(share(total, n, config.shard_count) for n in config.shards) - done)
+        for total, done in ((groups.wanted, state.groups_kept), (groups.drop_budget, state.groups_filtered))
+    )
+    return GroupPolicy(
+        atomic=groups.atomic,
+        keep=rewards_differ if groups.drop_equal_rewards else None,
+        drop_budget=budget,
+        wanted=wanted,
+    )
+
+
+class _Store:
+    """Where results and turns go: a journal for each shard, and for what failed or was dropped."""
+
+    def __init__(self, config: WorkerConfig, job: RolloutJob, metrics: RolloutMetrics, progress: Progress) -> None:
+        output = Path(config.output)
+        seconds = metrics.journal_seconds
+        self._shard_count = config.shard_count
+        self._progress = progress
+        self._shards = {shard: Journal(output / shard_name(shard), seconds=seconds) for shard in config.shards}
+        self._failures = Journal(output / FAILURES, seconds=seconds)
+        self._dropped = Journal(output / DROPPED, seconds=seconds)
+        journaled = config.shards if job.spec.rollout.journal_turns else ()
+        self.logs = {shard: TurnLog(output, shard, seconds=seconds) for shard in journaled}
+        self.state = read_state(
+            output,
+            shards=config.shards,
+            shard_count=config.shard_count,
+            repeats=repeats_of(job),
+            logs=self.logs,
+        )
+
+    async def turn(self, turn: TurnRecord) -> None:
+        await self.logs[shard_of(turn.task_index, self._shard_count)].append(turn)
+
+    async def result(self, result: Result) -> None:
+        shard = shard_of(result.task_index, self._shard_count)
+        journal = self._shards[shard]
+        if isinstance(result, FailureRecord):
+            journal = self._failures
+        elif isinstance(result, DroppedRecord):
+            journal = self._dropped
+        await journal.append(result)
+        if self.logs and not (isinstance(result, FailureRecord) and goes_on(result)):
+            self.logs[shard].ended((result.key,))
+        self._progress.add(result)
+
+    async def close(self) -> None:
+        for journal in (*self._shards.values(), self._failures, self._dropped):
+            await journal.close()
+        for log in self.logs.values():
+            await log.close()
 
 
 async def _main(config: WorkerConfig, reports: TextIO) -> None:

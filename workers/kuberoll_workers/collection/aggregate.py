@@ -10,9 +10,10 @@ from typing import Any
 
 import orjson
 
-from kuberoll_workers.collection.journal import FAILURES, read_failures, read_trajectories
+from kuberoll_workers.collection.journal import DROPPED, FAILURES, read_dropped, read_failures, read_trajectories
 from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.rollouts.tail import TailReport
 
 
 @dataclass(slots=True)
@@ -117,6 +118,26 @@ def summarize(
     return summaries
 
 
+def tail_report(directory: Path, summaries: Iterable[EnvironmentSummary]) -> TailReport:
+    """Kept against dropped trajectories of a run.
+
+    Args:
+        summaries: Of the trajectories that are kept.
+
+    Raises:
+        RecordError: The file of dropped ones holds something else.
+    """
+    report = TailReport()
+    for summary in summaries:
+        report.kept.trajectories += summary.trajectories
+        report.kept.turns += summary.turns
+        report.kept.generated_tokens += summary.generated_tokens
+        report.kept.reward += summary.reward_sum
+    for dropped in read_dropped(directory / DROPPED):
+        report.add(dropped)
+    return report
+
+
 def _own_metrics(
     make: Callable[[str], EnvironmentInterface], name: str, columns: dict[str, list[Any]]
 ) -> dict[str, Any]:
@@ -142,12 +163,13 @@ def _add_row(columns: dict[str, list[Any]], record: TrajectoryRecord) -> None:
         columns.setdefault(name, []).append(value)
 
 
-def encode_summaries(job: str, summaries: dict[str, EnvironmentSummary]) -> bytes:
-    """The contents of `aggregate_metrics.json`."""
+def encode_summaries(job: str, summaries: dict[str, EnvironmentSummary], tail: TailReport) -> bytes:
+    """The contents of `aggregate_metrics.json`; `tail` is in it where something was dropped."""
     document = {
         "format": 1,
         "job": job,
         "environments": {name: summary.as_json() for name, summary in summaries.items()},
+        **({"tail": tail.as_json()} if tail.dropped else {}),
     }
     options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     return orjson.dumps(document, default=_plain, option=options)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kuberoll_workers.collection.dataset import DatasetError, Row
+from kuberoll_workers.collection.run_state import RunState
 from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.prompts import Prompt, Sample
+from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.rollouts.seeds import trajectory_seed
@@ -17,14 +18,15 @@ from kuberoll_workers.rollouts.seeds import trajectory_seed
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """The samples that one row asks for: `rollout_indexes` of the task `task_index`."""
+    """The samples that one row asks for: `rollout_indexes` of the task `task_index`, the first `keep` to finish."""
 
     row: Row
     task_index: int
     rollout_indexes: range
+    keep: int
 
 
-def expand(rows: Iterable[Row], repeats: Mapping[str, int]) -> Iterator[PromptGroup]:
+def expand(rows: Iterable[Row], repeats: Mapping[str, int], *, oversample: int = 0) -> Iterator[PromptGroup]:
     """Number tasks and rollouts; all samples of a row come together (order aabbcc).
 
     Rows of the same content are the same task, wherever they stand; a duplicate continues the numbering of its
@@ -32,14 +34,16 @@ def expand(rows: Iterable[Row], repeats: Mapping[str, int]) -> Iterator[PromptGr
 
     Args:
         repeats: Samples per row, by task name.
+        oversample: Samples of each row beyond those.
     """
     tasks: dict[bytes, tuple[int, int]] = {}
     for row in rows:
         digest = hashlib.blake2b(row.content, digest_size=16).digest()
         index, begun = tasks.get(digest, (len(tasks), 0))
         count = repeats[row.task_name]
-        tasks[digest] = (index, begun + count)
-        yield PromptGroup(row, index, range(begun, begun + count))
+        end = begun + count + oversample
+        tasks[digest] = (index, end)
+        yield PromptGroup(row, index, range(begun, end), count)
 
 
 def shard_of(task_index: int, shards: int) -> int:
@@ -47,38 +51,47 @@ def shard_of(task_index: int, shards: int) -> int:
     return task_index % shards
 
 
-def samples(
+def share(total: int, shard: int, shards: int) -> int:
+    """A shard's part of a number that is for all shards: they add up, and none is larger than another by 2."""
+    return total // shards + (shard < total % shards)
+
+
+def sample_groups(
     groups: Iterable[PromptGroup],
     *,
     tokenizer: Tokenizer,
     shards: Collection[int],
     shard_count: int,
-    done: Collection[TrajectoryKey],
-    attempts: Mapping[TrajectoryKey, int],
+    done: RunState,
     seed: int | None,
-) -> Iterator[Sample]:
-    """The samples of some shards that are still to be run, tokenized when they are asked for.
+) -> Iterator[SampleGroup]:
+    """The groups of some shards that are still to be run, tokenized when they are asked for.
 
     Args:
-        done: Trajectories that are stored already.
-        attempts: How often a trajectory has failed so far.
+        done: What is there already.
         seed: The job's base seed; None: no seeds.
     """
     wanted = frozenset(shards)
     for group in groups:
         if shard_of(group.task_index, shard_count) not in wanted:
             continue
-        todo = [index for index in group.rollout_indexes if TrajectoryKey(group.task_index, index) not in done]
-        if not todo:
+        keys = [TrajectoryKey(group.task_index, index) for index in group.rollout_indexes]
+        stored = sum(key in done.stored for key in keys)
+        if stored >= group.keep or any(key in done.filtered for key in keys):
             continue
         prompt = tokenize(group, tokenizer)
-        for index in todo:
-            yield Sample(
+        samples = tuple(
+            Sample(
                 prompt=prompt,
-                rollout_index=index,
-                seed=None if seed is None else trajectory_seed(seed, group.task_index, index),
-                attempt=attempts.get(TrajectoryKey(group.task_index, index), 0),
+                rollout_index=key.rollout_index,
+                seed=None if seed is None else trajectory_seed(seed, *key),
+                attempt=done.attempts.get(key, 0),
+                partial=done.take_partial(key),
             )
+            for key in keys
+            if key not in done.stored
+        )
+        yield SampleGroup(samples=samples, keep=group.keep - stored, decided=stored > 0)
 
 
 def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:

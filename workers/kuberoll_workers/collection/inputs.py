@@ -37,7 +37,8 @@ def prompt_groups(job: RolloutJob, *, base: Path, environment: EnvironmentSource
     Raises:
         DatasetError: A row is not usable.
     """
-    return expand(_rows(job, base, environment), repeats_of(job))
+    oversample = job.spec.rollout.groups.oversample
+    return expand(_rows(job, base, environment), repeats_of(job), oversample=oversample)
 
 
 def repeats_of(job: RolloutJob) -> dict[str, int]:
@@ -63,7 +64,7 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
     counts = {item.name: 0 for item in job.spec.environments}
     for group in expand(watched(_rows(job, base, environment)), repeats_of(job)):
         rows += 1
-        counts[group.row.task_name] += len(group.rollout_indexes)
+        counts[group.row.task_name] += group.keep
     if rows == 0:
         raise DatasetError("spec.dataset: there is not a single row")
     return InputSummary(rows=rows, trajectories=sum(counts.values()), trajectories_of=counts, digest=digest.hexdigest())

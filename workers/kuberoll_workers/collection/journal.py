@@ -9,9 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord, decode_line, encode_line
+from kuberoll_workers.data.record import (
+    AnyRecord,
+    DroppedRecord,
+    FailureRecord,
+    TrajectoryRecord,
+    decode_line,
+    encode_line,
+)
 
 FAILURES = "failures.jsonl"
+DROPPED = "dropped.jsonl"
 
 
 def shard_name(shard: int) -> str:
@@ -32,35 +40,54 @@ class Journal:
     disk makes groups larger, not the run slower.
     """
 
-    def __init__(self, path: Path, *, seconds: Observes) -> None:
+    def __init__(self, path: Path, *, seconds: Observes, sync: bool = True) -> None:
         """Repair what is there; the file is made by the first record.
 
         Args:
             seconds: Observes the wall seconds of each write and sync.
+            sync: Wait for the disk. Without it a record outlasts its process, but not a crash of the machine.
         """
         repair(path)
         self._path = path
+        self._sync = sync
+        self._broken: BaseException | None = None
         self._file: int | None = None
         self._seconds = seconds
         self._pending: list[bytes] = []
         self._written: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None
 
-    async def append(self, record: TrajectoryRecord | FailureRecord) -> None:
+    async def append(self, record: AnyRecord) -> None:
         """Store one record; returns when it is on disk.
 
         Raises:
             OSError: It could not be written.
             TypeError: The record holds something that JSON has no form for.
         """
-        self._pending.append(encode_line(record))
+        # Shielded: others wait for the same future.
+        await asyncio.shield(self.add(record)[0])
+
+    def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
+        """Have one record stored soon.
+
+        Returns:
+            What is done when it is on disk, for several callers the same one; and the bytes of the line.
+
+        Raises:
+            OSError: An earlier record could not be written.
+            TypeError: The record holds something that JSON has no form for.
+        """
+        if self._broken is not None:
+            raise OSError(f"{self._path}: {self._broken}") from self._broken
+        line = encode_line(record)
+        self._pending.append(line)
         if self._written is None:
             self._written = asyncio.get_running_loop().create_future()
-        written = self._written
+            # Its error is kept for the next record too; nobody need have waited for this one.
+            self._written.add_done_callback(lambda written: written.cancelled() or written.exception())
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write())
-        # Shielded: others wait for the same future.
-        await asyncio.shield(written)
+        return self._written, len(line)
 
     async def _write(self) -> None:
         while self._pending and self._written is not None:
@@ -70,6 +97,7 @@ class Journal:
             try:
                 await asyncio.to_thread(self._write_and_sync, lines)
             except BaseException as error:
+                self._broken = error
                 written.set_exception(error)
                 raise
             self._seconds.observe(time.perf_counter() - started)
@@ -86,11 +114,13 @@ class Journal:
         if self._file is None:
             # O_APPEND: several workers may append to the failures file.
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            sync_directory(self._path.parent)
+            if self._sync:
+                sync_directory(self._path.parent)
         view = memoryview(data)
         while view:
             view = view[os.write(self._file, view) :]
-        os.fsync(self._file)
+        if self._sync:
+            os.fsync(self._file)
 
 
 def repair(path: Path) -> None:
@@ -133,7 +163,7 @@ def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
     Raises:
         RecordError: A line is not a trajectory, with file and line. A torn last line is passed over.
     """
-    for where, line in _lines(path):
+    for where, line in whole_lines(path):
         yield decode_line(line, TrajectoryRecord, where=where)
 
 
@@ -143,20 +173,22 @@ def read_failures(path: Path) -> Iterator[FailureRecord]:
     Raises:
         RecordError: A line is not a failure, with file and line.
     """
-    for where, line in _lines(path):
+    for where, line in whole_lines(path):
         yield decode_line(line, FailureRecord, where=where)
 
 
-def stored_keys(path: Path) -> set[TrajectoryKey]:
-    """What a shard holds.
+def read_dropped(path: Path) -> Iterator[DroppedRecord]:
+    """The trajectories of a run that were not wanted; none where there is no file.
 
     Raises:
-        RecordError: A line is not a trajectory.
+        RecordError: A line is not a dropped trajectory, with file and line.
     """
-    return {record.key for record in read_trajectories(path)}
+    for where, line in whole_lines(path):
+        yield decode_line(line, DroppedRecord, where=where)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file and where they are, `file:line`; blank ones and a torn last one are passed over."""
     if not path.exists():
         return
     with path.open("rb") as lines:

@@ -67,7 +67,7 @@ def _identity(job: RolloutJob) -> dict[str, Any]:
         "generation": {key: generation[key] for key in ("model", "engine", "engineArgs", "simulated", "sampling")},
         "environments": [{key: item[key] for key in kept_of_environments} for item in spec["environments"]],
         "dataset": {key: value for key, value in spec["dataset"].items() if key != "source"},
-        "rollout": {key: rollout[key] for key in ("maxTurns", "maxSequenceLength", "observationTemplate")},
+        "rollout": {key: rollout[key] for key in ("maxTurns", "maxSequenceLength", "observationTemplate", "groups")},
     }
 
 

@@ -97,6 +97,8 @@ def describe(totals: Totals) -> str:
     if progress.trajectories:
         parts.append(f"reward {progress.reward_sum / progress.trajectories:.3f}")
     parts.append(f"{progress.failed} failed")
+    if progress.dropped:
+        parts.append(f"{progress.dropped} dropped")
     remaining = totals.remaining_seconds
     parts.append("ETA " + ("-" if remaining is None else clock(remaining)))
     return ", ".join(parts)

@@ -4,8 +4,9 @@ The ids of a chat template's message are found by tokens. Every observation is r
 short messages (question, answer, observation), and what the tokenizer makes of it after the answer is appended. So
 whatever the template does to the message (trimming, quoting, wrapping) and whatever merges at the content's edges is
 as the template has it, and a turn costs the same at the end of a long trajectory as at its beginning: one rendering
-of a short chat, about 0.1 ms more than the content alone. Prepared frames around the content would save half of that,
-and be wrong wherever the content merges with them: "\\n" before a content that begins with one is a single token.
+of a short chat, about 0.1 ms more than the content alone. Prepared frames around the content would save that, and be
+wrong wherever the template or the tokenizer joins them with it: a header's "\\n" and a content's first one are often a
+single token.
 """
 
 from __future__ import annotations
@@ -154,11 +155,11 @@ class ChatTemplateObservations:
         try:
             text = self._text(frame.role, content, generation_prompt)
         except _Unfit as unfit:
-            raise ObservationRefused(f"{unfit} for this observation") from unfit
+            raise ObservationRefused(f"the chat template can't render this observation: {unfit}") from unfit
         ids = self._tokenizer.encode(text)
         start = _end_of_answer(ids, frame)
         if start is None:
-            raise ObservationRefused("the chat template changes the answer before it because of this observation")
+            raise ObservationRefused("because of this observation the chat template changes the answer before it")
         message = ids[start:]
         if self._marks(message) != frame.marks_before + frame.marks_after:
             message = self._disarmed(text, start, frame)
@@ -224,7 +225,7 @@ class ChatTemplateObservations:
         other = self._tokenizer.encode(self._text(role, _CONTENT, generation_prompt, answer=_OTHER_ANSWER))
         begin, end = _difference(ids, other)
         answer, message = ids[begin:end], ids[end:]
-        if _ANSWER not in self._tokenizer.decode(answer):
+        if self._tokenizer.decode(answer).count(_ANSWER) != 1:
             raise _Unfit("it does not write an assistant's message as it is, once")
         if not message or message[0] not in self._added or not self._added.keys().isdisjoint(answer):
             # Of ordinary text, the first token after a response would depend on the response's last one.

@@ -66,10 +66,12 @@ class SampleGroup:
         samples: What to run, in this order.
         keep: How many finished ones complete the group; with fewer than there are samples, the first that finish are
             kept and the others dropped.
+        decided: Some of the group are stored already: it has been found worth keeping.
     """
 
     samples: tuple[Sample, ...]
     keep: int
+    decided: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= len(self.samples):

@@ -10,8 +10,10 @@ from pathlib import Path
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.dataset import DatasetError
 from kuberoll_workers.collection.inputs import InputSummary, scan
+from kuberoll_workers.data.observations import TemplateRefused
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
-from kuberoll_workers.worker import environment_source
+from kuberoll_workers.worker import environment_source, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -55,6 +57,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     model = job.spec.generation.model
     source = _locate("spec.generation.model.source", model.source, base, ("config.json",))
     tokenizer = _locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES)
+    _check_observations(job, tokenizer)
     try:
         inputs = scan(job, base=base, environment=environment_source(job))
     except DatasetError as error:
@@ -70,6 +73,15 @@ def _check_packages(job: RolloutJob) -> None:
             "spec.generation.engine: vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, "
             "without a GPU, `make install`; or set engine: Simulated for a dry run"
         )
+
+
+def _check_observations(job: RolloutJob, tokenizer: str) -> None:
+    if job.spec.rollout.observation_template == "Raw":
+        return
+    try:
+        observation_template(job, HuggingFaceTokenizer.load(tokenizer))
+    except TemplateRefused as error:
+        raise Refused(f"spec.rollout.observationTemplate: {error}") from error
 
 
 def _check_environments(job: RolloutJob) -> None:

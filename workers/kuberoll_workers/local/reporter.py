@@ -27,13 +27,17 @@ class Totals:
     @property
     def ended(self) -> int:
         """Trajectories that need no more work."""
-        return self.progress.resumed + self.progress.trajectories + self.progress.failed
+        return self.progress.resumed + self._here
 
     @property
     def remaining_seconds(self) -> float | None:
         """Expected seconds to the end, at the pace so far; None before the first trajectory."""
-        here = self.progress.trajectories + self.progress.failed
-        return self.seconds / here * (self.planned - self.ended) if here else None
+        return self.seconds / self._here * max(0, self.planned - self.ended) if self._here else None
+
+    @property
+    def _here(self) -> int:
+        # Oversampled ones are beyond what is planned.
+        return self.progress.trajectories + self.progress.failed + self.progress.filtered
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.aggregate import EnvironmentSummary, encode_summaries, summarize
-from kuberoll_workers.collection.journal import FAILURES
+from kuberoll_workers.collection.aggregate import EnvironmentSummary, encode_summaries, summarize, tail_report
+from kuberoll_workers.collection.inputs import repeats_of
+from kuberoll_workers.collection.journal import DROPPED, FAILURES
 from kuberoll_workers.collection.run_directory import (
     AGGREGATES,
     MANIFEST,
@@ -38,6 +39,7 @@ from kuberoll_workers.policy.app import app_args
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyUnavailable
+from kuberoll_workers.rollouts.tail import TailReport
 from kuberoll_workers.worker import Progress, WorkerConfig, environment_source
 
 REFRESH_SECONDS = 0.25
@@ -119,6 +121,7 @@ class _LocalRun:
         self._seconds: dict[str, float] = {}
         self._workers_started = 0.0
         self._problems: list[str] = []
+        self._tail = TailReport()
 
     def execute(self, started: float) -> RunResult:
         self._logs.mkdir(exist_ok=True)
@@ -307,7 +310,7 @@ class _LocalRun:
             values = [getattr(progress, field.name) for progress in self._progress]
             setattr(total, field.name, all(values) if field.name == "done" else sum(values))
         return Totals(
-            planned=self._preflight.inputs.trajectories,
+            planned=self._planned(),
             progress=total,
             seconds=time.perf_counter() - self._workers_started,
         )
@@ -328,20 +331,36 @@ class _LocalRun:
     def _aggregate(self) -> dict[str, EnvironmentSummary]:
         names = [spec.name for spec in self._job.spec.environments]
         summaries = summarize(self._options.output, names, environment_source(self._job))
-        contents = encode_summaries(self._job.metadata.name, summaries)
+        self._tail = tail_report(self._options.output, summaries.values())
+        contents = encode_summaries(self._job.metadata.name, summaries, self._tail)
         write_atomically(self._options.output / AGGREGATES, contents)
         return summaries
 
-    def _verdict(self, summaries: Any) -> tuple[int, str | None]:
+    def _planned(self) -> int:
+        """Trajectories that the run is to come to; where groups of several sizes are counted, at least so many."""
         planned = self._preflight.inputs.trajectories
+        wanted = self._job.spec.rollout.groups.wanted
+        return planned if wanted is None else min(planned, wanted * min(repeats_of(self._job).values()))
+
+    def _verdict(self, summaries: Any) -> tuple[int, str | None]:
+        planned = self._planned()
         finished = sum(summary.trajectories for summary in summaries.values())
         failed = sum(summary.failed for summary in summaries.values())
         resume = f"continue with --resume --output {self._options.output}"
+        groups = self._job.spec.rollout.groups
+        ended = finished + failed
+        if groups.wanted is None:
+            ended += self._tail.filtered
         if self._problems:
             return 1, "\n".join([*self._problems, f"{finished} of {planned} trajectories are stored; {resume}"])
-        if self._interrupts and finished + failed < planned:
+        if self._interrupts and ended < planned:
             return 130, f"interrupted: {finished} of {planned} trajectories are stored; {resume}"
-        if finished + failed < planned:
+        if ended < planned and groups.wanted is not None:
+            return 1, (
+                f"only {finished} trajectories are kept, rollout.groups.wanted asks for {groups.wanted} groups and the "
+                "dataset has no more; give it more rows, or want fewer"
+            )
+        if ended < planned:
             return 1, f"only {finished} of {planned} trajectories are stored; {resume}"
         budget = self._job.spec.rollout.max_failed_fraction
         if failed > budget * planned:
@@ -364,7 +383,7 @@ def literal_variables(env: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _result_files(output: Path) -> Iterator[Path]:
     yield from sorted(output.glob("shard-*.jsonl"))
-    for name in (FAILURES, AGGREGATES, MANIFEST):
+    for name in (FAILURES, DROPPED, AGGREGATES, MANIFEST):
         yield output / name
 
 

@@ -106,7 +106,12 @@ class Quota:
 
 
 class GroupRun:
-    """One group from its first sample to its end."""
+    """One group from its first sample to its end.
+
+    Attributes:
+        unsunk: Results that are due but not yet taken.
+        told: Whether the group's own result has been handed on.
+    """
 
     def __init__(self, group: SampleGroup, policy: GroupPolicy, quota: Quota, rollout: Rollout) -> None:
         self.result = GroupResult(group=group)
@@ -117,6 +122,8 @@ class GroupRun:
         self._flying: set[Flight] = set()
         self._finished: list[tuple[Flight, TrajectoryRecord]] = []
         self._failure: FailureRecord | None = None
+        self.unsunk = 0
+        self.told = False
 
     @property
     def closed(self) -> bool:
@@ -188,7 +195,7 @@ class GroupRun:
             self._quota.replace()
             for flight, _ in self._finished:
                 self._fail(flight, due)
-        elif complete and self._quota.drops(records):
+        elif complete and not self.result.group.decided and self._quota.drops(records):
             self._quota.replace()
             for flight, _ in self._finished:
                 self._due(flight, flight.trajectory.dropped("filtered"), due)

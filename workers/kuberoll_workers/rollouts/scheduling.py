@@ -150,13 +150,17 @@ class _Run:
     async def _end(self, group: GroupRun, flight: Flight) -> None:
         due = group.end(flight)
         self._admission.ended(group)
+        group.unsunk += len(due)
         try:
             if len(due) == 1:
                 await self._sink(due[0][1])
             elif due:
                 # Together, so that they are stored together.
                 await asyncio.gather(*(self._sink(result) for _, result in due))
-            if group.closed and self._group_sink is not None:
+            group.unsunk -= len(due)
+            # The last result to be taken need not be the last that ended.
+            if self._group_sink is not None and group.closed and not group.unsunk and not group.told:
+                group.told = True
                 await self._group_sink(group.result)
         except asyncio.CancelledError:
             whole = group.closed and self._group_sink is not None

@@ -46,6 +46,12 @@ class TailReport:
         self.dropped: dict[str, Lot] = {}
         self.unfinished = 0
 
+    @property
+    def filtered(self) -> int:
+        """Trajectories of groups that were filtered out."""
+        lot = self.dropped.get("filtered")
+        return 0 if lot is None else lot.trajectories
+
     def add(self, record: TrajectoryRecord | DroppedRecord | FailureRecord) -> None:
         """Count one result; failures are neither kept nor dropped."""
         if isinstance(record, TrajectoryRecord):

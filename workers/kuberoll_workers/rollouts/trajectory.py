@@ -209,6 +209,11 @@ class Trajectory:
             max_turns=self._settings.max_turns,
         )
 
+    def goes_on_after(self, outcome: StepOutcome) -> bool:
+        """Whether the policy will answer this outcome's observation, if there is room for that."""
+        over = outcome.terminated or self._response_truncated or self.turn >= self._settings.max_turns
+        return not over
+
     def _add_reward(self, outcome: StepOutcome) -> None:
         self.rewards.append(outcome.reward)
         # float32, as trainers add rewards up (rule 5 of the design).

@@ -136,7 +136,7 @@ class Rollout:
             outcome.role,
             outcome.content,
             previous=trajectory.messages[-1].token_ids,
-            generation_prompt=not outcome.terminated,
+            generation_prompt=trajectory.goes_on_after(outcome),
         )
         trajectory.add_step(outcome, observation, seconds)
         flight.metrics.turn(

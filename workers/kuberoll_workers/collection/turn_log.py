@@ -1,0 +1,120 @@
+"""The turns of trajectories under way, on disk, so that an interrupted trajectory goes on instead of starting over.
+
+A shard's log is a row of files. A file is removed as soon as nothing in it is needed, so that the log stays about as
+large as what is in flight, however long the run. Turns are not waited for: what a crash of the machine takes from
+them is only work that is done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kuberoll_workers.collection.journal import Journal, Observes, whole_lines
+from kuberoll_workers.data.record import Partial, TrajectoryKey, TurnRecord, decode_line
+
+DIRECTORY = "turns"
+
+_SEGMENT_BYTES = 64 << 20
+_PENDING_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Segment:
+    path: Path
+    keys: set[TrajectoryKey] = field(default_factory=set)
+    size: int = 0
+
+
+class TurnLog:
+    """The turn log of one shard."""
+
+    def __init__(self, output: Path, shard: int, *, seconds: Observes, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        """Read what is there.
+
+        Args:
+            output: The run's directory.
+            seconds: Observes the wall seconds of each write.
+
+        Raises:
+            RecordError: A line is not a turn.
+        """
+        self._directory = output / DIRECTORY
+        self._shard = shard
+        self._seconds = seconds
+        self._segment_bytes = segment_bytes
+        self._segments: list[_Segment] = []
+        self._journal: Journal | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pending = 0
+        self.partials: dict[TrajectoryKey, Partial] = {}
+        for path in sorted(self._directory.glob(f"shard-{shard:05d}-*.jsonl")):
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        segment = _Segment(path)
+        for where, line in whole_lines(path):
+            turn = decode_line(line, TurnRecord, where=where)
+            segment.keys.add(turn.key)
+            turns = self.partials.setdefault(turn.key, Partial([])).turns
+            if turn.turn <= len(turns) + 1:
+                # A trajectory that was run again from some turn on: what it said first does not count any more.
+                turns[turn.turn - 1 :] = [turn]
+        self._segments.append(segment)
+        for key in [key for key, partial in self.partials.items() if not partial.turns]:
+            del self.partials[key]
+
+    async def append(self, turn: TurnRecord) -> None:
+        """Have one turn written; waits only when too much is waiting to be written.
+
+        Raises:
+            OSError: An earlier turn could not be written.
+        """
+        journal, segment = self._current()
+        written, size = journal.add(turn)
+        segment.keys.add(turn.key)
+        segment.size += size
+        self._pending += size
+        written.add_done_callback(lambda _: self._wrote(size))
+        if self._pending > _PENDING_BYTES:
+            await asyncio.shield(written)
+
+    def ended(self, keys: Iterable[TrajectoryKey]) -> None:
+        """Nobody needs the turns of these trajectories any more: they are stored, or are not to be gone on with."""
+        for key in keys:
+            self.partials.pop(key, None)
+            for segment in self._segments:
+                segment.keys.discard(key)
+        current = self._segments[-1] if self._journal is not None else None
+        for segment in [segment for segment in self._segments if not segment.keys and segment is not current]:
+            segment.path.unlink(missing_ok=True)
+            self._segments.remove(segment)
+
+    async def close(self) -> None:
+        """Finish what is being written; files that nobody needs go."""
+        self._retire()
+        await asyncio.gather(*self._closing)
+        self.ended(())
+
+    def _current(self) -> tuple[Journal, _Segment]:
+        if self._journal is not None and self._segments[-1].size < self._segment_bytes:
+            return self._journal, self._segments[-1]
+        self._retire()
+        self._directory.mkdir(exist_ok=True)
+        number = 1 + max((int(s.path.stem.rpartition("-")[2]) for s in self._segments), default=0)
+        segment = _Segment(self._directory / f"shard-{self._shard:05d}-{number:06d}.jsonl")
+        self._segments.append(segment)
+        self._journal = Journal(segment.path, seconds=self._seconds, sync=False)
+        return self._journal, segment
+
+    def _retire(self) -> None:
+        if self._journal is not None:
+            closing = asyncio.create_task(self._journal.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._journal = None
+
+    def _wrote(self, size: int) -> None:
+        self._pending -= size
