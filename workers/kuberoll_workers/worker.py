@@ -76,8 +76,7 @@ class Progress:
     """Counts of one worker since it started; trajectories that were there before it are in `resumed` only.
 
     Attributes:
-        dropped: Trajectories that were not wanted, `filtered` of them with their whole group. Their turns and tokens
-            count, their rewards do not.
+        dropped: Trajectories that were not wanted, `filtered` of them with their whole group.
     """
 
     resumed: int = 0
@@ -85,6 +84,8 @@ class Progress:
     failed: int = 0
     dropped: int = 0
     filtered: int = 0
+    dropped_turns: int = 0
+    dropped_tokens: int = 0
     turns: int = 0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
@@ -97,13 +98,15 @@ class Progress:
         if isinstance(result, FailureRecord):
             self.failed += 1
             return
-        self.turns += result.turn_count
-        self.generated_tokens += result.tokens.generated
         if isinstance(result, DroppedRecord):
             self.dropped += 1
             self.filtered += result.reason == "filtered"
+            self.dropped_turns += result.turn_count
+            self.dropped_tokens += result.tokens.generated
             return
         self.trajectories += 1
+        self.turns += result.turn_count
+        self.generated_tokens += result.tokens.generated
         self.generation_seconds += sum(result.timing.generation_seconds)
         self.environment_seconds += sum(result.timing.environment_seconds)
         self.reward_sum += result.total_reward

@@ -8,6 +8,7 @@ them is only work that is done again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ class _Segment:
     path: Path
     keys: set[TrajectoryKey] = field(default_factory=set)
     size: int = 0
+    written: bool = True
 
 
 class TurnLog:
@@ -87,8 +89,10 @@ class TurnLog:
             self.partials.pop(key, None)
             for segment in self._segments:
                 segment.keys.discard(key)
-        current = self._segments[-1] if self._journal is not None else None
-        for segment in [segment for segment in self._segments if not segment.keys and segment is not current]:
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for segment in [segment for segment in self._segments if segment.written and not segment.keys]:
             segment.path.unlink(missing_ok=True)
             self._segments.remove(segment)
 
@@ -97,24 +101,32 @@ class TurnLog:
         self._retire()
         await asyncio.gather(*self._closing)
         self.ended(())
+        with contextlib.suppress(OSError):
+            # Gone with its last file; other shards may have theirs in it.
+            self._directory.rmdir()
 
     def _current(self) -> tuple[Journal, _Segment]:
         if self._journal is not None and self._segments[-1].size < self._segment_bytes:
             return self._journal, self._segments[-1]
         self._retire()
-        self._directory.mkdir(exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(s.path.stem.rpartition("-")[2]) for s in self._segments), default=0)
-        segment = _Segment(self._directory / f"shard-{self._shard:05d}-{number:06d}.jsonl")
+        segment = _Segment(self._directory / f"shard-{self._shard:05d}-{number:06d}.jsonl", written=False)
         self._segments.append(segment)
         self._journal = Journal(segment.path, seconds=self._seconds, sync=False)
         return self._journal, segment
 
     def _retire(self) -> None:
         if self._journal is not None:
-            closing = asyncio.create_task(self._journal.close())
+            closing = asyncio.create_task(self._finish(self._journal, self._segments[-1]))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             self._journal = None
+
+    async def _finish(self, journal: Journal, segment: _Segment) -> None:
+        await journal.close()
+        segment.written = True
+        self._sweep()
 
     def _wrote(self, size: int) -> None:
         self._pending -= size

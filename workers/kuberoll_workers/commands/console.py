@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kuberoll_workers.collection.aggregate import EnvironmentSummary
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
+from kuberoll_workers.rollouts.tail import TailReport
 
 LOG_SECONDS = 5.0
 
@@ -93,7 +94,9 @@ def describe(totals: Totals) -> str:
     """Rates of this run (resumed trajectories are no work of it), mean reward, failures and time left."""
     progress = totals.progress
     seconds = max(totals.seconds, 1e-9)
-    parts = [f"{progress.turns / seconds:.1f} turns/s", f"{progress.generated_tokens / seconds:.0f} tokens/s"]
+    turns = progress.turns + progress.dropped_turns
+    tokens = progress.generated_tokens + progress.dropped_tokens
+    parts = [f"{turns / seconds:.1f} turns/s", f"{tokens / seconds:.0f} tokens/s"]
     if progress.trajectories:
         parts.append(f"reward {progress.reward_sum / progress.trajectories:.3f}")
     parts.append(f"{progress.failed} failed")
@@ -102,6 +105,18 @@ def describe(totals: Totals) -> str:
     remaining = totals.remaining_seconds
     parts.append("ETA " + ("-" if remaining is None else clock(remaining)))
     return ", ".join(parts)
+
+
+def dropped(tail: TailReport) -> str:
+    """How many were dropped and why, and how they differ from what was kept."""
+    reasons = ", ".join(f"{lot.trajectories} {reason}" for reason, lot in sorted(tail.dropped.items()))
+    lots = {"kept": tail.kept, **dict(sorted(tail.dropped.items()))}
+    means = "; ".join(
+        f"{name}: {lot.turns / lot.trajectories:.1f} turns, reward {lot.reward / lot.trajectories:.3f}"
+        for name, lot in lots.items()
+        if lot.trajectories
+    )
+    return f"dropped: {reasons} ({tail.unfinished} stopped on their way). On average {means}"
 
 
 def clock(seconds: float) -> str:
@@ -119,6 +134,8 @@ def _print_result(console: Console, result: RunResult) -> None:
             console.print(Text(f"{count} failed: {cause[:300]}", style="yellow"), soft_wrap=True)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
+    if result.tail.dropped:
+        console.print(Text(dropped(result.tail)), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:
         console.print(Text(_turns(result.totals)), soft_wrap=True)
     for path in result.files:

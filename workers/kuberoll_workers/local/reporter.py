@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kuberoll_workers.collection.aggregate import EnvironmentSummary
+from kuberoll_workers.rollouts.tail import TailReport
 from kuberoll_workers.worker import Progress
 
 
@@ -54,6 +55,7 @@ class RunResult:
     problem: str | None = None
     summaries: Mapping[str, EnvironmentSummary] = field(default_factory=dict)
     totals: Totals | None = None
+    tail: TailReport = field(default_factory=TailReport)
     seconds: dict[str, float] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
 

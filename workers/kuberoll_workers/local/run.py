@@ -321,6 +321,7 @@ class _LocalRun:
             aggregating = time.perf_counter()
             result.totals = self._totals()
             result.summaries = self._aggregate()
+            result.tail = self._tail
             self._seconds["aggregation"] = time.perf_counter() - aggregating
         output = self._options.output
         result.files = [path for path in _result_files(output) if path.exists()]
