@@ -1,0 +1,282 @@
+"""A worker's run of its shards: what is stored, where, and how a run that was interrupted goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kuberoll_api.rolloutjob import RolloutJob, SimulatedEngine
+from kuberoll_workers.collection.journal import read_dropped, read_failures, read_trajectories, shard_name
+from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.engines.simulated import Simulated
+from kuberoll_workers.policy.interface import GenerationRequest
+from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.worker import Progress, WorkerConfig, work
+from tests.local.support import TINY
+from tests.rollouts.fakes import until
+
+WAYS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
+
+
+class Endpoint:
+    """The simulated engine behind the wire format; `answer` may hold a request up or refuse it."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[str] = []
+        self.waiting: set[str] = set()
+        self.holds: Callable[[GenerationRequest], bool] = lambda request: False
+        self.refuses: Callable[[GenerationRequest], bool] = lambda request: False
+        self._engine = Simulated(
+            model="none",
+            tokenizer=str(TINY),
+            settings=SimulatedEngine.model_validate({"responses": WAYS}),
+            engine_args={"max_model_len": 512},
+        )
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Endpoint]:
+        await self._engine.start()
+        app = web.Application()
+        app.router.add_post("/v1/generate", self._generate)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        asked = wire.decode_request(await request.read(), wire.MSGPACK)
+        if self.refuses(asked):
+            return web.json_response({"error": {"type": "x", "message": "the engine is gone"}}, status=503)
+        if self.holds(asked):
+            self.waiting.add(asked.session_id)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.waiting.discard(asked.session_id)
+        self.requests.append(asked.request_id)
+        return web.Response(
+            body=wire.encode_result(await self._engine.generate(asked), wire.MSGPACK), content_type=wire.MSGPACK
+        )
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "generation": {"model": {"source": str(TINY)}, "engine": "Simulated"},
+            "environments": [
+                {"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "shuffleMoves": 6, "maxMoves": 6}}
+            ],
+            "dataset": {"source": {"generator": {"count": 6}}, "repeats": 3},
+            **spec,
+        },
+    }
+
+
+async def run(endpoint: Endpoint, output: Path, document: dict[str, Any], *, shards: int = 2) -> Progress:
+    progress = Progress()
+    RolloutJob.model_validate(document)
+    config = WorkerConfig(
+        job=document,
+        base="/",
+        tokenizer=str(TINY),
+        endpoint=endpoint.url,
+        max_model_len=512,
+        output=str(output),
+        shards=list(range(shards)),
+        shard_count=shards,
+    )
+    await work(config, metrics=RolloutMetrics("test"), drain=Drain(), progress=progress)
+    return progress
+
+
+def stored(output: Path, shards: int = 2) -> dict[Any, TrajectoryRecord]:
+    records = [record for shard in range(shards) for record in read_trajectories(output / shard_name(shard))]
+    found = {record.key: record for record in records}
+    assert len(found) == len(records)
+    return found
+
+
+def contents(records: dict[Any, TrajectoryRecord]) -> dict[Any, Any]:
+    return {
+        key: ([(m.role, list(m.token_ids), m.turn) for m in record.messages], record.rewards, record.stop_reason)
+        for key, record in records.items()
+    }
+
+
+def turns_of(endpoint: Endpoint) -> list[int]:
+    return [int(request.split("-")[3]) for request in endpoint.requests]
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    async with Endpoint().serving() as served:
+        yield served
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("whole", "interrupted"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "whole", tmp_path / "interrupted"
+
+
+@pytest.mark.parametrize("scheduling", ["Concurrent", "Lockstep"])
+async def test_interrupted_trajectories_go_on_after_their_last_turn(
+    endpoint: Endpoint, outputs: tuple[Path, Path], scheduling: str
+) -> None:
+    whole, interrupted = outputs
+    document = job(rollout={"scheduling": scheduling, "concurrency": 18})
+    await run(endpoint, whole, document)
+    expected = contents(stored(whole))
+    requests = len(endpoint.requests)
+
+    endpoint.requests.clear()
+    endpoint.holds = lambda request: request.request_id.split("-")[3] == "3"
+    running = asyncio.create_task(run(endpoint, interrupted, document))
+    long = sum(len(messages) > 1 + 2 * 2 for messages, *_ in expected.values())
+    assert long > 3
+    await until(lambda: len(endpoint.waiting) == long)
+    running.cancel()
+    await asyncio.wait((running,))
+    # What nobody wants any more is aborted, not left to itself.
+    await until(lambda: not endpoint.waiting)
+    assert max(turns_of(endpoint)) == 2
+    before = len(endpoint.requests)
+
+    endpoint.holds = lambda request: False
+    await run(endpoint, interrupted, document)
+    assert contents(stored(interrupted)) == expected
+    # Nothing was generated twice.
+    assert len(endpoint.requests) == requests
+    assert min(turns_of(endpoint)[before:]) == 3
+    assert not (interrupted / "turns").exists()
+
+
+async def test_without_the_turn_log_they_start_over(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
+    _, interrupted = outputs
+    document = job(rollout={"journalTurns": False, "concurrency": 18})
+    endpoint.holds = lambda request: request.request_id.split("-")[3] == "2"
+    running = asyncio.create_task(run(endpoint, interrupted, document))
+    await until(lambda: len(endpoint.waiting) > 10)
+    running.cancel()
+    await asyncio.wait((running,))
+    assert not (interrupted / "turns").exists()
+    endpoint.holds = lambda request: False
+    done = len(stored(interrupted))
+    endpoint.requests.clear()
+    await run(endpoint, interrupted, document)
+    assert turns_of(endpoint).count(1) == 18 - done
+
+
+async def test_what_the_machines_failed_goes_on_and_has_a_new_attempt(
+    endpoint: Endpoint, outputs: tuple[Path, Path]
+) -> None:
+    _, output = outputs
+    document = job(rollout={"retries": {"generationAttempts": 1}, "concurrency": 18})
+    endpoint.refuses = lambda request: request.request_id.split("-")[3] == "3"
+    await run(endpoint, output, document)
+    failures = list(read_failures(output / "failures.jsonl"))
+    assert {(failure.kind, failure.turn_count) for failure in failures} == {("infrastructure", 2)}
+    endpoint.refuses = lambda request: False
+    endpoint.requests.clear()
+    await run(endpoint, output, document)
+    assert min(turns_of(endpoint)) == 3
+    records = stored(output)
+    assert len(records) == 18
+    assert {records[failure.key].attempt for failure in failures} == {1}
+
+
+async def test_a_deadline_ends_a_turn_and_its_request(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
+    _, output = outputs
+    document = job(rollout={"timeouts": {"turnSeconds": 0.3}})
+    endpoint.holds = lambda request: request.session_id == "0-0-0"
+    progress = await run(endpoint, output, document)
+    (failure,) = read_failures(output / "failures.jsonl")
+    assert failure.cause == "the turn took longer than rollout.timeouts.turnSeconds (0.3 s)"
+    assert (progress.trajectories, progress.failed) == (17, 1)
+    await until(lambda: not endpoint.waiting)
+
+
+async def test_oversampled_groups(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
+    _, output = outputs
+    document = job(rollout={"groups": {"oversample": 2}, "concurrency": 30})
+    endpoint.holds = lambda request: request.session_id.split("-")[1] == "1"
+    progress = await run(endpoint, output, document)
+    records = stored(output)
+    assert len(records) == 18
+    assert all(key.rollout_index != 1 for key in records)
+    dropped = list(read_dropped(output / "dropped.jsonl"))
+    assert len(dropped) == progress.dropped == 12
+    assert {record.reason for record in dropped} == {"oversampled"}
+    assert not (output / "turns").exists()
+    # A run that is complete has nothing to do.
+    endpoint.requests.clear()
+    again = await run(endpoint, output, document)
+    assert (again.resumed, again.trajectories, endpoint.requests) == (18, 0, [])
+
+
+async def test_groups_of_equal_rewards_are_replaced_until_enough_are_kept(
+    endpoint: Endpoint, outputs: tuple[Path, Path]
+) -> None:
+    whole, output = outputs
+    groups = {"dropEqualRewards": True, "wanted": 5}
+    document = job(
+        rollout={"groups": groups, "concurrency": 12},
+        dataset={"source": {"generator": {"count": 60}}, "repeats": 4},
+    )
+    await run(endpoint, whole, document)
+    expected = contents(stored(whole))
+    tasks = {key.task_index for key in expected}
+    assert len(tasks) == 5
+    assert all(len({sum(expected[key][1]) for key in expected if key.task_index == task}) > 1 for task in tasks)
+    assert {record.reason for record in read_dropped(whole / "dropped.jsonl")} == {"filtered"}
+
+    # Stopped half-way and continued, it comes to the same groups.
+    endpoint.requests.clear()
+    stop_after = 60
+    endpoint.holds = lambda request: len(endpoint.requests) > stop_after
+    running = asyncio.create_task(run(endpoint, output, document))
+    await until(lambda: len(endpoint.waiting) == 12)
+    running.cancel()
+    await asyncio.wait((running,))
+    assert len(stored(output)) < 20
+    endpoint.holds = lambda request: False
+    await run(endpoint, output, document)
+    assert contents(stored(output)) == expected
+    assert not (output / "turns").exists()
+
+
+async def test_atomic_groups_are_stored_whole(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
+    _, output = outputs
+    document = job(rollout={"groups": {"atomic": True}, "retries": {"generationAttempts": 1}})
+    endpoint.refuses = lambda request: request.session_id == "2-1-0"
+    await run(endpoint, output, document)
+    assert {key.task_index for key in stored(output)} == {0, 1, 3, 4, 5}
+    failures = {record.key: record for record in read_failures(output / "failures.jsonl")}
+    assert {(key.task_index, key.rollout_index, record.stage) for key, record in failures.items()} == {
+        (2, 0, "group"),
+        (2, 1, "generation"),
+        (2, 2, "group"),
+    }
+    endpoint.refuses = lambda request: False
+    endpoint.requests.clear()
+    await run(endpoint, output, document)
+    assert len(stored(output)) == 18
