@@ -20,6 +20,8 @@ _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
 _TURN_BUCKETS = ((1, "1"), (2, "2"), (4, "3-4"), (8, "5-8"), (16, "9-16"), (32, "17-32"))
 
+FLUSH_SECONDS = 0.1
+
 
 def turn_bucket(turn: int) -> str:
     """Label of a turn's number, counted from 1: a bounded set, finer where most turns are."""
@@ -120,11 +122,17 @@ class RolloutMetrics:
         return self._environments[name]
 
     async def watch_event_loop(self, interval: float = 0.25) -> None:
-        """Observe the lag of the running event loop until cancelled."""
+        """Observe the lag of the running event loop, and hand on what has been counted, until cancelled."""
         while True:
             before = time.perf_counter()
             await asyncio.sleep(interval)
             self._lag.observe(max(0.0, time.perf_counter() - before - interval))
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on what has been counted."""
+        for environment in self._environments.values():
+            environment.flush()
 
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
@@ -134,25 +142,34 @@ class RolloutMetrics:
 
 
 class EnvironmentMetrics:
-    """The metrics of one environment."""
+    """The metrics of one environment.
+
+    What changes several times a turn is counted in plain numbers and handed on at most every `FLUSH_SECONDS`: a metric
+    is locked and checked on every change, which would be a quarter of the loop's own time.
+
+    Attributes:
+        generating, stepping: Trajectories that wait for their generation, or environment, now.
+    """
 
     def __init__(self, metrics: RolloutMetrics, name: str) -> None:
         self._metrics = metrics
         self._labels = (metrics.job, name)
-        tokens = metrics._tokens
-        self._prompt = tokens.labels(*self._labels, "prompt")
-        self._cached = tokens.labels(*self._labels, "cached")
-        self._generated = tokens.labels(*self._labels, "generated")
-        self._observed = tokens.labels(*self._labels, "environment")
+        self._tokens = {
+            kind: metrics._tokens.labels(*self._labels, kind)
+            for kind in ("prompt", "cached", "generated", "environment")
+        }
+        self._active = {state: metrics._active.labels(*self._labels, state) for state in ("generation", "environment")}
         self._by_turn: dict[str, tuple[Histogram, Histogram, Counter]] = {}
-        self.generating = metrics._active.labels(*self._labels, "generation")
-        self.stepping = metrics._active.labels(*self._labels, "environment")
+        self._turns: dict[str, int] = {}
+        self._prompt = self._cached = self._generated = self._observed = 0
+        self._flushed = time.perf_counter()
+        self.generating = self.stepping = 0
 
     def generated(self, *, prompt: int, cached: int, generated: int) -> None:
         """One response: tokens sent, of those reused by the engine, and generated."""
-        self._prompt.inc(prompt)
-        self._cached.inc(cached)
-        self._generated.inc(generated)
+        self._prompt += prompt
+        self._cached += cached
+        self._generated += generated
 
     def turn(self, turn: int, *, generation_seconds: float, environment_seconds: float, observed: int) -> None:
         """One finished turn, numbered from 1, and the tokens of its observation."""
@@ -167,8 +184,33 @@ class EnvironmentMetrics:
             )
         bound[0].observe(generation_seconds)
         bound[1].observe(environment_seconds)
-        bound[2].inc()
-        self._observed.inc(observed)
+        self._turns[bucket] = self._turns.get(bucket, 0) + 1
+        self._observed += observed
+        if time.perf_counter() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on what has been counted."""
+        self._flushed = time.perf_counter()
+        counts = {
+            "prompt": self._prompt,
+            "cached": self._cached,
+            "generated": self._generated,
+            "environment": self._observed,
+        }
+        self._prompt = self._cached = self._generated = self._observed = 0
+        for kind, count in counts.items():
+            self._tokens[kind].inc(count)
+        self._active["generation"].set(self.generating)
+        self._active["environment"].set(self.stepping)
+        turns, self._turns = self._turns, {}
+        for bucket, count in turns.items():
+            self._by_turn[bucket][2].inc(count)
+
+    def ended(self) -> None:
+        """One trajectory has left the loop, however it ended."""
+        if self.generating == self.stepping == 0 or time.perf_counter() - self._flushed > FLUSH_SECONDS:
+            self.flush()
 
     def finished(self, *, stop_reason: str, reward: float, turns: int, seconds: float) -> None:
         """One finished trajectory."""

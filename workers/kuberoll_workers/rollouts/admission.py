@@ -15,7 +15,12 @@ class Drain(asyncio.Event):
 
 
 class Admission:
-    """Gives trajectories to begin to whoever has a place, in the order of the source."""
+    """Gives trajectories to begin to whoever has a place, in the order of the source.
+
+    Attributes:
+        open: Groups of which something is still to be run.
+        exhausted: Whether the source has no more groups.
+    """
 
     def __init__(
         self,
@@ -33,7 +38,7 @@ class Admission:
         )
         self._pull = asyncio.Lock()
         self._ended = asyncio.Event()
-        self._exhausted = False
+        self.exhausted = False
         self._newest: GroupRun | None = None
         self.open: set[GroupRun] = set()
 
@@ -46,12 +51,12 @@ class Admission:
         while not self._drain.is_set():
             if self._newest is not None and (flight := self._newest.begin()) is not None:
                 return self._newest, flight
-            if self._exhausted:
+            if self.exhausted:
                 return None
             async with self._pull:
                 if self._newest is not None and self._newest.has_more:
                     continue
-                if self._exhausted:
+                if self.exhausted:
                     return None
                 if not self._quota.open:
                     if not patient or not self.open:
@@ -79,7 +84,7 @@ class Admission:
             group = await self._unless_drained(self._source)
         else:
             group = next(self._source, None)
-        self._exhausted = group is None
+        self.exhausted = group is None
         return group
 
     async def _unless_drained(self, source: AsyncIterator[SampleGroup]) -> SampleGroup | None:

@@ -12,6 +12,8 @@ from kuberoll_workers.rollouts.admission import Admission, Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, GroupRun, Result
 from kuberoll_workers.rollouts.turns import Flight, Rollout
 
+_BEGUN_TOGETHER = 64
+
 Sink = Callable[[Result], Awaitable[None]]
 """Takes each trajectory as it ends, finished, given up or dropped; when it returns, the trajectory counts."""
 GroupSink = Callable[[GroupResult], Awaitable[None]]
@@ -68,10 +70,11 @@ async def run_groups(
     try:
         await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
     except ExceptionGroup as errors:
-        # The first one stopped the run; the others are of places that it stopped.
-        raise errors.exceptions[0] from errors
+        # The first one stopped the run; others came while it was being stopped.
+        raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
     finally:
         run.report_waiting()
+        rollout.flush_metrics()
 
 
 def _alone(samples: Iterable[Sample] | AsyncIterable[Sample]) -> Iterable[SampleGroup] | AsyncIterable[SampleGroup]:
@@ -102,8 +105,13 @@ class _Run:
 
     async def concurrent(self) -> None:
         async with asyncio.TaskGroup() as places:
-            for _ in range(self._rollout.settings.concurrency):
+            for number in range(1, self._rollout.settings.concurrency + 1):
                 places.create_task(self._place())
+                if number % _BEGUN_TOGETHER == 0:
+                    # Thousands at once would hold the event loop up for as long as it takes to begin them all.
+                    await asyncio.sleep(0)
+                    if self._admission.exhausted:
+                        break
 
     async def _place(self) -> None:
         # A finished trajectory's place is taken at once by the next sample: there is no batch.

@@ -101,12 +101,12 @@ class Rollout:
             _check(result, None if self.settings.foreign_policy else request.sampling.max_tokens)
             return result
 
-        with flight.metrics.generating.track_inprogress():
-            result = await self._within_turn(
-                "generation",
-                0.0,
-                self._retrying(flight, "generation", self.settings.retries.generation_attempts, attempt),
-            )
+        operation = self._retrying(flight, "generation", self.settings.retries.generation_attempts, attempt)
+        flight.metrics.generating += 1
+        try:
+            result = await self._within_turn("generation", 0.0, operation)
+        finally:
+            flight.metrics.generating -= 1
         trajectory.add_response(result, self._tokenizer.decode(result.token_ids), time.perf_counter() - started)
         flight.metrics.generated(prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids))
 
@@ -119,17 +119,17 @@ class Rollout:
         trajectory = flight.trajectory
         environment = self._environments[trajectory.task_name]
         started = time.perf_counter()
-        with flight.metrics.stepping.track_inprogress():
-            outcome = await self._within_turn(
-                "environment",
-                trajectory.generation_seconds[-1],
-                self._retrying(
-                    flight,
-                    "environment",
-                    self.settings.retries.environment_attempts,
-                    lambda _: environment.step(trajectory.chat.copy(), trajectory.metadata),
-                ),
-            )
+        operation = self._retrying(
+            flight,
+            "environment",
+            self.settings.retries.environment_attempts,
+            lambda _: environment.step(trajectory.chat.copy(), trajectory.metadata),
+        )
+        flight.metrics.stepping += 1
+        try:
+            outcome = await self._within_turn("environment", trajectory.generation_seconds[-1], operation)
+        finally:
+            flight.metrics.stepping -= 1
         seconds = time.perf_counter() - started
         before = trajectory.environment_tokens
         observation = self._observations.render(
@@ -157,10 +157,15 @@ class Rollout:
                 await self.generate(flight)
                 await self.step(flight)
 
-    async def _within_turn(self, stage: Stage, used: float, operation: Coroutine[Any, Any, _Result]) -> _Result:
+    def _within_turn(
+        self, stage: Stage, used: float, operation: Coroutine[Any, Any, _Result]
+    ) -> Coroutine[Any, Any, _Result]:
         limit = self.settings.turn_seconds
-        if limit is None:
-            return await operation
+        return operation if limit is None else self._limited(stage, used, limit, operation)
+
+    async def _limited(
+        self, stage: Stage, used: float, limit: float, operation: Coroutine[Any, Any, _Result]
+    ) -> _Result:
         timeout = asyncio.timeout(max(0.0, limit - used))
         try:
             async with timeout:
@@ -187,6 +192,10 @@ class Rollout:
             await asyncio.sleep(
                 backoff(tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw)
             )
+
+    def flush_metrics(self) -> None:
+        """Hand on what has been counted so far."""
+        self._metrics.flush()
 
     def metrics_of(self, task_name: str) -> EnvironmentMetrics:
         """The metrics of one environment."""
@@ -268,6 +277,7 @@ class Flight:
 
     def count(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
         """Count what became of the trajectory in the metrics."""
+        self.metrics.ended()
         if isinstance(result, FailureRecord):
             failure = self.failure
             assert failure is not None
