@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_workers.environments.interface import EnvironmentReturn
+from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableRow
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,
@@ -30,6 +30,7 @@ from tests.rollouts.fakes import (
     CountingEnvironment,
     ScriptedPolicy,
     roll,
+    rollout_of,
     runners,
     sample,
     settings,
@@ -441,3 +442,105 @@ async def test_metrics_count_what_happened(scheduling: str) -> None:
     assert value("kuberoll_tokens_total", kind="prompt") == 2 * (6 + 12)
     assert value("kuberoll_reward_total", sign="positive") == 4
     assert value("kuberoll_trajectories_active", state="generation") == 0
+
+
+async def test_a_row_that_the_environment_refuses_is_a_data_failure_without_another_try(scheduling: str) -> None:
+    environment = Faulty(UnusableRow("metadata.turns: found 'x'"))
+    samples = [sample(index, metadata={"turns": 1, "bad": index == 1}) for index in range(3)]
+    results = await roll(samples, environments={"env": environment}, scheduling=scheduling)
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
+    failure = results[1]
+    assert (failure.kind, failure.stage, failure.tries, failure.cause) == (
+        "data",
+        "environment",
+        1,
+        "metadata.turns: found 'x'",
+    )
+
+
+@pytest.mark.parametrize("change", ["append", "overwrite"])
+async def test_a_policy_that_changes_its_prompt_is_found_out(scheduling: str, change: str) -> None:
+    class Meddling(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            result = await super().generate(request)
+            if request.session_id.startswith("1-"):
+                if change == "append":
+                    request.token_ids.append(0)
+                else:
+                    request.token_ids[0] += 1
+            return result
+
+    metrics = RolloutMetrics("job")
+    results: list[Any] = []
+
+    async def sink(result: Any) -> None:
+        results.append(result)
+
+    async with runners({"env": CountingEnvironment()}) as made:
+        rollout = rollout_of(made, policy=Meddling(), metrics=metrics, scheduling=scheduling)
+        await run_rollout(rollout, [sample(index) for index in range(3)], sink)
+    failed = [result for result in results if result.stop_reason == "failed"]
+    assert [(failure.task_index, failure.kind, failure.stage) for failure in failed] == [(1, "model", "trajectory")]
+    assert "context" in failed[0].cause
+    labels = {"job": "job", "environment": "env"}
+    assert metrics.registry.get_sample_value("kuberoll_prefix_violations_total", labels) == 1
+
+
+@pytest.mark.parametrize("where", ["generation", "environment"])
+async def test_turn_deadline(scheduling: str, where: str) -> None:
+    class Stuck(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if where == "generation" and request.session_id.startswith("1-"):
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    class StuckEnvironment(CountingEnvironment):
+        async def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:  # type: ignore[override]
+            if where == "environment" and metadata[0].get("bad"):
+                await asyncio.Event().wait()
+            return super().step(logs, metadata)
+
+    results = await roll(
+        [sample(index, metadata={"turns": 2, "bad": index == 1}) for index in range(3)],
+        policy=Stuck(),
+        environments={"env": StuckEnvironment()},
+        turn_seconds=0.2,
+        scheduling=scheduling,
+    )
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
+    assert (results[1].kind, results[1].stage) == ("infrastructure", where)
+    assert results[1].cause == "the turn took longer than rollout.timeouts.turnSeconds (0.2 s)"
+
+
+async def test_a_turn_that_cannot_be_journaled_fails_its_trajectory(scheduling: str) -> None:
+    async def full(turn: Any) -> None:
+        raise OSError("No space left on device")
+
+    results: list[Any] = []
+
+    async def sink(result: Any) -> None:
+        results.append(result)
+
+    async with runners({"env": CountingEnvironment()}) as made:
+        rollout = rollout_of(made, turn_sink=full, scheduling=scheduling)
+        await run_rollout(rollout, [sample(0), sample(1, metadata={"turns": 1})], sink)
+    by_task = {result.task_index: result for result in results}
+    assert by_task[0].kind == "infrastructure"
+    assert by_task[0].cause == "the turn could not be journaled: No space left on device"
+    # Its only turn is in its record.
+    assert by_task[1].stop_reason == "terminated"
+
+
+async def test_what_the_sink_raises_stops_the_run(scheduling: str) -> None:
+    async def broken(result: Any) -> None:
+        raise OSError("No space left on device")
+
+    async with runners({"env": CountingEnvironment()}) as made:
+        with pytest.raises(OSError, match="No space left"):
+            await run_rollout(rollout_of(made, scheduling=scheduling), [sample(n) for n in range(9)], broken)
+
+
+async def test_an_error_of_the_policy_that_is_called_a_timeout_is_no_deadline(scheduling: str) -> None:
+    policy = ScriptedPolicy(lambda request: TimeoutError("the policy's own"))
+    (failure,) = await roll([sample()], policy=policy, turn_seconds=60, trajectory_seconds=60, scheduling=scheduling)
+    assert (failure.kind, failure.stage, failure.cause) == ("model", "generation", "the policy's own")

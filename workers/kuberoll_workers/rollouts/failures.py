@@ -6,7 +6,7 @@ import random
 from typing import Literal
 
 from kuberoll_workers.data.record import FailureKind
-from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 
 Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
@@ -32,7 +32,7 @@ class TrajectoryFailed(Exception):
 def failure_of(error: Exception, *, stage: Stage, tries: int) -> TrajectoryFailed:
     """The typed failure for what an operation raised at last."""
     kind: FailureKind
-    if isinstance(error, PolicyRefused):
+    if isinstance(error, PolicyRefused | RowFault):
         kind = "data"
     elif isinstance(error, PolicyUnavailable):
         kind = "infrastructure"
@@ -42,6 +42,11 @@ def failure_of(error: Exception, *, stage: Stage, tries: int) -> TrajectoryFaile
         kind = "model" if stage == "generation" else "environment"
     text = str(error) or type(error).__name__
     return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries)
+
+
+def worth_another_try(error: Exception) -> bool:
+    """Whether the same operation may succeed when it is tried again."""
+    return isinstance(error, PolicyUnavailable | EnvironmentFault) and not isinstance(error, RowFault)
 
 
 def backoff(tries: int, *, base: float, longest: float, draw: random.Random) -> float:

@@ -14,10 +14,9 @@ from kuberoll_workers.data.observations import ObservationTemplate, RawObservati
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord, TurnRecord
 from kuberoll_workers.data.tokenizer import Tokenizer
-from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
-from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of
+from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, worth_another_try
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
 from kuberoll_workers.telemetry import EnvironmentMetrics, RolloutMetrics
@@ -26,8 +25,6 @@ _Result = TypeVar("_Result")
 
 TurnSink = Callable[[TurnRecord], Awaitable[None]]
 """Takes each complete turn after which its trajectory goes on, or waits for its group."""
-
-_RETRIED = (PolicyUnavailable, EnvironmentFault)
 
 
 class Rollout:
@@ -49,7 +46,8 @@ class Rollout:
         Args:
             environments: By task name.
             observations: How an environment's message becomes tokens; None: as it is.
-            turn_sink: Awaited after each complete turn; what it raises fails the trajectory.
+            turn_sink: Awaited after each complete turn after which its trajectory goes on or waits for its group; what
+                it raises fails the trajectory.
         """
         self.settings = settings
         self.turn_sink = turn_sink
@@ -148,7 +146,11 @@ class Rollout:
         if trajectory.ended is not None:
             trajectory.check_tokens()
         if self.turn_sink is not None and (trajectory.ended is None or flight.held):
-            await self.turn_sink(trajectory.turn_record())
+            try:
+                await self.turn_sink(trajectory.turn_record())
+            except OSError as error:
+                cause = f"the turn could not be journaled: {error}"
+                raise TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1) from error
 
     async def play(self, flight: Flight) -> None:
         """Run a trajectory to its end, whatever that is."""
@@ -186,7 +188,7 @@ class Rollout:
                 return await operation(tries)
             except Exception as error:
                 tries += 1
-                if tries >= attempts or not isinstance(error, _RETRIED):
+                if tries >= attempts or not worth_another_try(error):
                     raise failure_of(error, stage=stage, tries=tries) from error
             flight.metrics.retried(stage)
             await asyncio.sleep(
