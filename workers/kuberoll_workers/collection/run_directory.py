@@ -117,7 +117,7 @@ class RunDirectory:
         except OSError as error:
             raise RunRefused(f"{self.path}: cannot be made: {error.strerror}") from error
         self._take_lock()
-        old = self.manifest()
+        old = read_manifest(self.path)
         if old is None:
             if any(self.path.glob("shard-*")) or any(self.path.glob("failures*")):
                 raise RunRefused(
@@ -140,20 +140,6 @@ class RunDirectory:
             )
         return True
 
-    def manifest(self) -> RunManifest | None:
-        """The manifest on disk.
-
-        Raises:
-            RunRefused: It cannot be read.
-        """
-        path = self.path / MANIFEST
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=RunManifest)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError) as error:
-            raise RunRefused(f"{path}: not a run's manifest: {error}; choose another --output") from error
-
     def _take_lock(self) -> None:
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -167,6 +153,21 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def read_manifest(directory: Path) -> RunManifest | None:
+    """The manifest of a run; None where there is none.
+
+    Raises:
+        RunRefused: It cannot be read.
+    """
+    path = directory / MANIFEST
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunManifest)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunRefused(f"{path}: not a run's manifest: {error}; choose another --output") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:
