@@ -1,6 +1,6 @@
 """Environments: the interface, how they are found, where they run, and the built-in ones."""
 
-from kuberoll_workers.environments.interface import EnvironmentInterface, EnvironmentReturn
+from kuberoll_workers.environments.interface import EnvironmentInterface, EnvironmentReturn, UnusableRow
 from kuberoll_workers.environments.registry import BUILT_INS, UnusableEnvironment, create, resolve
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "EnvironmentInterface",
     "EnvironmentReturn",
     "UnusableEnvironment",
+    "UnusableRow",
     "create",
     "resolve",
 ]

@@ -19,7 +19,13 @@ from kuberoll_workers.environments.arithmetic import (
     same_number,
 )
 from kuberoll_workers.environments.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Metadata,
+    UnusableRow,
+)
 from kuberoll_workers.environments.turn import Turn, batch_of, count_of, first_tagged, mean, reply_of
 
 STOP_STRINGS = ("</call>", "</answer>")
@@ -70,7 +76,7 @@ class CalculatorEnvironment(EnvironmentInterface):
         """Answer one call, or judge the answer, in each episode.
 
         Raises:
-            ValueError: A row's metadata holds no expected answer; the row is at fault, not the policy.
+            UnusableRow: A row's metadata holds no expected answer.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
@@ -157,7 +163,7 @@ def _expected(state: Mapping[str, Any]) -> Fraction:
     value = state.get("expected_answer")
     number = parse_number(str(value)) if isinstance(value, (str, int, float)) else None
     if number is None:
-        raise ValueError(f"metadata.expected_answer: found {value!r}; it must be a decimal number")
+        raise UnusableRow(f"metadata.expected_answer: found {value!r}; it must be a decimal number")
     return number
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 ChatMessage = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in chat APIs."""
@@ -12,21 +12,102 @@ ChatMessage = dict[str, Any]
 Metadata = dict[str, Any] | None
 
 
-class EnvironmentReturn(NamedTuple):
-    """What one `step` returns; every element has one entry per trajectory, in the order of the inputs."""
+class UnusableRow(ValueError):
+    """The dataset's row is wrong: raise it from `step` where the metadata cannot be used, whatever the policy writes.
 
-    observations: Sequence[Mapping[str, str]]
-    """The environment's messages, `{"role", "content"}`; an empty content adds no tokens."""
-    metadata: Sequence[Metadata]
-    """The new episode states; `None` keeps the old one."""
-    next_stop_strings: Sequence[Sequence[str] | None] | None
-    """Stop strings of each trajectory's next generation; `None` clears them."""
-    rewards: Any
-    """Rewards of this turn: a sequence, array or tensor of numbers, or a dict of named ones (their sum counts)."""
-    terminateds: Any
-    """Whether each episode ended: a sequence, array or tensor of booleans."""
-    answers: Sequence[str | None] | None = None
-    """Extracted answers, for majority voting; optional."""
+    The trajectory is given up at once as a failure of the data; neither another try nor another policy mends a row.
+    """
+
+
+class _Absent:
+    """Stands for a field that was not given; None is a value of its own."""
+
+
+_ABSENT = _Absent()
+
+
+class EnvironmentReturn(tuple[Any, ...]):
+    """What one `step` returns; every element has one entry per trajectory, in the order of the inputs.
+
+    A named tuple of 5 elements, or of 6 when it is made with `answers`: environments and callers written before there
+    were answers unpack 5, those written since unpack 6. Positional and keyword arguments, attributes, `_replace`,
+    `_asdict`, equality and pickling are those of a named tuple.
+
+    Attributes:
+        observations: The environment's messages, `{"role", "content"}`; an empty content adds no tokens.
+        metadata: The new episode states; `None` keeps the old one, in an element's place or as a whole.
+        next_stop_strings: Stop strings of each trajectory's next generation; `None` clears them.
+        rewards: Rewards of this turn: a sequence, array or tensor of numbers, or a dict of named ones (their sum
+            counts).
+        terminateds: Whether each episode ended: a sequence, array or tensor of booleans.
+        answers: Extracted answers, for majority voting; None where they were not given.
+    """
+
+    __slots__ = ()
+
+    __match_args__ = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
+    _fields = __match_args__
+
+    def __new__(
+        cls,
+        observations: Sequence[Mapping[str, str]],
+        metadata: Sequence[Metadata] | None,
+        next_stop_strings: Sequence[Sequence[str] | None] | None,
+        rewards: Any,
+        terminateds: Any,
+        answers: Sequence[str | None] | _Absent | None = _ABSENT,
+    ) -> Self:
+        values = (observations, metadata, next_stop_strings, rewards, terminateds)
+        return super().__new__(cls, values if isinstance(answers, _Absent) else (*values, answers))
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:
+        return cls(*iterable)
+
+    @property
+    def observations(self) -> Sequence[Mapping[str, str]]:
+        found: Sequence[Mapping[str, str]] = self[0]
+        return found
+
+    @property
+    def metadata(self) -> Sequence[Metadata] | None:
+        found: Sequence[Metadata] | None = self[1]
+        return found
+
+    @property
+    def next_stop_strings(self) -> Sequence[Sequence[str] | None] | None:
+        found: Sequence[Sequence[str] | None] | None = self[2]
+        return found
+
+    @property
+    def rewards(self) -> Any:
+        return self[3]
+
+    @property
+    def terminateds(self) -> Any:
+        return self[4]
+
+    @property
+    def answers(self) -> Sequence[str | None] | None:
+        found: Sequence[str | None] | None = self[5] if len(self) > 5 else None
+        return found
+
+    def _asdict(self) -> dict[str, Any]:
+        # Without answers there are fewer values than names.
+        return dict(zip(self._fields, self, strict=False))
+
+    def _replace(self, **changes: Any) -> Self:
+        unknown = [name for name in changes if name not in self._fields]
+        if unknown:
+            raise ValueError(f"Got unexpected field names: {unknown!r}")
+        return type(self)(**{**self._asdict(), **changes})
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+        return f"{type(self).__name__}({fields})"
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self)
 
 
 class EnvironmentInterface(abc.ABC):
@@ -44,6 +125,9 @@ class EnvironmentInterface(abc.ABC):
         Args:
             message_log_batch: One chat log per trajectory, from the prompt to the policy's newest message.
             metadata: One episode state per trajectory, in the same order; not to be changed in place.
+
+        Raises:
+            UnusableRow: A row's metadata is wrong: the dataset is at fault, neither the policy nor the environment.
         """
 
     @abc.abstractmethod

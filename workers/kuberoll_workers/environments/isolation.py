@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kuberoll_workers.environments.interface import ChatMessage, Metadata
-from kuberoll_workers.environments.outcome import StepRaised, StepTimedOut
+from kuberoll_workers.environments.interface import ChatMessage, Metadata, UnusableRow
+from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault, StepRaised, StepTimedOut
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -36,6 +36,7 @@ class StepExecutor(Protocol):
 
         Raises:
             StepRaised, StepTimedOut: The environment's fault.
+            RowFault: The environment said that the dataset's row is at fault.
         """
         ...
 
@@ -54,13 +55,13 @@ class CoroutineExecutor:
         self._timeout = timeout
 
     async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
+        timeout = asyncio.timeout(self._timeout)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with timeout:
                 return await self._environment.step(logs, metadata)
-        except TimeoutError as error:
-            raise StepTimedOut(_timed_out(self._timeout)) from error
         except Exception as error:
-            raise _raised(error) from error
+            # The environment's own TimeoutError is not the time limit.
+            raise (StepTimedOut(timed_out(self._timeout)) if timeout.expired() else fault_of(error)) from error
 
     async def close(self) -> None:
         return None
@@ -75,7 +76,7 @@ class InlineExecutor:
         self._environment = environment
         self._timeout = timeout
         self._abandoned = 0
-        self._thread: _DaemonThread | None = None
+        self._thread: DaemonThread | None = None
 
     async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
         if self._abandoned >= MAX_ABANDONED_THREADS:
@@ -84,20 +85,20 @@ class InlineExecutor:
                 "set isolation: Process, where a hung step is killed"
             )
         if self._thread is None:
-            self._thread = _DaemonThread()
+            self._thread = DaemonThread()
         future = self._thread.submit(lambda: self._environment.step(logs, metadata))
         try:
             async with asyncio.timeout(self._timeout):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
             if future.done() and not future.cancelled():
-                raise _raised(error) from error
+                raise fault_of(error) from error
             self._thread.abandon()
             self._thread = None
             self._abandoned += 1
-            raise StepTimedOut(_timed_out(self._timeout)) from error
+            raise StepTimedOut(timed_out(self._timeout)) from error
         except Exception as error:
-            raise _raised(error) from error
+            raise fault_of(error) from error
 
     async def close(self) -> None:
         if self._thread is not None:
@@ -120,9 +121,9 @@ class ProcessExecutor:
         try:
             return await asyncio.wrap_future(pool.schedule(_child_step, args=[logs, metadata], timeout=self._timeout))
         except concurrent.futures.TimeoutError as error:
-            raise StepTimedOut(_timed_out(self._timeout)) from error
+            raise StepTimedOut(timed_out(self._timeout)) from error
         except Exception as error:
-            raise _raised(error) from error
+            raise fault_of(error) from error
 
     def _started(self) -> ProcessPool:
         if self._pool is None:
@@ -163,7 +164,7 @@ def make_executor(factory: EnvironmentFactory, *, isolation: str, processes: int
     return InlineExecutor(environment, timeout=timeout)
 
 
-class _DaemonThread:
+class DaemonThread:
     """One thread that runs calls in order and does not keep the interpreter alive, unlike an executor's."""
 
     def __init__(self) -> None:
@@ -188,8 +189,11 @@ class _DaemonThread:
                 continue
             try:
                 result = call()
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:
+                # sys.exit() in somebody's code ends that call and not the program.
+                future.set_exception(fault_of(error))
             else:
                 future.set_result(result)
 
@@ -208,9 +212,15 @@ def _child_step(logs: Logs, metadata: list[Metadata]) -> Any:
     return tuple(returned) if isinstance(returned, tuple) else returned
 
 
-def _timed_out(timeout: float) -> str:
+def timed_out(timeout: float) -> str:
+    """What is said of a step that took too long."""
     return f"step took longer than stepTimeoutSeconds ({timeout:g} s)"
 
 
-def _raised(error: BaseException) -> StepRaised:
+def fault_of(error: BaseException) -> EnvironmentFault:
+    """The typed fault for what a step raised."""
+    if isinstance(error, EnvironmentFault):
+        return error
+    if isinstance(error, UnusableRow):
+        return RowFault(str(error))
     return StepRaised(f"step raised {type(error).__name__}: {error}")

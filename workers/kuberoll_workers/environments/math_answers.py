@@ -15,7 +15,13 @@ from typing import Any
 from pydantic import Field
 
 from kuberoll_workers.environments.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Metadata,
+    UnusableRow,
+)
 from kuberoll_workers.environments.turn import Turn, batch_of, reply_of
 
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer")
@@ -56,7 +62,7 @@ class MathAnswersEnvironment(EnvironmentInterface):
         """Grade each response.
 
         Raises:
-            ValueError: A row has no readable ground truth; names the row's `idx` where its metadata has one.
+            UnusableRow: A row has no readable ground truth; names the row's `idx` where its metadata has one.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
@@ -92,12 +98,12 @@ class MathAnswersEnvironment(EnvironmentInterface):
 def _ground_truth(state: Mapping[str, Any]) -> str:
     value = next((state[key] for key in GROUND_TRUTH_KEYS if state.get(key) is not None), None)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
-        raise ValueError(
+        raise UnusableRow(
             f"{_row_name(state)}metadata.ground_truth: found {value!r}; it must be the right answer, a number or LaTeX"
         )
     text = str(value).strip()
     if not _read_truth(text):
-        raise ValueError(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} cannot be read as mathematics")
+        raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} cannot be read as mathematics")
     return text
 
 

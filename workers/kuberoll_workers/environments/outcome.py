@@ -26,6 +26,10 @@ class StepInvalid(EnvironmentFault):
     """The environment's `step` returned something that is not an EnvironmentReturn for its inputs."""
 
 
+class RowFault(EnvironmentFault):
+    """The environment said that the dataset's row is wrong (`UnusableRow`): another try cannot mend it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What one step means for one trajectory.
@@ -63,7 +67,7 @@ def split_return(returned: Any, size: int) -> list[StepOutcome]:
             "next_stop_strings, rewards, terminateds and, optionally, answers)"
         )
     observations = _column("observations", returned[0], size)
-    metadata = _column("metadata", returned[1], size)
+    metadata = _column("metadata", returned[1], size, optional=True)
     stop_strings = _column("next_stop_strings", returned[2], size, optional=True)
     parts = _reward_parts(returned[3], size)
     terminateds = _column("terminateds", returned[4], size)
@@ -93,7 +97,7 @@ def _outcome(
         raise StepInvalid(f"observations[{index}] is {_describe(observation)}; it must be a role and a content (text)")
     if metadata is not None and not isinstance(metadata, dict):
         raise StepInvalid(f"metadata[{index}] is {_describe(metadata)}; it must be an object or None")
-    if stops is not None and (isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops)):
+    if stops is not None and not (_is_list(stops) and all(isinstance(stop, str) and stop for stop in stops)):
         raise StepInvalid(f"next_stop_strings[{index}] is {_describe(stops)}; it must be a list of texts or None")
     numbers = {name: _number(index, name, value) for name, value in rewards.items()}
     return StepOutcome(
@@ -102,17 +106,33 @@ def _outcome(
         metadata=metadata,
         stop_strings=tuple(stops) if stops else None,
         reward=sum(numbers.values()),
-        terminated=bool(terminated),
+        terminated=_flag(index, terminated),
         reward_parts={} if SCALAR in numbers else numbers,
         answer=None if answer is None else str(answer),
     )
 
 
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their elements, of any library, as Python's own lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | set | frozenset)
+
+
+def _flag(index: int, value: Any) -> bool:
+    # 0 and 1 are how numeric tensors say it.
+    plain = _plain(value)
+    if not isinstance(plain, bool | int | float) or plain not in (0, 1):
+        raise StepInvalid(f"terminateds[{index}] is {_describe(value)}; it must be a boolean")
+    return bool(plain)
+
+
 def _column(name: str, values: Any, size: int, *, optional: bool = False) -> Sequence[Any]:
     if values is None and optional:
         return [None] * size
-    # Arrays and tensors of any library; their elements become Python numbers at once.
-    plain = values.tolist() if hasattr(values, "tolist") else values
+    plain = _plain(values)
     if isinstance(plain, str) or not isinstance(plain, Sequence):
         raise StepInvalid(f"{name} is {_describe(values)}; it must hold one element per trajectory")
     if len(plain) != size:
@@ -125,14 +145,22 @@ def _reward_parts(rewards: Any, size: int) -> dict[str, Sequence[Any]]:
         if not rewards:
             raise StepInvalid("rewards is an empty dict; it must name at least one reward")
         return {str(name): _column(f"rewards[{name!r}]", values, size) for name, values in rewards.items()}
-    return {SCALAR: _column("rewards", rewards, size)}
+    column = [_plain(reward) for reward in _column("rewards", rewards, size)]
+    widths = {len(row) if _is_list(row) else None for row in column}
+    if widths <= {None}:
+        return {SCALAR: column}
+    (width, *others) = widths
+    if others or not width:
+        raise StepInvalid("rewards has rows of different lengths; each trajectory needs the same number of rewards")
+    # A matrix, one column for each of several rewards: NeMo RL's names for these.
+    return {f"reward{number + 1}": [row[number] for row in column] for number in range(width)}
 
 
 def _number(index: int, name: str, value: Any) -> float:
     where = f"rewards[{index}]" if name == SCALAR else f"rewards[{name!r}][{index}]"
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = float(_plain(value))
+    except (TypeError, ValueError, OverflowError):
         raise StepInvalid(f"{where} is {_describe(value)}; it must be a number") from None
     if not math.isfinite(number):
         raise StepInvalid(f"{where} is {number}; a reward must be finite")

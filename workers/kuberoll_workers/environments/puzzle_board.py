@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from kuberoll_workers.environments.interface import UnusableRow
+
 Board = tuple[tuple[int, ...], ...]
 
 # Where, seen from the gap, the tile stands that slides: "up" moves the tile below the gap upward.
@@ -67,14 +69,14 @@ def parse_board(value: Any) -> Board:
     """A board from its JSON form, a list of rows.
 
     Raises:
-        ValueError: It is not a rectangle that holds each number from 0 exactly once.
+        UnusableRow: It is not a rectangle that holds each number from 0 exactly once.
     """
     rows = value if isinstance(value, list) else []
     tiles = [tile for row in rows if isinstance(row, list) for tile in row]
     rectangular = rows and all(isinstance(row, list) and len(row) == len(rows[0]) for row in rows)
     numbers = all(isinstance(tile, int) and not isinstance(tile, bool) for tile in tiles)
     if not rectangular or not numbers or len(tiles) < 2 or sorted(tiles) != list(range(len(tiles))):
-        raise ValueError(
+        raise UnusableRow(
             f"metadata.board: found {str(value)[:80]}; it must be a list of equally long rows that hold each number "
             "from 0 (the gap) once, as in [[1, 2], [3, 0]]"
         )

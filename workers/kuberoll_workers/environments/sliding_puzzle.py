@@ -63,7 +63,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         """Make one move in each puzzle.
 
         Raises:
-            ValueError: A row's metadata holds no board; the row is at fault, not the policy.
+            UnusableRow: A row's metadata holds no board.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentReturn
+from kuberoll_workers.environments.interface import ChatMessage, EnvironmentReturn, UnusableRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ def count_of(metadata: Mapping[str, Any], key: str) -> int:
     """A counter of an episode's state; 0 where the dataset did not set it.
 
     Raises:
-        ValueError: It is not a count: the dataset's row is wrong.
+        UnusableRow: It is not a count.
     """
     value = metadata.get(key, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"metadata.{key}: found {value!r}; it must be a whole number, 0 or more")
+        raise UnusableRow(f"metadata.{key}: found {value!r}; it must be a whole number, 0 or more")
     return value
 
 

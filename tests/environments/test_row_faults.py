@@ -1,0 +1,83 @@
+"""An environment that says that a row is wrong is believed, wherever it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+
+from kuberoll_workers.environments import BUILT_INS, EnvironmentReturn, UnusableRow, resolve
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised
+from kuberoll_workers.environments.runner import EnvironmentRunner
+from tests.environments.support import log_of
+
+
+class Picky:
+    """Refuses rows without an answer, and leaves the program where it is told to."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+        self.sizes.append(len(logs))
+        for state in metadata:
+            if state.get("exit"):
+                sys.exit("enough")
+            if "answer" not in state:
+                raise UnusableRow("metadata.answer is missing")
+        size = len(logs)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": ""}] * size, None, None, [1.0] * size, [True] * size
+        )
+
+
+class PickyCoroutine(Picky):
+    async def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().step(logs, metadata)
+
+
+@pytest.mark.parametrize(
+    ("make", "isolation"), [(Picky, "Inline"), (Picky, "Process"), (PickyCoroutine, "Inline")], ids=str
+)
+async def test_only_the_wrong_row_is_refused(make: Any, isolation: str) -> None:
+    runner = EnvironmentRunner(make_executor(make, isolation=isolation, processes=1, timeout=60), max_batch=8)
+    try:
+        results = await runner.step_batch([[]] * 4, [{"answer": 1}, {}, {"answer": 2}, {"answer": 3}])
+    finally:
+        await runner.close()
+    assert [type(result) for result in results] == [StepOutcome, RowFault, StepOutcome, StepOutcome]
+    assert str(results[1]) == "metadata.answer is missing"
+
+
+async def test_each_row_of_a_refused_batch_is_stepped_once_more() -> None:
+    environment = Picky()
+    runner = EnvironmentRunner(
+        make_executor(lambda: environment, isolation="Inline", processes=1, timeout=60), max_batch=8
+    )
+    try:
+        await runner.step_batch([[]] * 3, [{"answer": 1}, {}, {}])
+    finally:
+        await runner.close()
+    assert environment.sizes == [3, 1, 1, 1]
+
+
+async def test_an_environment_that_exits_ends_its_step_and_not_the_program() -> None:
+    runner = EnvironmentRunner(make_executor(Picky, isolation="Inline", processes=1, timeout=60), max_batch=8)
+    try:
+        results = await runner.step_batch([[]] * 2, [{"exit": True}, {"answer": 1}])
+    finally:
+        await runner.close()
+    assert [type(result) for result in results] == [StepRaised, StepOutcome]
+    assert str(results[0]) == "step raised SystemExit: enough"
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_INS))
+@pytest.mark.parametrize("metadata", [None, {}, {"expected_answer": "x y", "board": [[1]], "ground_truth": " "}])
+def test_built_ins_refuse_rows_that_nobody_could_play(name: str, metadata: Any) -> None:
+    environment: Any = resolve(type=name)({})  # type: ignore[call-arg]
+    with pytest.raises(UnusableRow, match=r"metadata\.[a-z_]+: found"):
+        environment.step([log_of("anything")], [metadata])

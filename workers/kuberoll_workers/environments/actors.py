@@ -1,0 +1,141 @@
+"""Environments in Ray actors, and whatever looks like one: called by `step.remote`, with an answer to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+import sys
+from typing import Any
+
+from kuberoll_workers.environments.interface import Metadata
+from kuberoll_workers.environments.isolation import (
+    CoroutineExecutor,
+    InlineExecutor,
+    Logs,
+    StepExecutor,
+    fault_of,
+    timed_out,
+)
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepTimedOut
+
+MAX_ABANDONED_CALLS = 4
+"""An actor's method cannot be interrupted. While so many calls that took too long still run, no further ones are made:
+each would wait behind them, and take as long to fail."""
+
+
+class ActorExecutor:
+    """An environment behind `step.remote`: its calls are awaited on the event loop, without a thread for each.
+
+    A call costs about 1 ms of CPU, however many trajectories it is for; up to `calls_in_flight` are made at once. An
+    actor works on one at a time unless it was made with `max_concurrency` or has coroutine methods.
+    """
+
+    def __init__(self, environment: Any, *, timeout: float, calls_in_flight: int) -> None:
+        """
+        Args:
+            environment: A Ray actor handle; `step.remote` may also return an awaitable, a concurrent future, or the
+                answer itself.
+            timeout: Seconds that one call may take.
+        """
+        self.parallel = calls_in_flight
+        self._environment = environment
+        self._timeout = timeout
+        self._abandoned: set[asyncio.Future[Any]] = set()
+
+    async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
+        if len(self._abandoned) >= MAX_ABANDONED_CALLS:
+            raise StepTimedOut(
+                f"the environment still works on {len(self._abandoned)} calls that took longer than "
+                f"stepTimeoutSeconds ({self._timeout:g} s), and is not called again until one of them ends"
+            )
+        try:
+            answer = self._environment.step.remote(logs, metadata)
+        except Exception as error:
+            raise _fault(error) from error
+        pending = _pending(answer)
+        if pending is None:
+            return answer
+        timeout = asyncio.timeout(self._timeout)
+        try:
+            async with timeout:
+                # Shielded, so that an abandoned call is known to run until it ends.
+                return await asyncio.shield(pending)
+        except asyncio.CancelledError:
+            self._abandon(answer, pending)
+            raise
+        except Exception as error:
+            if not timeout.expired():
+                raise _fault(error) from error
+            self._abandon(answer, pending)
+            raise StepTimedOut(timed_out(self._timeout)) from error
+
+    async def close(self) -> None:
+        # The actor is its owner's to end.
+        for pending in self._abandoned:
+            pending.cancel()
+
+    def _abandon(self, answer: Any, pending: asyncio.Future[Any]) -> None:
+        if pending.done():
+            return
+        self._abandoned.add(pending)
+        pending.add_done_callback(self._ended)
+        _cancel(answer)
+
+    def _ended(self, pending: asyncio.Future[Any]) -> None:
+        self._abandoned.discard(pending)
+        if not pending.cancelled():
+            # Looked at, so that asyncio does not report what nobody waits for any more.
+            pending.exception()
+
+
+def executor_for(environment: Any, *, timeout: float, calls_in_flight: int = 1) -> StepExecutor:
+    """The executor for an environment that is there already.
+
+    Args:
+        environment: A Ray actor handle, or an object whose `step` is a coroutine function or a plain one.
+        timeout: Seconds that one step may take.
+        calls_in_flight: Of a Ray actor: calls worth making at once.
+    """
+    if callable(getattr(environment.step, "remote", None)):
+        return ActorExecutor(environment, timeout=timeout, calls_in_flight=calls_in_flight)
+    if inspect.iscoroutinefunction(environment.step):
+        return CoroutineExecutor(environment, timeout=timeout)
+    return InlineExecutor(environment, timeout=timeout)
+
+
+def ray_cause(error: BaseException) -> BaseException:
+    """What was raised in a Ray task or actor; any other exception as it is."""
+    # Without Ray loaded nothing can be one of its exceptions.
+    ray = sys.modules.get("ray")
+    while ray is not None and isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        if not isinstance(cause, BaseException):
+            break
+        error = cause
+    return error
+
+
+def _fault(error: Exception) -> EnvironmentFault:
+    return fault_of(ray_cause(error))
+
+
+def _pending(answer: Any) -> asyncio.Future[Any] | None:
+    """The future of an answer; None where it is there already."""
+    if isinstance(answer, concurrent.futures.Future):
+        return asyncio.wrap_future(answer)
+    if inspect.isawaitable(answer):
+        return asyncio.ensure_future(answer)
+    return None
+
+
+def _cancel(answer: Any) -> None:
+    if isinstance(answer, concurrent.futures.Future):
+        answer.cancel()
+        return
+    ray = sys.modules.get("ray")
+    # A call that waits is taken back, a coroutine is cancelled, a running method runs on.
+    if ray is not None and isinstance(answer, ray.ObjectRef):
+        with contextlib.suppress(Exception):
+            ray.cancel(answer)
