@@ -66,6 +66,13 @@ class InstantEnvironment:
         return batch, {}
 
 
+class ConfiguredEnvironment(InstantEnvironment):
+    """The same, as a job makes it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        del config
+
+
 class SlowEnvironment(InstantEnvironment):
     """The same, each step after as long as `seconds(trajectory, turns left)` says."""
 

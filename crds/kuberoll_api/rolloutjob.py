@@ -37,6 +37,7 @@ LongText = Annotated[str, StringConstraints(max_length=65536)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
 JsonObject = Annotated[dict[str, JsonValue], Field(max_length=1024)]
+TrackingName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Quantity = Annotated[str, StringConstraints(min_length=1, max_length=64)] | Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Labels = Annotated[dict[str, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=256)]
 
@@ -285,12 +286,32 @@ class PersistentVolumeSource(Model):
     )
 
 
+class HuggingFaceSource(Model):
+    """Rows of a dataset of the Hugging Face hub, through the `datasets` package; streamed."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
+        description="Hub id, or a local directory that `datasets` can load (relative paths start at the manifest)."
+    )
+    config: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Configuration of the dataset, where it has several."
+    )
+    split: Annotated[str, StringConstraints(min_length=1, max_length=256)] = Field(
+        default="train", description="Split of the dataset."
+    )
+    revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of the dataset."
+    )
+
+
 class DatasetSource(Model):
     """Where the prompts come from: exactly one of these."""
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
-        default=None, description="A JSONL file; relative paths start at the manifest."
+        default=None,
+        description="A file of JSON lines (also .gz, .zst) or Parquet, a directory or a pattern of such files: a path "
+        "(relative paths start at the manifest), or a URI that fsspec knows (s3://, gs://, https://, ...).",
     )
+    huggingface: HuggingFaceSource | None = Field(default=None, description="A dataset of the Hugging Face hub.")
     rows: list[JsonObject] | None = Field(default=None, max_length=10_000, description="Rows written right here.")
     generator: GeneratorSource | None = Field(default=None, description="Rows made by the environments.")
     config_map: ConfigMapSource | None = Field(default=None, description="Rows in a ConfigMap; cluster only.")
@@ -439,14 +460,70 @@ class Workers(PodOptions):
     )
 
 
+class OutputParts(Model):
+    """Objects in an object store, which cannot be appended to; a directory has none."""
+
+    max_bytes: int = Field(default=32 << 20, ge=1 << 10, le=1 << 30, description="A part of so many bytes is written.")
+    max_seconds: float = Field(
+        default=15.0,
+        gt=0,
+        le=3600,
+        description="A trajectory waits no longer than this for its part to be written; until then a crash loses it.",
+    )
+
+
+class WandbTracking(Model):
+    """A run at Weights & Biases; who is logged in, WANDB_API_KEY and WANDB_MODE are as everywhere."""
+
+    project: TrackingName = Field(description="The project.")
+    entity: TrackingName | None = Field(default=None, description="User or team; absent: the default one.")
+    group: TrackingName | None = Field(default=None, description="Group of runs.")
+    name: TrackingName | None = Field(default=None, description="Name of the run; absent: the job's.")
+    tags: list[Annotated[str, StringConstraints(min_length=1, max_length=64)]] = Field(
+        default_factory=list, max_length=64, description="Tags of the run."
+    )
+
+
+class MlflowTracking(Model):
+    """A run in an MLflow store; credentials come from MLflow's environment variables."""
+
+    tracking_uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
+        description="The store: http://..., sqlite:///..., databricks."
+    )
+    experiment: TrackingName = Field(description="Name of the experiment; made where there is none.")
+    run_name: TrackingName | None = Field(default=None, description="Name of the run; absent: the job's.")
+
+
+class Tracking(Model):
+    """Experiment trackers that are told of the run when it ends; one that cannot be told never fails it."""
+
+    wandb: WandbTracking | None = Field(default=None, description="Weights & Biases.")
+    mlflow: MlflowTracking | None = Field(default=None, description="MLflow.")
+    trajectories: bool = Field(default=False, description="Upload the shards, too.")
+
+    @model_validator(mode="after")
+    def _some_tracker(self) -> Self:
+        if self.wandb is None and self.mlflow is None:
+            raise _contradiction("set wandb or mlflow, or both; found neither")
+        return self
+
+
 class Output(Model):
     """Where the trajectories go."""
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
         default=None,
-        description="Directory; relative paths start where the command runs; absent: runs/<job's name> on a laptop.",
+        description="Directory (relative paths start where the command runs) or URI of an object store (s3://, gs://, "
+        "abfs:// and whatever else fsspec has); absent: runs/<job's name> on a laptop.",
     )
-    format: Literal["JSONL"] = Field(default="JSONL", description="File format of the shards.")
+    format: Literal["JSONL", "Parquet"] = Field(
+        default="JSONL",
+        description="Final format of the shards; while a shard is being run it is JSON lines in any case.",
+    )
+    parts: OutputParts = Field(
+        default_factory=OutputParts, description="Sizes of what is written while a shard is being run."
+    )
+    tracking: Tracking | None = Field(default=None, description="Experiment trackers that are told of the run.")
 
 
 class RolloutJobSpec(Model):

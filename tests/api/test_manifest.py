@@ -180,7 +180,7 @@ MISTAKES = {
         "    source:\n",
         "    source: # here\n      uri: rows.jsonl\n",
         "spec.dataset.source",
-        ["set one of uri, rows, generator, configMap, pvc; found uri and generator"],
+        ["set one of uri, huggingface, rows, generator, configMap, pvc; found uri and generator"],
     ),
     "the same name twice": (
         "    - name: mine",

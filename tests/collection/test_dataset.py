@@ -1,16 +1,20 @@
-"""Rows from every source, and every way in which a row can be wrong."""
+"""From a job's dataset to its rows: sources, limit, what all rows say together."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
-from kuberoll_api.rolloutjob import Dataset
+from kuberoll_api.rolloutjob import Dataset, RolloutJob
 from kuberoll_workers.collection.dataset import DatasetError, Row, read_rows
-from kuberoll_workers.collection.expansion import expand, shard_of
+from kuberoll_workers.collection.inputs import prompt_groups, read_ahead, repeats_of, scan
 
 
 def dataset(source: dict[str, Any], **fields: Any) -> Dataset:
@@ -22,35 +26,39 @@ class Generator:
         return [{"messages": [{"role": "user", "content": f"{seed}-{number}"}]} for number in range(count)]
 
 
-def rows(given: Dataset, base: Path = Path(), names: tuple[str, ...] = ("a", "b")) -> list[Row]:
-    return list(read_rows(given, base=base, task_names=names, environment=lambda name: Generator()))  # type: ignore[arg-type,return-value]
+def rows(
+    given: Dataset, base: Path = Path(), names: tuple[str, ...] = ("a", "b"), environment: Any = Generator
+) -> list[Row]:
+    return list(read_rows(given, base=base, task_names=names, environment=lambda name: environment()))
 
 
-def write(path: Path, *lines: str | bytes) -> Dataset:
-    data = b"".join(line if isinstance(line, bytes) else line.encode() + b"\n" for line in lines)
-    (path / "rows.jsonl").write_bytes(data)
-    return dataset({"uri": "rows.jsonl"})
-
-
-def test_file_rows_know_their_lines(tmp_path: Path) -> None:
-    given = write(
-        tmp_path, '{"prompt": "one", "task_name": "a"}', "", '{"prompt": "three", "task_name": "b", "idx": 9}'
+def job(source: dict[str, Any], **fields: Any) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "generation": {"model": {"source": "m"}},
+                "environments": [{"name": "a", "type": "math"}, {"name": "b", "type": "math", "repeats": 3}],
+                "dataset": {"source": source, "repeats": 2, **fields},
+            },
+        }
     )
-    first, third = rows(given, tmp_path)
-    assert first.where == f"{tmp_path / 'rows.jsonl'}:1"
-    assert third.where.endswith("rows.jsonl:3")
-    assert (third.task_name, third.idx, third.messages) == ("b", 9, [{"role": "user", "content": "three"}])
 
 
-def test_byte_order_mark_crlf_and_a_missing_last_newline_are_tolerated(tmp_path: Path) -> None:
-    given = write(tmp_path, b'\xef\xbb\xbf{"prompt": "x", "task_name": "a"}\r\n', b'{"prompt": "x", "task_name": "a"}')
-    first, second = rows(given, tmp_path)
-    assert first.content == second.content
+def no_environment(name: str) -> Any:
+    raise AssertionError("no environment is needed")
 
 
-def test_limit(tmp_path: Path) -> None:
-    given = write(tmp_path, '{"prompt": "x", "task_name": "a"}', "this line is never read")
-    assert len(rows(given.model_copy(update={"limit": 1}), tmp_path)) == 1
+def test_inline_rows_know_their_places() -> None:
+    first, second = rows(dataset({"rows": [{"prompt": "x", "task_name": "a"}, {"prompt": "y", "task_name": "b"}]}))
+    assert (first.where, second.where) == ("spec.dataset.source.rows[0]", "spec.dataset.source.rows[1]")
+
+
+def test_the_limit_is_the_last_row_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "task_name": "a"}\nthis line is never read\n')
+    assert len(rows(dataset({"uri": "rows.jsonl"}, limit=1), tmp_path)) == 1
 
 
 def test_generated_rows_come_from_each_environment_in_order() -> None:
@@ -58,96 +66,154 @@ def test_generated_rows_come_from_each_environment_in_order() -> None:
     assert [(row.task_name, row.messages[0]["content"]) for row in made] == [
         ("a", "5-0"), ("a", "5-1"), ("b", "5-0"), ("b", "5-1"),
     ]  # fmt: skip
+    assert made[3].where == "generated row 1 of environment 'b'"
 
 
-def test_template_fills_fields() -> None:
-    given = dataset(
-        {"rows": [{"question": "2+2", "task_name": "a"}]},
-        promptTemplate={"system": "Be {{brief}}.", "user": "Q: {question}"},
-    )
-    (row,) = rows(given)
-    assert [m["content"] for m in row.messages] == ["Be {brief}.", "Q: 2+2"]
+def test_generated_rows_become_json() -> None:
+    class Numbers:
+        def generate_dataset(self, count: int, seed: int) -> Iterator[dict[str, Any]]:
+            yield {"prompt": "x", "metadata": {"board": numpy.array([[1, 2]]), "size": numpy.int64(2), "at": (1, 2)}}
+
+    (row,) = rows(dataset({"generator": {"count": 1}}), names=("a",), environment=Numbers)
+    assert row.metadata == {"board": [[1, 2]], "size": 2, "at": [1, 2]}
 
 
-def test_the_only_environment_needs_no_task_name() -> None:
-    (row,) = rows(dataset({"rows": [{"prompt": "x"}]}), names=("a",))
-    assert row.task_name == "a"
+class Nothing:
+    pass
 
 
-def test_sampling_takes_both_spellings() -> None:
-    (row,) = rows(dataset({"rows": [{"prompt": "x", "sampling": {"maxTokens": 5, "top_p": 0.5}}]}), names=("a",))
-    assert row.sampling == {"max_tokens": 5, "top_p": 0.5}
+class NoGenerator:
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        raise NotImplementedError("NoGenerator has no generator")
+
+
+class Broken:
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        raise KeyError("size")
+
+
+class Sets:
+    def generate_dataset(self, count: int, seed: int) -> list[Any]:
+        return [{"prompt": "x", "metadata": {"seen": {1}}}]
+
+
+class Texts:
+    def generate_dataset(self, count: int, seed: int) -> list[Any]:
+        return ["x"]
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("environment", "message"),
     [
-        ([1], "a row is a JSON object"),
-        ({"prompt": "x"}, "task_name is missing"),
-        ({"prompt": "x", "task_name": "chess"}, "found 'chess'; the job's environments are a, b"),
-        ({"task_name": "a"}, "neither messages nor prompt"),
-        ({"task_name": "a", "prompt": "x", "messages": []}, "exclude each other"),
-        ({"task_name": "a", "messages": []}, "at least one message"),
-        ({"task_name": "a", "messages": [{"role": "user"}]}, "messages[0]"),
-        ({"task_name": "a", "prompt": "x", "metadata": 3}, "metadata: found a number 3"),
-        ({"task_name": "a", "prompt": "x", "stop_strings": "</a>"}, "stop_strings: found text"),
-        ({"task_name": "a", "prompt": "x", "sampling": {"temprature": 1}}, "sampling.temprature: unknown"),
-        ({"task_name": "a", "prompt": "x", "sampling": {"temperature": -1}}, "sampling: "),
-        ({"task_name": "a", "prompt": "x", "sampling": {"seed": 1}}, "sampling.seed: unknown"),
+        (Nothing, "environment 'a' has no generate_dataset"),
+        (NoGenerator, "environment 'a': NoGenerator has no generator"),
+        (Broken, "environment 'a': generate_dataset raised KeyError: 'size'"),
+        (Sets, "generated row 0 of environment 'a': metadata.seen: found a set"),
+        (Texts, "generated row 0 of environment 'a': found text \"x\"; a row is a JSON object"),
     ],
 )
-def test_unusable_rows_name_the_row_and_the_field(row: Any, message: str, tmp_path: Path) -> None:
-    given = write(tmp_path, '{"prompt": "fine", "task_name": "a"}', json.dumps(row))
+def test_generators_that_cannot_be_used(environment: type, message: str) -> None:
     with pytest.raises(DatasetError) as caught:
-        rows(given, tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}:2: ")
+        rows(dataset({"generator": {"count": 1}}), environment=environment)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [(b"{not json}\n", "not a JSON object"), (b'{"prompt": "\xff"}\n', "not a JSON object")],
+    ("source", "field"),
+    [({"configMap": {"name": "rows"}}, "configMap"), ({"pvc": {"claimName": "c", "path": "p"}}, "pvc")],
 )
-def test_unreadable_lines(line: bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=rf"rows\.jsonl:1: {message}"):
-        rows(write(tmp_path, line), tmp_path)
+def test_sources_of_a_cluster(source: dict[str, Any], field: str) -> None:
+    with pytest.raises(DatasetError, match=rf"source\.{field} can only be read in a cluster"):
+        rows(dataset(source))
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"uri": "missing.jsonl"}, "No such file"),
-        ({"uri": "s3://bucket/rows.jsonl"}, "not s3://"),
-        ({"configMap": {"name": "rows"}}, "only be read in a cluster"),
-    ],
-)
-def test_unreadable_sources(source: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=message):
-        rows(dataset(source), tmp_path)
+def test_a_scan_counts_rows_and_trajectories_by_environment() -> None:
+    raw: list[dict[str, Any]] = [{"prompt": text, "task_name": name} for text, name in ("xa", "yb", "xa", "zb")]
+    summary = scan(job({"rows": raw}), base=Path(), environment=no_environment)
+    assert (summary.rows, summary.trajectories, summary.trajectories_of) == (4, 10, {"a": 4, "b": 6})
 
 
-def test_missing_template_field() -> None:
-    given = dataset({"rows": [{"task_name": "a"}]}, promptTemplate={"user": "{question}"})
-    with pytest.raises(DatasetError, match=r"uses \{question\}, which this row does not have"):
-        rows(given)
+def test_repeats_are_the_environment_s_or_the_dataset_s() -> None:
+    raw = [{"prompt": "x", "task_name": "a"}, {"prompt": "x", "task_name": "b"}]
+    given = job({"rows": raw})
+    assert repeats_of(given) == {"a": 2, "b": 3}
+    groups = list(prompt_groups(given, base=Path(), environment=no_environment))
+    assert [len(group.rollout_indexes) for group in groups] == [2, 3]
 
 
-def test_duplicates_are_one_task_and_continue_its_rollouts() -> None:
-    raw = [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "x"}]
-    groups = list(expand(rows(dataset({"rows": raw}), names=("a",)), {"a": 2}))
-    assert [(group.task_index, list(group.rollout_indexes)) for group in groups] == [
-        (0, [0, 1]),
-        (1, [0, 1]),
-        (0, [2, 3]),
-    ]
+def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    with pytest.raises(DatasetError, match="not a single row"):
+        scan(job({"uri": "rows.jsonl"}), base=tmp_path, environment=no_environment)
 
 
-def test_key_order_does_not_make_another_task() -> None:
-    raw: list[dict[str, Any]] = [{"prompt": "x", "idx": 1}, {"idx": 1, "prompt": "x"}]
-    assert [group.task_index for group in expand(rows(dataset({"rows": raw}), names=("a",)), {"a": 1})] == [0, 0]
+def test_the_digest_is_of_what_the_rows_say_in_order(tmp_path: Path) -> None:
+    raw: list[dict[str, Any]] = [
+        {"prompt": "x", "task_name": "a", "sampling": {"temperature": 1}}, {"prompt": "y", "task_name": "b"},
+    ]  # fmt: skip
+    said_otherwise = [{"task_name": "a", "sampling": {"temperature": 1.0}, "prompt": "x", "idx": None}, raw[1]]
+
+    def digest(name: str, given: list[dict[str, Any]], separator: str) -> str:
+        (tmp_path / name).write_text(separator.join(map(json.dumps, given)))
+        return scan(job({"uri": name}), base=tmp_path, environment=no_environment).digest
+
+    plain = digest("a.jsonl", raw, "\n")
+    assert digest("b.jsonl", said_otherwise, "\r\n\r\n") == plain
+    assert scan(job({"rows": raw}), base=Path(), environment=no_environment).digest == plain
+    assert digest("c.jsonl", raw[::-1], "\n") != plain
+    assert digest("d.jsonl", raw[:1], "\n") != plain
 
 
-def test_shards_partition_the_tasks() -> None:
-    shards = [shard_of(task, 3) for task in range(10)]
-    assert sorted(set(shards)) == [0, 1, 2]
-    assert max(map(shards.count, shards)) - min(map(shards.count, shards)) <= 1
+def test_groups_of_a_file_are_those_of_its_rows(tmp_path: Path) -> None:
+    raw: list[dict[str, Any]] = [{"prompt": str(number), "task_name": "ab"[number % 2]} for number in range(1000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, raw)))
+    (tmp_path / "bad.jsonl").write_text("\n".join([*map(json.dumps, raw), "torn"]))
+
+    def groups(source: dict[str, Any]) -> Iterator[tuple[int, range, bytes]]:
+        made = prompt_groups(job(source), base=tmp_path, environment=no_environment)
+        return ((group.task_index, group.rollout_indexes, group.row.content) for group in made)
+
+    inline = list(groups({"rows": raw}))
+    assert list(groups({"uri": "rows.jsonl"})) == inline
+    bad = groups({"uri": "bad.jsonl"})
+    assert list(itertools.islice(bad, 1000)) == inline
+    with pytest.raises(DatasetError, match=r"bad\.jsonl:1001"):
+        next(bad)
+
+
+def test_reading_ahead_is_bounded_and_ends_with_its_reader() -> None:
+    taken: list[int] = []
+    full, closed = threading.Event(), threading.Event()
+
+    def endless() -> Iterator[int]:
+        try:
+            for number in itertools.count():
+                taken.append(number)
+                if number == 1 + 3:  # the one that was read, those that wait, and the one that has no place yet
+                    full.set()
+                yield number
+        finally:
+            closed.set()
+
+    items = endless()
+    reader = read_ahead(items, 3)
+    assert next(reader) == 0
+    assert full.wait(30)
+    assert taken == [0, 1, 2, 3, 4]
+    reader.close()
+    assert not any(thread.name == "kuberoll-rows" for thread in threading.enumerate())
+    assert len(taken) <= 6
+    del items
+    assert closed.wait(30)
+
+
+def test_what_is_raised_ahead_is_raised_in_its_place() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise DatasetError("torn")
+
+    reader = read_ahead(broken(), 5)
+    assert next(reader) == 1
+    with pytest.raises(DatasetError, match="torn"):
+        next(reader)
+    assert list(reader) == []

@@ -3,60 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.collection.journal import Journal, read_failures, read_trajectories, repair
-from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.record import (
-    RecordError,
-    Timing,
-    TokenCounts,
-    TrajectoryRecord,
-    decode_line,
-    encode_line,
-)
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.journal import FileJournal, JournalBroken, repair
+from kuberoll_workers.collection.storage import DirectoryStorage
+from kuberoll_workers.data.record import RecordError, TrajectoryRecord, decode_line, encode_line
+from tests.collection.support import Observed, record
 
 
-class Observed:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def observe(self, amount: float) -> None:
-        assert amount >= 0
-        self.count += 1
-
-
-def record(task_index: int, rollout_index: int = 0) -> TrajectoryRecord:
-    assistant = Message("assistant", "é", token_array([3, 4]), array("f", [-0.1, -1.5]), 1, (("v1", 0, 2),))
-    return TrajectoryRecord(
-        task_index=task_index,
-        rollout_index=rollout_index,
-        task_name="env",
-        idx={"any": ["json", 1]},
-        messages=[Message("user", "hi", token_array([1, 2])), assistant],
-        total_reward=1.0,
-        rewards=[1.0],
-        stop_reason="terminated",
-        turn_count=1,
-        tokens=TokenCounts(2, 2, 0),
-        timing=Timing([0.5], [0.25]),
-        metadata={"state": None},
-        seed=2**63 - 1,
-        attempt=0,
-    )
+def stored(path: Path) -> list[TrajectoryRecord]:
+    return list(records.trajectories(DirectoryStorage(path.parent), path.stem))
 
 
 async def test_appended_records_are_read_back(tmp_path: Path) -> None:
     path, observed = tmp_path / "shard-00000.jsonl", Observed()
-    journal = Journal(path, seconds=observed)
+    journal = FileJournal(path, seconds=observed)
     await asyncio.gather(*(journal.append(record(index)) for index in range(100)))
     await journal.close()
-    read = list(read_trajectories(path))
+    read = stored(path)
     assert [item.task_index for item in read] == list(range(100))
     assert encode_line(read[7]) == encode_line(record(7))
     # Group commit: those that arrive during a sync share the next one.
@@ -65,10 +34,10 @@ async def test_appended_records_are_read_back(tmp_path: Path) -> None:
 
 async def test_a_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     path = tmp_path / "shard-00000.jsonl"
-    journal = Journal(path, seconds=Observed())
+    journal = FileJournal(path, seconds=Observed())
     for index in range(3):
         await journal.append(record(index))
-        assert len({r.key for r in read_trajectories(path)}) == index + 1
+        assert len({r.key for r in stored(path)}) == index + 1
     await journal.close()
 
 
@@ -84,17 +53,17 @@ def test_a_torn_tail_is_cut_and_whole_lines_stay(cut: int, tmp_path_factory: pyt
 async def test_reopening_continues_after_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "shard-00000.jsonl"
     path.write_bytes(encode_line(record(0)) + encode_line(record(1))[:40])
-    journal = Journal(path, seconds=Observed())
+    journal = FileJournal(path, seconds=Observed())
     await journal.append(record(2))
     await journal.close()
-    assert [item.task_index for item in read_trajectories(path)] == [0, 2]
+    assert [item.task_index for item in stored(path)] == [0, 2]
 
 
 def test_foreign_lines_are_reported_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "shard-00000.jsonl"
     path.write_bytes(encode_line(record(0)) + b'{"task_index": "one"}\n')
     with pytest.raises(RecordError, match=r"shard-00000\.jsonl:2: not a TrajectoryRecord"):
-        {r.key for r in read_trajectories(path)}
+        {r.key for r in stored(path)}
 
 
 def test_logprobs_must_match_token_ids() -> None:
@@ -104,11 +73,12 @@ def test_logprobs_must_match_token_ids() -> None:
 
 
 def test_no_failures_file_is_no_failures(tmp_path: Path) -> None:
-    assert list(read_failures(tmp_path / "failures.jsonl")) == []
+    assert list(records.failures(DirectoryStorage(tmp_path))) == []
 
 
 async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
-    journal = Journal(Path("/dev/full"), seconds=Observed())
+    journal = FileJournal(Path("/dev/full"), seconds=Observed())
     results = await asyncio.gather(*(journal.append(record(index)) for index in range(3)), return_exceptions=True)
-    assert {type(result) for result in results} == {OSError}
-    await journal.close()
+    assert {type(result) for result in results} == {JournalBroken}
+    with pytest.raises(JournalBroken, match="No space left"):
+        await journal.close()

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.run_directory import RunDirectory, RunRefused, new_manifest, write_atomically
+from kuberoll_workers.collection.journal import write_atomically
+from kuberoll_workers.collection.run_directory import RunDirectory, RunRefused, new_manifest
+from kuberoll_workers.collection.storage import DirectoryStorage
 
 DOCUMENT: dict[str, Any] = {
     "apiVersion": "kuberoll.io/v1alpha1",
@@ -36,7 +38,7 @@ def manifest(path: str | None = None, value: Any = None, *, shards: int = 1, dig
 
 
 def opened(path: Path, given: Any, *, resume: bool = False) -> bool:
-    directory = RunDirectory(path)
+    directory = RunDirectory(DirectoryStorage(path))
     try:
         return directory.open(given, resume=resume)
     finally:
@@ -103,7 +105,7 @@ def test_trajectories_of_unknown_origin_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
-    first = RunDirectory(tmp_path)
+    first = RunDirectory(DirectoryStorage(tmp_path))
     first.open(manifest(), resume=False)
     with pytest.raises(RunRefused, match="in use by another run"):
         opened(tmp_path, manifest(), resume=True)

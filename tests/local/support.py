@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from kuberoll_workers.collection.journal import read_trajectories
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 
@@ -114,7 +115,8 @@ def run_to_end(*arguments: str | Path) -> tuple[int, str]:
 
 def trajectories(output: Path) -> list[TrajectoryRecord]:
     """All stored trajectories, each line checked."""
-    return [record for shard in sorted(output.glob("shard-*.jsonl")) for record in read_trajectories(shard)]
+    storage = DirectoryStorage(output)
+    return [record for shard in storage.shards() for record in records.trajectories(storage, shard)]
 
 
 def wait_for_trajectories(run: Run, output: Path, more_than: int) -> None:

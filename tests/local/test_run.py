@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kuberoll_workers.collection.run_files import RunFiles
+from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.data.record import TrajectoryRecord
+from tests.collection.s3 import S3Server, s3, s3_server
 from tests.local.support import (
     manifest,
     run_to_end,
@@ -21,6 +25,8 @@ from tests.local.support import (
     wait_for_trajectories,
     wait_until_none_is_left,
 )
+
+__all__ = ["s3", "s3_server"]
 
 
 def _contents(records: list[TrajectoryRecord]) -> dict[tuple[int, int], list[list[int]]]:
@@ -47,12 +53,13 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert len({record.key for record in records}) == len(records) == 32
     assert all(record.stop_reason == "terminated" for record in records)
     assert {path.name for path in output.iterdir()} == {
-        ".lock", "aggregate_metrics.json", "logs", "manifest.json",
+        ".lock", "aggregate_metrics.json", "logs", "manifest.json", "task_metrics.jsonl",
         "shard-00000.jsonl", "shard-00001.jsonl", "shard-00002.jsonl",
     }  # fmt: skip
     aggregates = json.loads((output / "aggregate_metrics.json").read_text())["environments"]["puzzle"]
     assert aggregates["trajectories"] == 32
-    assert aggregates["reward"]["mean"] == sum(record.total_reward for record in records) / 32
+    mean = math.fsum(record.total_reward for record in records) / 32
+    assert aggregates["fields"]["total_reward"]["mean"] == mean
     text = "\n".join(run.lines)
     assert "puzzle" in text
     assert str(output / "shard-00002.jsonl") in text
@@ -97,6 +104,48 @@ def test_interrupted_then_killed_then_resumed_is_the_same_as_uninterrupted(tmp_p
     assert len(records) == 32
     assert _contents(records) == expected
     assert records[: len(drained)] == drained
+
+
+def test_an_object_store_as_output(s3: tuple[S3Server, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = manifest(
+        tmp_path / "job.yaml",
+        workers={"replicas": 2, "shards": 3},
+        rollout={"concurrency": 2},
+        output={"uri": f"{s3[1]}/run", "format": "Parquet", "parts": {"maxSeconds": 0.2}},
+    )
+    slow_down(job)
+    arguments = (job, "--metrics-port", "0")
+    storage = open_storage(f"{s3[1]}/run")
+    with running(*arguments) as run:
+        url = run.until(r"metrics: (http://\S+)")[1]
+        wait_for_metric(run, url, 'kuberoll_trajectories_total{environment="puzzle"')
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.lines
+    stored = list(RunFiles(f"{s3[1]}/run").trajectories())
+    assert 0 < len(stored) < 32
+
+    document = json.loads(job.read_text())
+    document["spec"]["rollout"]["maxTurns"] = 19
+    job.write_text(json.dumps(document))
+    code, text = run_to_end(*arguments, "--resume")
+    assert code == 2
+    assert "spec.rollout.maxTurns: was 20, is 19" in text
+    assert "--force" in text
+
+    code, text = run_to_end(*arguments, "--resume", "--force")
+    assert code == 0, text
+    records = list(RunFiles(f"{s3[1]}/run").trajectories())
+    assert len(records) == 32
+    assert {record.key for record in stored} <= {record.key for record in records}
+    files = [Path(file).name for file in storage.files()]
+    shards = [f"shard-0000{number}.parquet" for number in range(3)]
+    assert files == ["aggregate_metrics.json", "manifest.json", *shards, "task_metrics.jsonl"]
+    assert f"{s3[1]}/run/shard-00000.parquet" in text
+    manifested = json.loads(storage.read("manifest.json") or b"")
+    assert manifested["forced"] == ["spec.rollout.maxTurns: was 20, is 19"]
+    (logs,) = (tmp_path / "runs").glob("test-*/logs")
+    assert str(logs.relative_to(tmp_path)) in text
 
 
 def test_a_second_interrupt_does_not_wait_for_what_is_in_flight(tmp_path: Path) -> None:

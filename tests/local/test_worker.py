@@ -12,7 +12,11 @@ import pytest
 from aiohttp import web
 
 from kuberoll_api.rolloutjob import RolloutJob, SimulatedEngine
-from kuberoll_workers.collection.journal import read_dropped, read_failures, read_trajectories, shard_name
+from kuberoll_workers.collection.records import dropped as read_dropped
+from kuberoll_workers.collection.records import failures as read_failures
+from kuberoll_workers.collection.records import shard_name
+from kuberoll_workers.collection.records import trajectories as read_trajectories
+from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.engines.simulated import Simulated
@@ -90,6 +94,10 @@ def job(**spec: Any) -> dict[str, Any]:
     }
 
 
+def job_turns(document: dict[str, Any]) -> bool:
+    return bool(document["spec"].get("rollout", {}).get("journalTurns", True))
+
+
 async def run(endpoint: Endpoint, output: Path, document: dict[str, Any], *, shards: int = 2) -> Progress:
     progress = Progress()
     RolloutJob.model_validate(document)
@@ -100,6 +108,7 @@ async def run(endpoint: Endpoint, output: Path, document: dict[str, Any], *, sha
         endpoint=endpoint.url,
         max_model_len=512,
         output=str(output),
+        turns=str(output) if job_turns(document) else None,
         shards=list(range(shards)),
         shard_count=shards,
     )
@@ -108,7 +117,9 @@ async def run(endpoint: Endpoint, output: Path, document: dict[str, Any], *, sha
 
 
 def stored(output: Path, shards: int = 2) -> dict[Any, TrajectoryRecord]:
-    records = [record for shard in range(shards) for record in read_trajectories(output / shard_name(shard))]
+    records = [
+        record for shard in range(shards) for record in read_trajectories(DirectoryStorage(output), shard_name(shard))
+    ]
     found = {record.key: record for record in records}
     assert len(found) == len(records)
     return found
@@ -193,7 +204,7 @@ async def test_what_the_machines_failed_goes_on_and_has_a_new_attempt(
     document = job(rollout={"retries": {"generationAttempts": 1}, "concurrency": 18})
     endpoint.refuses = lambda request: request.request_id.split("-")[3] == "3"
     await run(endpoint, output, document)
-    failures = list(read_failures(output / "failures.jsonl"))
+    failures = list(read_failures(DirectoryStorage(output)))
     assert {(failure.kind, failure.turn_count) for failure in failures} == {("infrastructure", 2)}
     endpoint.refuses = lambda request: False
     endpoint.requests.clear()
@@ -209,7 +220,7 @@ async def test_a_deadline_ends_a_turn_and_its_request(endpoint: Endpoint, output
     document = job(rollout={"timeouts": {"turnSeconds": 0.3}})
     endpoint.holds = lambda request: request.session_id == "0-0-0"
     progress = await run(endpoint, output, document)
-    (failure,) = read_failures(output / "failures.jsonl")
+    (failure,) = read_failures(DirectoryStorage(output))
     assert failure.cause == "the turn took longer than rollout.timeouts.turnSeconds (0.3 s)"
     assert (progress.trajectories, progress.failed) == (17, 1)
     await until(lambda: not endpoint.waiting)
@@ -223,7 +234,7 @@ async def test_oversampled_groups(endpoint: Endpoint, outputs: tuple[Path, Path]
     records = stored(output)
     assert len(records) == 18
     assert all(key.rollout_index != 1 for key in records)
-    dropped = list(read_dropped(output / "dropped.jsonl"))
+    dropped = list(read_dropped(DirectoryStorage(output)))
     assert len(dropped) == progress.dropped == 12
     assert {record.reason for record in dropped} == {"oversampled"}
     assert not (output / "turns").exists()
@@ -247,7 +258,7 @@ async def test_groups_of_equal_rewards_are_replaced_until_enough_are_kept(
     tasks = {key.task_index for key in expected}
     assert len(tasks) == 5
     assert all(len({sum(expected[key][1]) for key in expected if key.task_index == task}) > 1 for task in tasks)
-    assert {record.reason for record in read_dropped(whole / "dropped.jsonl")} == {"filtered"}
+    assert {record.reason for record in read_dropped(DirectoryStorage(whole))} == {"filtered"}
 
     # Stopped half-way and continued, it comes to the same groups.
     endpoint.requests.clear()
@@ -270,7 +281,7 @@ async def test_atomic_groups_are_stored_whole(endpoint: Endpoint, outputs: tuple
     endpoint.refuses = lambda request: request.session_id == "2-1-0"
     await run(endpoint, output, document)
     assert {key.task_index for key in stored(output)} == {0, 1, 3, 4, 5}
-    failures = {record.key: record for record in read_failures(output / "failures.jsonl")}
+    failures = {record.key: record for record in read_failures(DirectoryStorage(output))}
     assert {(key.task_index, key.rollout_index, record.stage) for key, record in failures.items()} == {
         (2, 0, "group"),
         (2, 1, "generation"),

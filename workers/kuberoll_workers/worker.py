@@ -23,20 +23,21 @@ from typing import Any, TextIO
 import msgspec
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.expansion import sample_groups, shard_of, share
+from kuberoll_workers.collection.expansion import sample_groups, share
 from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
-from kuberoll_workers.collection.journal import DROPPED, FAILURES, Journal, shard_name
-from kuberoll_workers.collection.run_state import RunState, goes_on, read_state
-from kuberoll_workers.collection.turn_log import TurnLog
+from kuberoll_workers.collection.parts import PartLimits
+from kuberoll_workers.collection.run_state import RunState
+from kuberoll_workers.collection.storage import open_storage
+from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.observations import ChatTemplateObservations, ObservationTemplate, RawObservations
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TurnRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.interface import SamplingParameters
+from kuberoll_workers.policy.interface import Policy, SamplingParameters
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.scheduling import run_groups
@@ -58,7 +59,8 @@ class WorkerConfig:
         tokenizer: Directory or hub id of the tokenizer.
         endpoint: Base URL of the policy.
         max_model_len: The engine's window, tokens.
-        output: The run's directory; must exist.
+        output: The run's directory, which must exist, or URI.
+        turns: Directory of the turn log; None: turns are not journaled.
         shards: The shards to run, out of `shard_count`.
     """
 
@@ -68,6 +70,7 @@ class WorkerConfig:
     endpoint: str
     max_model_len: int
     output: str
+    turns: str | None
     shards: list[int]
     shard_count: int
 
@@ -168,20 +171,31 @@ async def open_environments(job: RolloutJob) -> AsyncIterator[dict[str, Environm
         yield runners
 
 
-async def work(config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, progress: Progress) -> None:
+async def work(
+    config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, progress: Progress, policy: Policy | None = None
+) -> None:
     """Run the config's shards to their end, or until drained.
 
     Args:
         progress: Counted up as trajectories are stored.
+        policy: Answers instead of the endpoint.
 
     Raises:
-        DatasetError, TemplateRefused, RecordError, OSError: The inputs or the output cannot be used.
+        DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
     """
     job = RolloutJob.model_validate(config.job)
     tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
     seeded = job.spec.dataset.seed_per_repeat
     async with AsyncExitStack() as stack:
-        store = _Store(config, job, metrics, progress)
+        store = ResultStore(
+            open_storage(config.output, parts=part_limits(job)),
+            shards=config.shards,
+            shard_count=config.shard_count,
+            repeats=repeats_of(job),
+            turns=None if config.turns is None else Path(config.turns),
+            seconds=metrics.journal_seconds,
+            stored=progress.add,
+        )
         stack.push_async_callback(store.close)
         progress.resumed = len(store.state.stored) + len(store.state.filtered)
         groups = sample_groups(
@@ -193,7 +207,9 @@ async def work(config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, p
             seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
         )
         environments = await stack.enter_async_context(open_environments(job))
-        policy = await stack.enter_async_context(ServeClient(config.endpoint, limit=job.spec.rollout.concurrency))
+        if policy is None:
+            client = ServeClient(config.endpoint, limit=job.spec.rollout.concurrency)
+            policy = await stack.enter_async_context(client)
         rollout = Rollout(
             policy=policy,
             environments=environments,
@@ -204,6 +220,14 @@ async def work(config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, p
             turn_sink=store.turn if store.logs else None,
         )
         await run_groups(rollout, groups, store.result, policy=group_policy(config, job, store.state), drain=drain)
+    if not drain.is_set():
+        await store.finalize(parquet=job.spec.output.format == "Parquet")
+
+
+def part_limits(job: RolloutJob) -> PartLimits:
+    """How the job's journals are written to an object store."""
+    parts = job.spec.output.parts
+    return PartLimits(max_bytes=parts.max_bytes, max_seconds=parts.max_seconds)
 
 
 def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> ObservationTemplate:
@@ -230,49 +254,6 @@ def group_policy(config: WorkerConfig, job: RolloutJob, state: RunState) -> Grou
         drop_budget=budget,
         wanted=wanted,
     )
-
-
-class _Store:
-    """Where results and turns go: a journal for each shard, and for what failed or was dropped."""
-
-    def __init__(self, config: WorkerConfig, job: RolloutJob, metrics: RolloutMetrics, progress: Progress) -> None:
-        output = Path(config.output)
-        seconds = metrics.journal_seconds
-        self._shard_count = config.shard_count
-        self._progress = progress
-        self._shards = {shard: Journal(output / shard_name(shard), seconds=seconds) for shard in config.shards}
-        self._failures = Journal(output / FAILURES, seconds=seconds)
-        self._dropped = Journal(output / DROPPED, seconds=seconds)
-        journaled = config.shards if job.spec.rollout.journal_turns else ()
-        self.logs = {shard: TurnLog(output, shard, seconds=seconds) for shard in journaled}
-        self.state = read_state(
-            output,
-            shards=config.shards,
-            shard_count=config.shard_count,
-            repeats=repeats_of(job),
-            logs=self.logs,
-        )
-
-    async def turn(self, turn: TurnRecord) -> None:
-        await self.logs[shard_of(turn.task_index, self._shard_count)].append(turn)
-
-    async def result(self, result: Result) -> None:
-        shard = shard_of(result.task_index, self._shard_count)
-        journal = self._shards[shard]
-        if isinstance(result, FailureRecord):
-            journal = self._failures
-        elif isinstance(result, DroppedRecord):
-            journal = self._dropped
-        await journal.append(result)
-        if self.logs and not (isinstance(result, FailureRecord) and goes_on(result)):
-            self.logs[shard].ended((result.key,))
-        self._progress.add(result)
-
-    async def close(self) -> None:
-        for journal in (*self._shards.values(), self._failures, self._dropped):
-            await journal.close()
-        for log in self.logs.values():
-            await log.close()
 
 
 async def _main(config: WorkerConfig, reports: TextIO) -> None:

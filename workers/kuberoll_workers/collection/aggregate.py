@@ -1,178 +1,243 @@
-"""The numbers of a run, computed from its files alone."""
+"""The numbers of a run, computed from its files alone. What they are is defined in docs/aggregates.md."""
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
-from kuberoll_workers.collection.journal import DROPPED, FAILURES, read_dropped, read_failures, read_trajectories
-from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
-from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.rollouts.tail import TailReport
+from kuberoll_workers.collection.aggregate_columns import MakeEnvironment, own_metrics
+from kuberoll_workers.collection.aggregate_environment import (
+    EnvironmentSummary,
+    Group,
+    Tasks,
+    summarize,
+    task_rows,
+)
+from kuberoll_workers.collection.aggregate_sources import Contents, Dropped, Failure, read_contents
+from kuberoll_workers.collection.aggregate_table import Frame, Table
+from kuberoll_workers.collection.run_directory import AGGREGATES, RunManifest
+from kuberoll_workers.collection.run_files import RunFiles
+from kuberoll_workers.data.record import TrajectoryKey
+from kuberoll_workers.rollouts.tail import Lot, TailReport
+
+__all__ = ["TASK_METRICS", "Aggregates", "EnvironmentSummary", "aggregate"]
+
+TASK_METRICS = "task_metrics.jsonl"
+_FORMAT = 2
 
 
-@dataclass(slots=True)
-class EnvironmentSummary:
-    """What one environment's trajectories came to.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregates:
+    """The numbers of a run.
 
     Attributes:
-        failures: Trajectories given up and not finished later, by cause.
-        metrics: The environment's own.
+        job: Its name; None without a manifest.
+        summaries: By environment, in the job's order; those that no manifest names after them, by name.
+        tail: Kept against dropped trajectories.
+        planned: Trajectories that the run is to come to; None without a manifest, or where it stops when it has
+            groups enough.
+        duplicates: Lines passed over because another line of the same trajectory counts.
     """
 
-    trajectories: int = 0
-    reward_sum: float = 0.0
-    reward_min: float | None = None
-    reward_max: float | None = None
-    turns: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    environment_tokens: int = 0
-    generation_seconds: float = 0.0
-    environment_seconds: float = 0.0
-    stop_reasons: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    job: str | None
+    summaries: Mapping[str, EnvironmentSummary]
+    tail: TailReport
+    planned: int | None
+    duplicates: int
+    _tasks: Mapping[str, Tasks]
+    _stop_reasons: Sequence[str]
 
     @property
-    def mean_reward(self) -> float | None:
-        """Mean total reward; None without trajectories."""
-        return self.reward_sum / self.trajectories if self.trajectories else None
+    def trajectories(self) -> int:
+        """Finished ones."""
+        return sum(summary.trajectories for summary in self.summaries.values())
 
     @property
-    def failed(self) -> int:
-        return self.failures.total()
+    def missing(self) -> int | None:
+        """Planned trajectories that are neither finished nor filtered out."""
+        if self.planned is None:
+            return None
+        return max(0, self.planned - self.trajectories - self.tail.filtered)
 
-    def add(self, record: TrajectoryRecord) -> None:
-        """Count one finished trajectory."""
-        reward = record.total_reward
-        self.trajectories += 1
-        self.reward_sum += reward
-        self.reward_min = reward if self.reward_min is None else min(self.reward_min, reward)
-        self.reward_max = reward if self.reward_max is None else max(self.reward_max, reward)
-        self.turns += record.turn_count
-        self.prompt_tokens += record.tokens.prompt
-        self.generated_tokens += record.tokens.generated
-        self.environment_tokens += record.tokens.environment
-        self.generation_seconds += sum(record.timing.generation_seconds)
-        self.environment_seconds += sum(record.timing.environment_seconds)
-        self.stop_reasons[record.stop_reason] += 1
-
-    def as_json(self) -> dict[str, Any]:
-        """The form in which it is stored."""
-        count = self.trajectories
-        return {
-            "trajectories": count,
-            "failed": self.failed,
-            "reward": {"mean": self.mean_reward, "min": self.reward_min, "max": self.reward_max},
-            "turns": {"total": self.turns, "mean": self.turns / count if count else None},
-            "tokens": {
-                "prompt": self.prompt_tokens,
-                "generated": self.generated_tokens,
-                "environment": self.environment_tokens,
-            },
-            "seconds": {"generation": self.generation_seconds, "environment": self.environment_seconds},
-            "stop_reasons": dict(sorted(self.stop_reasons.items())),
-            "failures": dict(sorted(self.failures.items())),
-            "environment_metrics": self.metrics,
+    def encode(self) -> bytes:
+        """The contents of `aggregate_metrics.json`."""
+        document = {
+            "format": _FORMAT,
+            "job": self.job,
+            "trajectories": self.trajectories,
+            "planned": self.planned,
+            "missing": self.missing,
+            "failed": sum(summary.failed for summary in self.summaries.values()),
+            "duplicates": self.duplicates,
+            "environments": {name: summary.as_json() for name, summary in self.summaries.items()},
+            "tail": self.tail.as_json() if self.tail.dropped else None,
         }
+        # orjson writes what is not finite as null.
+        options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        return orjson.dumps(document, default=_plain, option=options | orjson.OPT_APPEND_NEWLINE)
+
+    def task_lines(self) -> Iterator[bytes]:
+        """The lines of `task_metrics.jsonl`, made as they are asked for."""
+        for name, tasks in self._tasks.items():
+            success = self.summaries[name].success
+            threshold = None if success is None else success.threshold
+            for row in task_rows(tasks, environment=name, stop_reasons=self._stop_reasons, threshold=threshold):
+                yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+
+    def write_beside(self, run: RunFiles) -> list[str]:
+        """Write both files beside those of a run; where they are.
+
+        Where every task has one trajectory, what is said by task is in the trajectories, and only the first is written.
+        """
+        if all(len(summary.repeats) <= 1 for summary in self.summaries.values()):
+            return [run.write(AGGREGATES, self.encode())]
+        with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+            tasks = Path(directory) / TASK_METRICS
+            write_lines(tasks, self.task_lines())
+            where = run.storage.upload(TASK_METRICS, tasks)
+        return [run.write(AGGREGATES, self.encode()), where]
 
 
-def summarize(
-    directory: Path, environments: Iterable[str], make: Callable[[str], EnvironmentInterface]
-) -> dict[str, EnvironmentSummary]:
-    """Summaries of a run by environment, in the job's order.
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write lines as they come."""
+    with path.open("wb") as file:
+        file.writelines(lines)
+
+
+def aggregate(
+    runs: Sequence[RunFiles],
+    *,
+    make: MakeEnvironment | None = None,
+    environments: Sequence[str] = (),
+    threshold: float | None = None,
+) -> Aggregates:
+    """Compute the numbers of one run.
+
+    Memory: some 100 bytes a trajectory, and what environments read of their columns.
 
     Args:
-        directory: The run's output.
-        environments: The names of the job's environments.
-        make: Makes one of them, for its own `global_post_process_and_metrics`.
+        runs: Where its trajectories are: one location, or several that hold parts of it.
+        make: Makes an environment, for its own metrics; None: they are not computed.
+        environments: Names of environments to tell of even where they have no trajectories, in order. Absent: those
+            of the manifest.
+        threshold: Rewards from here on are successes. None: from 1 on, where all rewards are 0 or 1; elsewhere there
+            is no success, and tries are measured by their rewards.
 
     Raises:
-        RecordError: A file holds something else than trajectories.
+        RunRefused: The locations are not of one run, or a manifest cannot be read.
+        RecordError: A line is not what it should be, with file and line.
     """
-    summaries = {name: EnvironmentSummary() for name in environments}
-    columns: dict[str, dict[str, list[Any]]] = {name: {} for name in summaries}
-    finished: set[TrajectoryKey] = set()
-    for shard in sorted(directory.glob("shard-*.jsonl")):
-        for record in read_trajectories(shard):
-            if record.key in finished:
-                continue
-            finished.add(record.key)
-            summaries[record.task_name].add(record)
-            _add_row(columns[record.task_name], record)
-    failures: dict[TrajectoryKey, FailureRecord] = {}
-    for failure in read_failures(directory / FAILURES):
-        if failure.key not in finished:
-            failures[failure.key] = failure
-    for failure in failures.values():
-        summaries[failure.task_name].failures[f"{failure.kind} ({failure.stage}): {failure.cause}"] += 1
-    for name, summary in summaries.items():
-        if summary.trajectories:
-            summary.metrics = _own_metrics(make, name, columns[name])
-    return summaries
+    contents = read_contents(runs)
+    manifest = contents.manifest
+    found = {
+        *contents.frames,
+        *(failure.environment for failure in contents.failures.values()),
+        *(dropped.environment for dropped in contents.dropped.values()),
+    }
+    named = [*environments] or _environments(manifest)
+    names = [*named, *sorted(found - set(named))]
+    groups = _groups(manifest)
+    tasks, summaries = {}, {}
+    for name in names:
+        failures = {key: failure for key, failure in contents.failures.items() if failure.environment == name}
+        tasks[name] = _tasks(contents.frames.get(name), failures, groups.get(name))
+        summaries[name] = summarize(
+            tasks[name],
+            stop_reasons=contents.stop_reasons,
+            threshold=threshold,
+            failures=Counter(f"{item.kind} ({item.stage}): {item.cause}" for item in failures.values()),
+            dropped=Counter(item.reason for item in contents.dropped.values() if item.environment == name),
+        )
+    if make is not None:
+        for name, metrics in own_metrics(contents, make).items():
+            summaries[name].metrics = metrics
+    return Aggregates(
+        job=None if manifest is None else manifest.job,
+        summaries=summaries,
+        tail=_tail(summaries.values(), contents),
+        planned=_planned(manifest),
+        duplicates=contents.duplicates,
+        _tasks=tasks,
+        _stop_reasons=contents.stop_reasons,
+    )
 
 
-def tail_report(directory: Path, summaries: Iterable[EnvironmentSummary]) -> TailReport:
-    """Kept against dropped trajectories of a run.
+def _tasks(frame: Frame | None, failures: Mapping[TrajectoryKey, Failure], group: Group | None) -> Tasks:
+    return Tasks(
+        _empty() if frame is None else frame,
+        np.array([key.task_index for key in failures], dtype=np.int64),
+        np.array([key.rollout_index for key in failures], dtype=np.int64),
+        group,
+    )
 
-    Args:
-        summaries: Of the trajectories that are kept.
 
-    Raises:
-        RecordError: The file of dropped ones holds something else.
-    """
+def _empty() -> Frame:
+    table = Table()
+    table.environments.append("")
+    return table.frames()[""]
+
+
+def _environments(manifest: RunManifest | None) -> list[str]:
+    if manifest is None:
+        return []
+    return [manifest.identity[f"environments[{number}].name"] for number in range(_environment_count(manifest))]
+
+
+def _environment_count(manifest: RunManifest) -> int:
+    return sum(key.startswith("environments[") and key.endswith("].name") for key in manifest.identity)
+
+
+def _groups(manifest: RunManifest | None) -> dict[str, Group]:
+    """How the manifest says that groups are made; nothing where it does not."""
+    groups: dict[str, Group] = {}
+    if manifest is None:
+        return groups
+    identity = manifest.identity
+    for place, name in enumerate(_environments(manifest)):
+        own = identity.get(f"environments[{place}].repeats")
+        repeats = identity.get("dataset.repeats") if own is None else own
+        if repeats is not None:
+            oversample = identity.get("rollout.groups.oversample") or 0
+            groups[name] = Group(repeats=repeats, begun=repeats + oversample)
+    return groups
+
+
+def _planned(manifest: RunManifest | None) -> int | None:
+    if manifest is None or manifest.identity.get("rollout.groups.wanted") is not None:
+        return None
+    planned: int | None = manifest.inputs.get("trajectories")
+    return planned
+
+
+def _tail(summaries: Iterable[EnvironmentSummary], contents: Contents) -> TailReport:
     report = TailReport()
-    for summary in summaries:
-        report.kept.trajectories += summary.trajectories
-        report.kept.turns += summary.turns
-        report.kept.generated_tokens += summary.generated_tokens
-        report.kept.reward += summary.reward_sum
-    for dropped in read_dropped(directory / DROPPED):
-        report.add(dropped)
+    kept = list(summaries)
+    report.kept.trajectories = sum(summary.trajectories for summary in kept)
+    report.kept.turns = sum(summary.turns for summary in kept)
+    report.kept.generated_tokens = sum(summary.generated_tokens for summary in kept)
+    report.kept.reward = math.fsum(summary.reward for summary in kept)
+    for reason in sorted({item.reason for item in contents.dropped.values()}):
+        lot = [item for item in contents.dropped.values() if item.reason == reason]
+        report.dropped[reason] = _lot(lot)
+    report.unfinished = sum(not item.finished for item in contents.dropped.values())
     return report
 
 
-def _own_metrics(
-    make: Callable[[str], EnvironmentInterface], name: str, columns: dict[str, list[Any]]
-) -> dict[str, Any]:
-    """What an environment says of its trajectories; where its code fails, that, and the other numbers stay."""
-    try:
-        return dict(make(name).global_post_process_and_metrics(columns)[1])
-    except Exception as error:
-        return {"error": f"global_post_process_and_metrics raised {type(error).__name__}: {error}"}
-
-
-def _add_row(columns: dict[str, list[Any]], record: TrajectoryRecord) -> None:
-    row = {
-        "message_log": [{"role": message.role, "content": message.content} for message in record.messages],
-        "extra_env_info": record.metadata,
-        "task_name": record.task_name,
-        "task_index": record.task_index,
-        "idx": record.idx,
-        "total_reward": record.total_reward,
-        "stop_reason": record.stop_reason,
-        "turn_count": record.turn_count,
-    }
-    for name, value in row.items():
-        columns.setdefault(name, []).append(value)
-
-
-def encode_summaries(job: str, summaries: dict[str, EnvironmentSummary], tail: TailReport) -> bytes:
-    """The contents of `aggregate_metrics.json`; `tail` is in it where something was dropped."""
-    document = {
-        "format": 1,
-        "job": job,
-        "environments": {name: summary.as_json() for name, summary in summaries.items()},
-        **({"tail": tail.as_json()} if tail.dropped else {}),
-    }
-    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    return orjson.dumps(document, default=_plain, option=options)
+def _lot(dropped: Sequence[Dropped]) -> Lot:
+    return Lot(
+        trajectories=len(dropped),
+        turns=sum(item.turns for item in dropped),
+        generated_tokens=sum(item.generated_tokens for item in dropped),
+        reward=math.fsum(item.reward for item in dropped),
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kuberoll_workers.collection.dataset import DatasetError, Row
+import orjson
+
+from kuberoll_workers.collection.rows import DatasetError, Place, Row
 from kuberoll_workers.collection.run_state import RunState
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
@@ -26,24 +29,75 @@ class PromptGroup:
     keep: int
 
 
+class _Tasks:
+    """The tasks met so far, some 150 bytes each: a million of them take 143 MB."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._ends = array("q")
+        # Of the task's first row, for rows that name their task: what it holds and where it is.
+        self._contents = array("Q")
+        self._sources = array("I")
+        self._positions = array("q")
+        self._source_numbers: dict[tuple[str, str], int] = {}
+
+    def number(self, row: Row) -> int:
+        """The row's task: by its `task_id` where it has one, else by its content.
+
+        Raises:
+            DatasetError: Another row of the same `task_id` has another content.
+        """
+        if row.task_id is None:
+            key, content = _digest(row.content, 16, b"content"), 0
+        else:
+            key, content = _digest(orjson.dumps(row.task_id), 16, b"task_id"), _digest(row.content, 8, b"content")
+        number = self._numbers.setdefault(key, len(self._ends))
+        if number == len(self._ends):
+            self._ends.append(0)
+            self._contents.append(content)
+            source = (row.place.before, row.place.after)
+            self._sources.append(self._source_numbers.setdefault(source, len(self._source_numbers)))
+            self._positions.append(row.place.number)
+        elif self._contents[number] != content:
+            raise DatasetError(
+                f"{row.where}: task_id: {row.task_id!r} is the task of {self._place(number)} already, and that row has "
+                "another content; rows of one task are equal. Give one of them another task_id (Gym: _ng_task_index)"
+            )
+        return number
+
+    def take(self, number: int, count: int) -> range:
+        """The next `count` rollout indexes of a task."""
+        begun = self._ends[number]
+        self._ends[number] = begun + count
+        return range(begun, begun + count)
+
+    def _place(self, number: int) -> Place:
+        before, after = list(self._source_numbers)[self._sources[number]]
+        return Place(before, self._positions[number], after)
+
+
+def _digest(data: bytes, size: int, kind: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=size, person=kind).digest(), "little")
+
+
 def expand(rows: Iterable[Row], repeats: Mapping[str, int], *, oversample: int = 0) -> Iterator[PromptGroup]:
     """Number tasks and rollouts; all samples of a row come together (order aabbcc).
 
-    Rows of the same content are the same task, wherever they stand; a duplicate continues the numbering of its
-    rollouts. Memory: about 100 bytes a task.
+    Rows of the same `task_id`, or without one of the same content, are the same task, wherever they stand; a
+    duplicate continues the numbering of its rollouts. Memory: some 150 bytes a task.
 
     Args:
         repeats: Samples per row, by task name.
         oversample: Samples of each row beyond those.
+
+    Raises:
+        DatasetError: Rows of one `task_id` differ.
     """
-    tasks: dict[bytes, tuple[int, int]] = {}
+    tasks = _Tasks()
     for row in rows:
-        digest = hashlib.blake2b(row.content, digest_size=16).digest()
-        index, begun = tasks.get(digest, (len(tasks), 0))
+        task = tasks.number(row)
         count = repeats[row.task_name]
-        end = begun + count + oversample
-        tasks[digest] = (index, end)
-        yield PromptGroup(row, index, range(begun, end), count)
+        yield PromptGroup(row, task, tasks.take(task, count + oversample), count)
 
 
 def shard_of(task_index: int, shards: int) -> int:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.dataset import DatasetError, EnvironmentSource, Row, read_rows
+from kuberoll_workers.collection.dataset import EnvironmentSource, read_rows
 from kuberoll_workers.collection.expansion import PromptGroup, expand
+from kuberoll_workers.collection.rows import DatasetError, Row
+
+_ROWS_AHEAD = 256
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSummary:
-    """What a dataset comes to: counts, and a digest of all rows in order."""
+    """What a dataset comes to: counts, and a digest of what all rows say, in order, in whatever container they are."""
 
     rows: int
     trajectories: int
@@ -30,6 +38,8 @@ class InputSummary:
 def prompt_groups(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Iterator[PromptGroup]:
     """All prompt groups of a job in order; the same ones in every process that asks.
 
+    Files are read in a thread, some rows ahead: who takes the groups on an event loop does not wait for a network.
+
     Args:
         base: The manifest's directory.
         environment: Makes an environment by name, where rows are generated.
@@ -38,7 +48,51 @@ def prompt_groups(job: RolloutJob, *, base: Path, environment: EnvironmentSource
         DatasetError: A row is not usable.
     """
     oversample = job.spec.rollout.groups.oversample
-    return expand(_rows(job, base, environment), repeats_of(job), oversample=oversample)
+    rows: Iterator[Row] = _rows(job, base, environment)
+    source = job.spec.dataset.source
+    if source.uri is not None or source.huggingface is not None:
+        rows = read_ahead(rows, _ROWS_AHEAD)
+    return expand(rows, repeats_of(job), oversample=oversample)
+
+
+def read_ahead(items: Iterator[_Item], count: int) -> Generator[_Item]:
+    """The same items in the same order, taken in a thread of its own, at most `count` and one before they are wanted.
+
+    What `items` raises is raised in its place. The thread ends with the generator.
+    """
+    ready: queue.Queue[_Item | _End] = queue.Queue(count)
+    stop = threading.Event()
+
+    def take() -> None:
+        error: BaseException | None = None
+        try:
+            for item in items:
+                ready.put(item)
+                if stop.is_set():
+                    return
+        except BaseException as raised:
+            error = raised
+        ready.put(_End(error))
+
+    thread = threading.Thread(target=take, name="kuberoll-rows", daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := ready.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        stop.set()
+        # The thread may be waiting for a place; what it adds after that finds one.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ready.get_nowait()
+        thread.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: BaseException | None
 
 
 def repeats_of(job: RolloutJob) -> dict[str, int]:

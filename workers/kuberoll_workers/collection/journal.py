@@ -9,22 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from kuberoll_workers.data.record import (
-    AnyRecord,
-    DroppedRecord,
-    FailureRecord,
-    TrajectoryRecord,
-    decode_line,
-    encode_line,
-)
-
-FAILURES = "failures.jsonl"
-DROPPED = "dropped.jsonl"
-
-
-def shard_name(shard: int) -> str:
-    """File name of a shard."""
-    return f"shard-{shard:05d}.jsonl"
+from kuberoll_workers.data.record import AnyRecord, encode_line
 
 
 class Observes(Protocol):
@@ -33,7 +18,44 @@ class Observes(Protocol):
     def observe(self, amount: float) -> None: ...
 
 
-class Journal:
+class JournalBroken(OSError):
+    """A record could not be written; nothing more is."""
+
+
+class Journal(Protocol):
+    """Takes records, each of which counts when it is durable."""
+
+    async def append(self, record: AnyRecord) -> None:
+        """Store one record; returns when it is durable.
+
+        Raises:
+            OSError: It could not be written.
+            TypeError: The record holds something that JSON has no form for.
+        """
+        ...
+
+    def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
+        """Have one record stored soon.
+
+        Returns:
+            What is done when it is durable, for several callers the same one; and the bytes of the line.
+
+        Raises:
+            JournalBroken: An earlier record could not be written.
+            TypeError: The record holds something that JSON has no form for.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finish what is being written.
+
+        Raises:
+            JournalBroken: Something could not be written.
+        """
+        ...
+
+
+class FileJournal:
     """One append-only file of lines.
 
     Lines that arrive while a write is being synced go to disk together with the next sync (group commit): a slow
@@ -58,27 +80,14 @@ class Journal:
         self._writer: asyncio.Task[None] | None = None
 
     async def append(self, record: AnyRecord) -> None:
-        """Store one record; returns when it is on disk.
-
-        Raises:
-            OSError: It could not be written.
-            TypeError: The record holds something that JSON has no form for.
-        """
+        """Store one record; returns when it is on disk."""
         # Shielded: others wait for the same future.
         await asyncio.shield(self.add(record)[0])
 
     def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
-        """Have one record stored soon.
-
-        Returns:
-            What is done when it is on disk, for several callers the same one; and the bytes of the line.
-
-        Raises:
-            OSError: An earlier record could not be written.
-            TypeError: The record holds something that JSON has no form for.
-        """
+        """Have one record stored soon; see `Journal.add`."""
         if self._broken is not None:
-            raise OSError(f"{self._path}: {self._broken}") from self._broken
+            raise JournalBroken(f"{self._path}: {self._broken}") from self._broken
         line = encode_line(record)
         self._pending.append(line)
         if self._written is None:
@@ -98,17 +107,24 @@ class Journal:
                 await asyncio.to_thread(self._write_and_sync, lines)
             except BaseException as error:
                 self._broken = error
-                written.set_exception(error)
+                written.set_exception(JournalBroken(f"{self._path}: {error}"))
                 raise
             self._seconds.observe(time.perf_counter() - started)
             written.set_result(None)
 
     async def close(self) -> None:
-        """Finish what is being written and close the file."""
+        """Finish what is being written and close the file.
+
+        Raises:
+            JournalBroken: Something could not be written.
+        """
         if self._writer is not None:
             await asyncio.gather(self._writer, return_exceptions=True)
         if self._file is not None:
             os.close(self._file)
+            self._file = None
+        if self._broken is not None:
+            raise JournalBroken(f"{self._path}: {self._broken}") from self._broken
 
     def _write_and_sync(self, data: bytes) -> None:
         if self._file is None:
@@ -157,41 +173,23 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
-    """The records of one shard, in the order in which they were finished; streamed.
-
-    Raises:
-        RecordError: A line is not a trajectory, with file and line. A torn last line is passed over.
-    """
-    for where, line in whole_lines(path):
-        yield decode_line(line, TrajectoryRecord, where=where)
-
-
-def read_failures(path: Path) -> Iterator[FailureRecord]:
-    """The failures of a run; none where there is no file.
-
-    Raises:
-        RecordError: A line is not a failure, with file and line.
-    """
-    for where, line in whole_lines(path):
-        yield decode_line(line, FailureRecord, where=where)
-
-
-def read_dropped(path: Path) -> Iterator[DroppedRecord]:
-    """The trajectories of a run that were not wanted; none where there is no file.
-
-    Raises:
-        RecordError: A line is not a dropped trajectory, with file and line.
-    """
-    for where, line in whole_lines(path):
-        yield decode_line(line, DroppedRecord, where=where)
-
-
 def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """The lines of a file and where they are, `file:line`; blank ones and a torn last one are passed over."""
     if not path.exists():
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # some editors write one
             if line.endswith(b"\n") and line.strip():
                 yield f"{path}:{number}", line
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: a reader, or a crash, sees the old contents or the new."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
 from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection.storage import Storage, StorageError
 
 MANIFEST = "manifest.json"
 AGGREGATES = "aggregate_metrics.json"
-_LOCK = ".lock"
 _FORMAT = 1
 
 
@@ -34,6 +31,7 @@ class RunManifest:
         identity: The settings that trajectories depend on, flattened to `path: value`. How many workers, how many
             at once, which endpoint, how patient: none of that is in it.
         inputs: The dataset: `rows`, `trajectories`, `digest` of all rows in order.
+        forced: What was changed between its parts, where somebody insisted.
     """
 
     format: int
@@ -43,6 +41,7 @@ class RunManifest:
     identity: dict[str, Any]
     inputs: dict[str, Any]
     versions: dict[str, str]
+    forced: list[str] = field(default_factory=list)
 
 
 def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> RunManifest:
@@ -97,14 +96,17 @@ def _short(value: Any) -> str:
 
 
 class RunDirectory:
-    """An output directory, held by one run at a time."""
+    """A run's output, held by one run at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock: int | None = None
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
 
-    def open(self, manifest: RunManifest, *, resume: bool) -> bool:
-        """Lock the directory and see that it fits the run; what is there already is never removed or changed.
+    def open(self, manifest: RunManifest, *, resume: bool, force: bool = False) -> bool:
+        """Lock the place and see that it fits the run; what is there already is never removed or changed.
+
+        Args:
+            force: Continue a run although it is another one by now; its manifest then is this run's, and tells what
+                was changed.
 
         Returns:
             Whether an earlier part of the same run is there.
@@ -112,69 +114,57 @@ class RunDirectory:
         Raises:
             RunRefused: Another run holds it, it has other contents, or an earlier run differs or was not to be resumed.
         """
+        where = self.storage.location
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunRefused(f"{self.path}: cannot be made: {error.strerror}") from error
-        self._take_lock()
-        old = read_manifest(self.path)
+            self.storage.lock()
+        except StorageError as error:
+            raise RunRefused(str(error)) from error
+        old = read_manifest(self.storage)
         if old is None:
-            if any(self.path.glob("shard-*")) or any(self.path.glob("failures*")):
+            if self.storage.shards():
                 raise RunRefused(
-                    f"{self.path} has trajectories but no {MANIFEST}, so nothing says what made them: "
+                    f"{where} has trajectories but no {MANIFEST}, so nothing says what made them: "
                     "choose another --output"
                 )
-            write_atomically(self.path / MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+            self._write(manifest)
             return False
         if not resume:
             raise RunRefused(
-                f"{self.path} holds a run of {old.created} already: continue it with --resume, "
-                "or choose another --output"
+                f"{where} holds a run of {old.created} already: continue it with --resume, or choose another --output"
             )
         changed = differences(old, manifest)
-        if changed:
-            lines = "\n  ".join(changed)
+        if not changed:
+            return True
+        lines = "\n  ".join(changed)
+        # What was run under another number of shards would be looked for in the wrong ones.
+        if not force or old.shards != manifest.shards:
             raise RunRefused(
-                f"{self.path} holds another run than this one, and their trajectories must not be mixed:\n  {lines}\n"
-                "Undo the change to resume, or choose another --output"
+                f"{where} holds another run than this one, and their trajectories must not be mixed:\n  {lines}\n"
+                "Undo the change to resume, choose another --output"
+                + ("" if old.shards != manifest.shards else ", or mix them all the same with --force")
             )
+        manifest.created = old.created
+        manifest.forced = [*old.forced, *changed]
+        self._write(manifest)
         return True
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise RunRefused(f"{self.path} is in use by another run: wait for it or choose another --output") from error
-
     def close(self) -> None:
-        """Let go of the lock; the kernel does so too when the process dies."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Let go of the lock."""
+        self.storage.unlock()
+
+    def _write(self, manifest: RunManifest) -> None:
+        self.storage.write(MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
 
-def read_manifest(directory: Path) -> RunManifest | None:
+def read_manifest(storage: Storage) -> RunManifest | None:
     """The manifest of a run; None where there is none.
 
     Raises:
         RunRefused: It cannot be read.
     """
-    path = directory / MANIFEST
+    where = storage.where(MANIFEST)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunManifest)
-    except FileNotFoundError:
-        return None
+        contents = storage.read(MANIFEST)
+        return None if contents is None else msgspec.json.decode(contents, type=RunManifest)
     except (OSError, msgspec.DecodeError) as error:
-        raise RunRefused(f"{path}: not a run's manifest: {error}; choose another --output") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: a reader, or a crash, sees the old contents or the new."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+        raise RunRefused(f"{where}: not a run's manifest: {error}; choose another --output") from error

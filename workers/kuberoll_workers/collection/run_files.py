@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from kuberoll_workers.collection.journal import (
-    DROPPED,
-    FAILURES,
-    read_dropped,
-    read_failures,
-    read_trajectories,
-)
-from kuberoll_workers.collection.run_directory import MANIFEST, RunManifest, read_manifest, write_atomically
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.keys import KeySet
+from kuberoll_workers.collection.run_directory import MANIFEST, RunManifest, read_manifest
+from kuberoll_workers.collection.storage import StorageError, open_storage
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 
 
 class NotARun(ValueError):
@@ -24,7 +19,8 @@ class RunFiles:
     """The output of a run, for reading.
 
     Attributes:
-        location: The directory, as it was given.
+        location: The directory or URI, as it was given.
+        storage: What is behind it.
         duplicates: Lines passed over because their trajectory was there already, of what has been read so far.
     """
 
@@ -36,14 +32,18 @@ class RunFiles:
         """
         self.location = location
         self.duplicates = 0
-        self._directory = Path(location)
-        if not self._directory.is_dir():
-            raise NotARun(f"{location}: there is no such directory; name the output directory of a run")
-        if not self._shards() and not (self._directory / MANIFEST).exists():
-            raise NotARun(f"{location}: holds neither {MANIFEST} nor shard-*.jsonl: it is not a run's output")
-
-    def _shards(self) -> list[Path]:
-        return sorted(self._directory.glob("shard-*.jsonl"))
+        try:
+            self.storage = open_storage(location)
+            shards, manifest = self.storage.shards(), self.storage.read(MANIFEST)
+        except StorageError as error:
+            raise NotARun(str(error)) from error
+        except Exception as error:
+            # Every object store's library raises its own kinds: no such bucket, no credentials, no network.
+            raise NotARun(f"{location}: {type(error).__name__}: {error}") from error
+        if not shards and manifest is None:
+            raise NotARun(
+                f"{location}: there is neither {MANIFEST} nor shard-*.jsonl there: name the output directory of a run"
+            )
 
     def trajectories(self) -> Iterator[TrajectoryRecord]:
         """All finished trajectories, shard by shard, each once; streamed.
@@ -51,9 +51,9 @@ class RunFiles:
         Raises:
             RecordError: A line is not a trajectory, with file and line.
         """
-        seen: set[TrajectoryKey] = set()
-        for shard in self._shards():
-            for record in read_trajectories(shard):
+        seen = KeySet()
+        for shard in self.storage.shards():
+            for record in records.trajectories(self.storage, shard):
                 if record.key in seen:
                     self.duplicates += 1
                     continue
@@ -62,11 +62,11 @@ class RunFiles:
 
     def failures(self) -> Iterator[FailureRecord]:
         """All failures, those of trajectories that were finished later included, oldest first."""
-        yield from read_failures(self._directory / FAILURES)
+        yield from records.failures(self.storage)
 
     def dropped(self) -> Iterator[DroppedRecord]:
         """All trajectories that were not wanted."""
-        yield from read_dropped(self._directory / DROPPED)
+        yield from records.dropped(self.storage)
 
     def manifest(self) -> RunManifest | None:
         """What the run is; None for trajectories without a manifest.
@@ -74,10 +74,8 @@ class RunFiles:
         Raises:
             RunRefused: It cannot be read.
         """
-        return read_manifest(self._directory)
+        return read_manifest(self.storage)
 
     def write(self, name: str, data: bytes) -> str:
         """Write a file beside the run's, as a whole; where it is."""
-        path = self._directory / name
-        write_atomically(path, data)
-        return str(path)
+        return self.storage.write(name, data)

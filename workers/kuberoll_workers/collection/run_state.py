@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from kuberoll_workers.collection.journal import (
-    DROPPED,
-    FAILURES,
-    read_dropped,
-    read_failures,
-    read_trajectories,
-    shard_name,
-)
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.keys import KeySet
+from kuberoll_workers.collection.storage import Storage
 from kuberoll_workers.collection.turn_log import TurnLog
-from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryKey
+from kuberoll_workers.data.record import FailureRecord, Partial, RecordError, TrajectoryKey, TrajectoryRecord
 
 
 def goes_on(failure: FailureRecord) -> bool:
@@ -36,12 +30,14 @@ class RunState:
         stored: Finished trajectories.
         filtered: Trajectories of groups that were filtered out.
         attempts: The number of the next attempt, of trajectories that failed.
+        duplicates: Lines of trajectories that were there already.
         groups_kept, groups_filtered: Whole groups among `stored` and `filtered`.
     """
 
-    stored: set[TrajectoryKey] = field(default_factory=set)
-    filtered: set[TrajectoryKey] = field(default_factory=set)
+    stored: KeySet = field(default_factory=KeySet)
+    filtered: KeySet = field(default_factory=KeySet)
     attempts: dict[TrajectoryKey, int] = field(default_factory=dict)
+    duplicates: int = 0
     groups_kept: int = 0
     groups_filtered: int = 0
     _logs: Mapping[int, TurnLog] = field(default_factory=dict)
@@ -54,14 +50,14 @@ class RunState:
 
 
 def read_state(
-    output: Path,
+    storage: Storage,
     *,
     shards: Collection[int],
     shard_count: int,
     repeats: Mapping[str, int],
     logs: Mapping[int, TurnLog],
 ) -> RunState:
-    """Read what a run's directory holds of some shards.
+    """Read what a run's storage holds of some shards.
 
     Args:
         repeats: Samples of a whole group, by environment.
@@ -73,24 +69,43 @@ def read_state(
     state = RunState(_logs=logs, _shard_count=shard_count)
     of_task: Counter[tuple[int, str]] = Counter()
     for shard in shards:
-        for record in read_trajectories(output / shard_name(shard)):
-            if record.key not in state.stored:
+        for where, record in records.located_trajectories(storage, records.shard_name(shard)):
+            _refuse_foreign(record, where, shard=shard, shard_count=shard_count, task_names=repeats)
+            if record.key in state.stored:
+                state.duplicates += 1
+            else:
                 state.stored.add(record.key)
                 of_task[record.task_index, record.task_name] += 1
     state.groups_kept = sum(count // repeats[name] for (_, name), count in of_task.items())
     of_task.clear()
     mine = frozenset(shards)
-    for dropped in read_dropped(output / DROPPED):
+    for dropped in records.dropped(storage):
         of_mine = dropped.task_index % shard_count in mine
         if of_mine and dropped.reason == "filtered" and dropped.key not in state.filtered:
             state.filtered.add(dropped.key)
             of_task[dropped.task_index, dropped.task_name] += 1
     state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in of_task.items())
-    useless = [*state.stored, *state.filtered]
-    for failure in read_failures(output / FAILURES):
+    useless: set[TrajectoryKey] = set()
+    for failure in records.failures(storage):
         state.attempts[failure.key] = failure.attempt + 1
         if not goes_on(failure):
-            useless.append(failure.key)
+            useless.add(failure.key)
     for log in logs.values():
-        log.ended(useless)
+        log.ended(key for key in log.trajectories() if key in useless or key in state.stored or key in state.filtered)
     return state
+
+
+def _refuse_foreign(
+    record: TrajectoryRecord, where: str, *, shard: int, shard_count: int, task_names: Collection[str]
+) -> None:
+    own = record.task_index % shard_count
+    if own != shard:
+        raise RecordError(
+            f"{where}: task_index {record.task_index} belongs into {records.shard_name(own)} of {shard_count}: "
+            "files of runs must not be renamed or put together; merge what they hold with `kuberoll aggregate`"
+        )
+    if record.task_name not in task_names:
+        raise RecordError(
+            f"{where}: task_name {record.task_name!r} is none of the job's environments ({', '.join(task_names)}): "
+            "the line is of another run; move the file away and resume, or choose another --output"
+        )

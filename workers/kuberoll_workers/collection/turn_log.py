@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kuberoll_workers.collection.journal import Journal, Observes, whole_lines
+from kuberoll_workers.collection.journal import FileJournal, Observes, whole_lines
 from kuberoll_workers.data.record import Partial, TrajectoryKey, TurnRecord, decode_line
 
 DIRECTORY = "turns"
@@ -48,7 +48,7 @@ class TurnLog:
         self._seconds = seconds
         self._segment_bytes = segment_bytes
         self._segments: list[_Segment] = []
-        self._journal: Journal | None = None
+        self._journal: FileJournal | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._pending = 0
         self.partials: dict[TrajectoryKey, Partial] = {}
@@ -83,6 +83,10 @@ class TurnLog:
         if self._pending > _PENDING_BYTES:
             await asyncio.shield(written)
 
+    def trajectories(self) -> set[TrajectoryKey]:
+        """Trajectories that have turns in the log."""
+        return {key for segment in self._segments for key in segment.keys}
+
     def ended(self, keys: Iterable[TrajectoryKey]) -> None:
         """Nobody needs the turns of these trajectories any more: they are stored, or are not to be gone on with."""
         for key in keys:
@@ -105,7 +109,7 @@ class TurnLog:
             # Gone with its last file; other shards may have theirs in it.
             self._directory.rmdir()
 
-    def _current(self) -> tuple[Journal, _Segment]:
+    def _current(self) -> tuple[FileJournal, _Segment]:
         if self._journal is not None and self._segments[-1].size < self._segment_bytes:
             return self._journal, self._segments[-1]
         self._retire()
@@ -113,7 +117,7 @@ class TurnLog:
         number = 1 + max((int(s.path.stem.rpartition("-")[2]) for s in self._segments), default=0)
         segment = _Segment(self._directory / f"shard-{self._shard:05d}-{number:06d}.jsonl", written=False)
         self._segments.append(segment)
-        self._journal = Journal(segment.path, seconds=self._seconds, sync=False)
+        self._journal = FileJournal(segment.path, seconds=self._seconds, sync=False)
         return self._journal, segment
 
     def _retire(self) -> None:
@@ -123,7 +127,7 @@ class TurnLog:
             closing.add_done_callback(self._closing.discard)
             self._journal = None
 
-    async def _finish(self, journal: Journal, segment: _Segment) -> None:
+    async def _finish(self, journal: FileJournal, segment: _Segment) -> None:
         await journal.close()
         segment.written = True
         self._sweep()

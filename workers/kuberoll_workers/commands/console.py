@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -129,8 +130,8 @@ def clock(seconds: float) -> str:
 def _print_result(console: Console, result: RunResult) -> None:
     if result.summaries:
         console.print(_table(result.summaries))
-        causes = {cause: count for summary in result.summaries.values() for cause, count in summary.failures.items()}
-        for cause, count in sorted(causes.items(), key=lambda item: -item[1])[:5]:
+        causes = sum((Counter(summary.failures) for summary in result.summaries.values()), Counter[str]())
+        for cause, count in causes.most_common(5):
             console.print(Text(f"{count} failed: {cause[:300]}", style="yellow"), soft_wrap=True)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
@@ -138,10 +139,19 @@ def _print_result(console: Console, result: RunResult) -> None:
         console.print(Text(dropped(result.tail)), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:
         console.print(Text(_turns(result.totals)), soft_wrap=True)
-    for path in result.files:
+    for path in few(result.files):
         console.print(Text(f"  {path}"), soft_wrap=True)
     if result.problem:
         console.print(Text(result.problem, style="bold red"), soft_wrap=True)
+
+
+def few(files: Sequence[str]) -> list[str]:
+    """The files of a run in few lines: many shards are one."""
+    shards = [path for path in files if "/shard-" in path]
+    others = [path for path in files if "/shard-" not in path]
+    if len(shards) > 3:
+        shards = [f"{shards[0]} and {len(shards) - 1} more shards"]
+    return [*shards, *others]
 
 
 def _turns(totals: Totals) -> str:

@@ -14,11 +14,10 @@ DEFAULT_METRICS_PORT = 9464
 
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="Directory of the run.  [default: output.uri, or runs/<job>]"
-)
+@click.option("--output", metavar="DIR|URI", help="Where the run's files go.  [default: output.uri, or runs/<job>]")
 @click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output directory.")
+@click.option("--force", is_flag=True, help="With --resume: continue although dataset or settings were changed since.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
@@ -26,7 +25,9 @@ DEFAULT_METRICS_PORT = 9464
     show_default=True,
     help="Port of /metrics while it runs; 0: any free one.",
 )
-def run(manifest: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, metrics_port: int) -> None:
+def run(
+    manifest: Path, output: str | None, overrides: tuple[str, ...], resume: bool, force: bool, metrics_port: int
+) -> None:
     """Run the RolloutJob in MANIFEST on this machine.
 
     Ctrl-C finishes the trajectories in flight and leaves a run that --resume continues; a second Ctrl-C stops at
@@ -47,8 +48,9 @@ def run(manifest: Path, output: Path | None, overrides: tuple[str, ...], resume:
 
     options = RunOptions(
         base=manifest.parent,
-        output=output or Path(job.spec.output.uri or f"runs/{job.metadata.name}"),
+        output=output or job.spec.output.uri or f"runs/{job.metadata.name}",
         resume=resume,
+        force=force,
         metrics_port=metrics_port,
     )
     reporter = reporter_for(Console(highlight=False))

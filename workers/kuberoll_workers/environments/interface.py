@@ -135,8 +135,9 @@ class EnvironmentInterface(abc.ABC):
         """Called once, after the run, with all finished trajectories of this environment.
 
         Args:
-            batch: A mapping of columns: `message_log`, `extra_env_info`, `task_name`, `idx`, `total_reward`,
-                `stop_reason`, `turn_count`; one entry per trajectory.
+            batch: A mutable mapping of columns, by task and rollout index: `message_log`, `extra_env_info`, `idx`,
+                `answer` (these are read when they are asked for), `task_name`, `task_index`, `rollout_index`,
+                `total_reward`, `stop_reason`, `turn_count`; one entry per trajectory.
 
         Returns:
             The batch (changed or not) and the environment's own metrics.

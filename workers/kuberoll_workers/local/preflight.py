@@ -10,6 +10,7 @@ from pathlib import Path
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.dataset import DatasetError
 from kuberoll_workers.collection.inputs import InputSummary, scan
+from kuberoll_workers.collection.tracking import TrackingUnavailable, check_tracking
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
@@ -54,6 +55,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     """
     _check_packages(job)
     _check_environments(job)
+    _check_tracking(job)
     model = job.spec.generation.model
     source = _locate("spec.generation.model.source", model.source, base, ("config.json",))
     tokenizer = _locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES)
@@ -73,6 +75,13 @@ def _check_packages(job: RolloutJob) -> None:
             "spec.generation.engine: vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, "
             "without a GPU, `make install`; or set engine: Simulated for a dry run"
         )
+
+
+def _check_tracking(job: RolloutJob) -> None:
+    try:
+        check_tracking(job)
+    except TrackingUnavailable as error:
+        raise Refused(str(error)) from error
 
 
 def _check_observations(job: RolloutJob, tokenizer: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from kuberoll_workers.collection.aggregate import EnvironmentSummary
@@ -57,7 +56,7 @@ class RunResult:
     totals: Totals | None = None
     tail: TailReport = field(default_factory=TailReport)
     seconds: dict[str, float] = field(default_factory=dict)
-    files: list[Path] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
 
 class Reporter(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
@@ -19,17 +20,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.aggregate import EnvironmentSummary, encode_summaries, summarize, tail_report
+from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.inputs import repeats_of
-from kuberoll_workers.collection.journal import DROPPED, FAILURES
+from kuberoll_workers.collection.records import FAILURES
 from kuberoll_workers.collection.run_directory import (
-    AGGREGATES,
-    MANIFEST,
     RunDirectory,
     RunRefused,
     new_manifest,
-    write_atomically,
 )
+from kuberoll_workers.collection.run_files import RunFiles
+from kuberoll_workers.collection.storage import DirectoryStorage, Storage, StorageError, open_storage
+from kuberoll_workers.collection.tracking import log_run
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
@@ -53,13 +54,15 @@ class RunOptions:
 
     Attributes:
         base: The manifest's directory, where its relative paths start.
-        output: The run's directory.
+        output: The run's directory or URI.
+        force: Continue the run there although its dataset or settings were changed since.
         metrics_port: Where `/metrics` is served; 0: any free port.
     """
 
     base: Path
-    output: Path
+    output: str
     resume: bool = False
+    force: bool = False
     metrics_port: int = 0
 
 
@@ -85,17 +88,20 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
     sys.path[:0] = module_directories(options.base)
     preflight = check(job, base=options.base)
     shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
-    directory = RunDirectory(options.output)
+    storage = _storage(options.output)
+    directory = RunDirectory(storage)
     try:
         resumed = directory.open(
-            new_manifest(job, shards=shards, inputs=preflight.inputs.as_json()), resume=options.resume
+            new_manifest(job, shards=shards, inputs=preflight.inputs.as_json()),
+            resume=options.resume,
+            force=options.force,
         )
         for note in preflight.notes:
             reporter.note(note)
         if resumed:
             reporter.note(f"continuing the run in {options.output}")
         reporter.phase("checks", time.perf_counter() - started)
-        result = _LocalRun(job, options, preflight, shards, reporter).execute(started)
+        result = _LocalRun(job, options, storage, preflight, shards, reporter).execute(started)
     except RunRefused as error:
         raise Refused(str(error)) from error
     finally:
@@ -106,14 +112,22 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
 
 class _LocalRun:
     def __init__(
-        self, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int, reporter: Reporter
+        self,
+        job: RolloutJob,
+        options: RunOptions,
+        storage: Storage,
+        preflight: Preflight,
+        shards: int,
+        reporter: Reporter,
     ) -> None:
         self._job = job
         self._options = options
+        self._storage = storage
         self._preflight = preflight
         self._shards = shards
         self._reporter = reporter
-        self._logs = options.output / "logs"
+        self._local = local_directory(job, storage)
+        self._logs = self._local / "logs"
         self._interrupts = 0
         self._workers: list[Child] = []
         self._progress: list[Progress] = []
@@ -124,7 +138,9 @@ class _LocalRun:
         self._tail = TailReport()
 
     def execute(self, started: float) -> RunResult:
-        self._logs.mkdir(exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        if self._local != Path(self._options.output):
+            self._reporter.note(f"logs: {self._logs}")
         run_id = uuid.uuid4().hex
         with ExitStack() as stack:
             # Always /tmp, and short: HAProxy's socket, below a directory of 56 characters, may have 97 in all.
@@ -257,9 +273,16 @@ class _LocalRun:
             tokenizer=self._preflight.tokenizer,
             endpoint=endpoint.url,
             max_model_len=endpoint.max_model_len,
-            output=str(self._options.output.resolve()),
+            output=self._place(),
+            turns=str(self._local.resolve()) if self._job.spec.rollout.journal_turns else None,
             shards=shards,
             shard_count=self._shards,
+        )
+
+    def _place(self) -> str:
+        # Workers may run elsewhere.
+        return (
+            str(self._storage.path.resolve()) if isinstance(self._storage, DirectoryStorage) else self._options.output
         )
 
     def _python_path(self) -> dict[str, str]:
@@ -323,19 +346,22 @@ class _LocalRun:
             result.summaries = self._aggregate()
             result.tail = self._tail
             self._seconds["aggregation"] = time.perf_counter() - aggregating
-        output = self._options.output
-        result.files = [path for path in _result_files(output) if path.exists()]
+            if self._job.spec.output.tracking is not None:
+                tracking = time.perf_counter()
+                log_run(self._job, RunFiles(self._options.output), note=self._reporter.note)
+                self._seconds["tracking"] = time.perf_counter() - tracking
+        result.files = self._storage.files()
         self._seconds["total"] = time.perf_counter() - started
         result.exit_code, result.problem = self._verdict(result.summaries)
         return result
 
-    def _aggregate(self) -> dict[str, EnvironmentSummary]:
+    def _aggregate(self) -> Mapping[str, EnvironmentSummary]:
         names = [spec.name for spec in self._job.spec.environments]
-        summaries = summarize(self._options.output, names, environment_source(self._job))
-        self._tail = tail_report(self._options.output, summaries.values())
-        contents = encode_summaries(self._job.metadata.name, summaries, self._tail)
-        write_atomically(self._options.output / AGGREGATES, contents)
-        return summaries
+        run = RunFiles(self._options.output)
+        aggregates = aggregate([run], make=environment_source(self._job), environments=names)
+        aggregates.write_beside(run)
+        self._tail = aggregates.tail
+        return aggregates.summaries
 
     def _planned(self) -> int:
         """Trajectories that the run is to come to; where groups of several sizes are counted, at least so many."""
@@ -367,7 +393,7 @@ class _LocalRun:
         if failed > budget * planned:
             return 1, (
                 f"{failed} of {planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) allows; "
-                f"their causes are in {self._options.output / FAILURES}. To try them again, {resume}"
+                f"their causes are in {self._storage.where(FAILURES)}. To try them again, {resume}"
             )
         return 0, None
 
@@ -382,10 +408,21 @@ def literal_variables(env: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {str(item["name"]): str(item["value"]) for item in env if "name" in item and "value" in item}
 
 
-def _result_files(output: Path) -> Iterator[Path]:
-    yield from sorted(output.glob("shard-*.jsonl"))
-    for name in (FAILURES, DROPPED, AGGREGATES, MANIFEST):
-        yield output / name
+def local_directory(job: RolloutJob, storage: Storage) -> Path:
+    """Where a run keeps what is for this machine, its logs and turns under way: in its directory, where it has one."""
+    if isinstance(storage, DirectoryStorage):
+        return storage.path
+    place = hashlib.blake2b(storage.location.encode(), digest_size=4).hexdigest()
+    return Path("runs") / f"{job.metadata.name}-{place}"
+
+
+def _storage(output: str) -> Storage:
+    if output.startswith("memory:"):
+        raise Refused(f"--output {output}: memory belongs to one process, and a run has several: name a directory")
+    try:
+        return open_storage(output)
+    except StorageError as error:
+        raise Refused(f"--output {error}") from error
 
 
 @contextmanager

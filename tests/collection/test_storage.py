@@ -1,0 +1,216 @@
+"""The same run, in a directory and in a real object store: nothing lost, nothing twice, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.journal import JournalBroken
+from kuberoll_workers.collection.parts import PartLimits
+from kuberoll_workers.collection.run_files import NotARun, RunFiles
+from kuberoll_workers.collection.storage import Storage, StorageError, open_storage
+from kuberoll_workers.data.record import encode_line
+from tests.collection.s3 import S3Server, s3, s3_server
+from tests.collection.support import Observed, dropped, failure, record
+
+__all__ = ["s3", "s3_server"]
+
+QUICK = PartLimits(max_seconds=0.01, backoff_seconds=0.01, attempts=4)
+SHARD = records.shard_name(0)
+
+
+@pytest.fixture(params=["directory", "s3", "memory"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')[1]}/deep/run"
+    return str(tmp_path) if request.param == "directory" else f"memory://{tmp_path.name}/run"
+
+
+def keys(storage: Storage, shard: str = SHARD) -> list[int]:
+    return [item.task_index for item in records.trajectories(storage, shard)]
+
+
+async def store(storage: Storage, *numbers: int, name: str = SHARD, owner: str = "a") -> None:
+    journal = storage.journal(name, owner=owner, seconds=Observed())
+    await asyncio.gather(*(journal.append(record(number)) for number in numbers))
+    await journal.close()
+
+
+async def test_what_was_appended_is_read_back(location: str) -> None:
+    storage = open_storage(location, parts=QUICK)
+    assert (storage.shards(), list(records.failures(storage)), storage.read("manifest.json")) == ([], [], None)
+    await store(storage, 0, 1)
+    await store(storage, 2)
+    assert keys(open_storage(location)) == [0, 1, 2]
+    assert storage.shards() == [SHARD]
+    storage.write("manifest.json", b"{}")
+    storage.write("manifest.json", b"{1}")
+    assert storage.read("manifest.json") == b"{1}"
+    first = next(iter(records.trajectories(storage, SHARD)))
+    assert encode_line(first) == encode_line(record(0))
+
+
+async def test_several_writers_of_one_journal(location: str) -> None:
+    storage = open_storage(location, parts=QUICK)
+    journals = [storage.journal(records.FAILURES, owner=owner, seconds=Observed()) for owner in ("a", "b")]
+    for number in range(4):
+        await journals[number % 2].append(failure(number))
+    for journal in journals:
+        await journal.close()
+    assert sorted(item.task_index for item in records.failures(storage)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+async def test_a_finished_shard_is_one_file_and_can_be_added_to(location: str, parquet: bool) -> None:
+    storage = open_storage(location, parts=QUICK)
+
+    def finish() -> None:
+        if parquet:
+            records.to_parquet(storage, SHARD)
+        else:
+            storage.compact(SHARD)
+
+    for number in range(3):
+        await store(storage, number)
+    before = [encode_line(item) for item in records.trajectories(storage, SHARD)]
+    finish()
+    finish()
+    assert [encode_line(item) for item in records.trajectories(storage, SHARD)] == before
+    assert [Path(file).name for file in storage.files()] == [f"{SHARD}.{'parquet' if parquet else 'jsonl'}"]
+    assert storage.shards() == [SHARD]
+    await store(storage, 3)
+    assert keys(storage) == [0, 1, 2, 3]
+    finish()
+    assert keys(storage) == [0, 1, 2, 3]
+    assert len(storage.files()) == 1
+
+
+async def test_parquet_made_and_journal_not_yet_removed(location: str) -> None:
+    storage = open_storage(location, parts=QUICK)
+    await store(storage, 0, 1)
+    records.to_parquet(storage, SHARD)
+    # As after a crash between the two steps.
+    await store(storage, 0, 1)
+    run = RunFiles(location)
+    assert [item.task_index for item in run.trajectories()] == [0, 1]
+    assert run.duplicates == 2
+    records.to_parquet(storage, SHARD)
+    assert keys(storage) == [0, 1]
+
+
+async def test_a_second_run_is_kept_out(location: str) -> None:
+    one, other = open_storage(location), open_storage(location)
+    one.lock()
+    with pytest.raises(StorageError, match="in use by another run"):
+        other.lock()
+    one.unlock()
+    other.lock()
+    other.unlock()
+    assert open_storage(location).files() == []
+
+
+async def test_the_lease_of_a_run_that_died_lapses(s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(s3[1])
+    storage.write(".lock", b'{"owner": "somebody", "renewed": 0}')
+    storage.lock()
+    with pytest.raises(StorageError, match="in use by another run"):
+        open_storage(s3[1]).lock()
+    storage.unlock()
+
+
+async def test_parts_are_bounded_by_bytes(s3: tuple[S3Server, str]) -> None:
+    server, uri = s3
+    size = len(encode_line(record(0)))
+    storage = open_storage(uri, parts=PartLimits(max_bytes=3 * size, max_seconds=3600))
+    journal = storage.journal(SHARD, owner="a", seconds=Observed())
+    server.puts.clear()
+    await asyncio.gather(*(journal.append(record(number)) for number in range(3)))
+    assert len(server.puts) == 1
+    # The fourth is written at the end, not after an hour.
+    written, _ = journal.add(record(3))
+    await journal.close()
+    assert written.done()
+    assert len(server.puts) == 2
+    assert keys(storage) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("status", ["503 Slow Down", "500 Internal Server Error"])
+async def test_uploads_that_fail_are_tried_again(s3: tuple[S3Server, str], status: str) -> None:
+    server, uri = s3
+    server.status, server.fail_next = status, 2
+    storage = open_storage(uri, parts=QUICK)
+    await store(storage, 0, 1)
+    assert server.fail_next == 0
+    assert keys(storage) == [0, 1]
+
+
+async def test_an_upload_that_arrived_but_was_not_answered_is_there_once(s3: tuple[S3Server, str]) -> None:
+    server, uri = s3
+    server.lose_next = 1
+    storage = open_storage(uri, parts=QUICK)
+    await store(storage, 0)
+    assert server.lose_next == 0
+    assert keys(storage) == [0]
+
+
+async def test_a_store_that_stays_away_is_told_to_everyone_who_waits(s3: tuple[S3Server, str]) -> None:
+    server, uri = s3
+    storage = open_storage(uri, parts=QUICK)
+    await store(storage, 0)
+    server.fail_next = 10**6
+    journal = storage.journal(SHARD, owner="a", seconds=Observed())
+    results: list[Any] = await asyncio.gather(*(journal.append(record(n)) for n in (1, 2)), return_exceptions=True)
+    assert [type(result) for result in results] == [JournalBroken, JournalBroken]
+    with pytest.raises(JournalBroken, match=SHARD):
+        await journal.append(record(3))
+    with pytest.raises(JournalBroken):
+        await journal.close()
+    server.fail_next = 0
+    assert keys(storage) == [0]
+
+
+async def test_slow_uploads_hold_nobody_up_and_become_larger(s3: tuple[S3Server, str]) -> None:
+    server, uri = s3
+    storage = open_storage(uri, parts=QUICK)
+    journal = storage.journal(SHARD, owner="a", seconds=Observed())
+    server.puts.clear()
+    server.held.clear()
+    server.waiting.clear()
+    first, _ = journal.add(record(0))
+    await asyncio.to_thread(server.waiting.wait)
+    rest = [journal.add(record(number))[0] for number in range(1, 50)]
+    assert not first.done()
+    server.held.set()
+    await asyncio.gather(first, *rest)
+    await journal.close()
+    assert len(server.puts) == 2
+    assert keys(storage) == list(range(50))
+
+
+def test_nothing_there_is_said(s3: tuple[S3Server, str], tmp_path: Path) -> None:
+    for location in (s3[1], "s3://no-such-bucket/x", str(tmp_path / "no"), "memory://nowhere"):
+        with pytest.raises(NotARun, match=location):
+            RunFiles(location)
+    with pytest.raises(NotARun, match="xyz"):
+        RunFiles("xyz://a/b")
+
+
+def test_no_bucket_no_lock(s3: tuple[S3Server, str]) -> None:
+    with pytest.raises(StorageError, match="no-such-bucket"):
+        open_storage("s3://no-such-bucket/run").lock()
+
+
+async def test_failures_and_dropped_are_read_from_anywhere(location: str) -> None:
+    storage = open_storage(location, parts=QUICK)
+    for name, item in ((records.FAILURES, failure(1)), (records.DROPPED, dropped(2))):
+        journal = storage.journal(name, owner="a", seconds=Observed())
+        await journal.append(item)
+        await journal.close()
+    await store(storage, 0)
+    run = RunFiles(location)
+    assert [item.task_index for item in run.failures()] == [1]
+    assert [item.task_index for item in run.dropped()] == [2]

@@ -1,0 +1,1 @@
+"""Trajectories as trainers read them."""

@@ -1,0 +1,90 @@
+"""A trajectory as text and as tokens: what all formats are made from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE, Message
+from kuberoll_workers.data.record import TrajectoryRecord
+
+PROMPT_TURN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """The tokens of a trajectory from its prompt to its last generated one; observations after that teach nothing.
+
+    Attributes:
+        prompt_ids: The prompt as the policy saw it.
+        completion_ids: Responses and the observations between them, one after the other.
+        mask: For each of `completion_ids` 1 where the policy generated it, else 0.
+        logprobs: For each of `completion_ids`, 0.0 where the policy did not generate it; None where one of
+            the responses has none.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float] | None
+
+
+def is_response(message: Message) -> bool:
+    """Whether the policy generated it; an assistant's message of the prompt is an example that the dataset gave."""
+    return message.role == "assistant" and message.turn > PROMPT_TURN
+
+
+def responses(record: TrajectoryRecord) -> int:
+    """How many messages the policy generated."""
+    return sum(map(is_response, record.messages))
+
+
+def token_view(record: TrajectoryRecord) -> TokenView:
+    """The tokens of a trajectory."""
+    prompt, completion = array(TOKEN_TYPE), array(TOKEN_TYPE)
+    mask: array[int] = array("b")
+    logprobs: array[float] = array(LOGPROB_TYPE)
+    known = True
+    for message in spoken(record):
+        ids = message.token_ids
+        if message.turn == PROMPT_TURN:
+            prompt.extend(ids)
+            continue
+        generated = is_response(message)
+        completion.extend(ids)
+        mask.extend([int(generated)] * len(ids))
+        if generated and message.logprobs is None:
+            known = False
+        logprobs.extend(message.logprobs or [0.0] * len(ids))
+    return TokenView(prompt, completion, mask, logprobs if known else None)
+
+
+def spoken(record: TrajectoryRecord) -> list[Message]:
+    """The messages up to the last response, or all where there is none."""
+    last = max((number for number, message in enumerate(record.messages) if is_response(message)), default=None)
+    return record.messages if last is None else record.messages[: last + 1]
+
+
+def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str) -> list[dict[str, Any]]:
+    """Chat messages, role and content.
+
+    Args:
+        known: Roles that stay as they are.
+        otherwise: The role of all other messages, an environment's among them.
+    """
+    return [
+        {"role": message.role if message.role in known else otherwise, "content": message.content}
+        for message in messages
+    ]
+
+
+GROUND_TRUTHS = ("ground_truth", "expected_answer", "answer")
+"""Keys of an episode's state that hold the right answer, where an environment has one."""
+
+
+def ground_truth(metadata: Mapping[str, Any] | None) -> str:
+    """The right answer as text; empty where the state names none."""
+    value = next((metadata[key] for key in GROUND_TRUTHS if key in metadata), None) if metadata else None
+    return "" if value is None else str(value)

@@ -1,0 +1,31 @@
+"""Sets of trajectories that are small enough for millions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kuberoll_workers.data.record import TrajectoryKey
+
+_ROLLOUT_BITS = 32
+
+
+class KeySet:
+    """A set of trajectory keys. A key takes about 70 bytes, a third of what a set of the tuples themselves takes."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self) -> None:
+        self._packed: set[int] = set()
+
+    def add(self, key: TrajectoryKey) -> None:
+        self._packed.add(key.task_index << _ROLLOUT_BITS | key.rollout_index)
+
+    def __contains__(self, key: TrajectoryKey) -> bool:
+        return key.task_index << _ROLLOUT_BITS | key.rollout_index in self._packed
+
+    def __iter__(self) -> Iterator[TrajectoryKey]:
+        for packed in self._packed:
+            yield TrajectoryKey(packed >> _ROLLOUT_BITS, packed & (1 << _ROLLOUT_BITS) - 1)
+
+    def __len__(self) -> int:
+        return len(self._packed)

@@ -1,0 +1,167 @@
+"""Trajectories as Parquet: the same record as a JSON line, in columns; written when a shard is done."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, token_array
+from kuberoll_workers.data.record import RecordError, Timing, TokenCounts, TrajectoryRecord
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_ROWS = 512
+_GROUP_TOKENS = 1 << 20
+_NAMED = {"idx", "metadata"}
+"""Any JSON value: stored as its text."""
+
+
+@cache
+def schema() -> pyarrow.Schema:
+    """The columns; `idx` and `metadata` are JSON texts, `reward_parts` a list of names with their values by turn."""
+    import pyarrow as pa
+
+    span = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+    message = pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.string()),
+            ("token_ids", pa.list_(pa.int32())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("turn", pa.int32()),
+            ("policy_versions", pa.list_(span)),
+            ("truncated", pa.bool_()),
+        ]
+    )
+    part = pa.struct([("name", pa.string()), ("values", pa.list_(pa.float64()))])
+    return pa.schema(
+        [
+            ("task_index", pa.int64()),
+            ("rollout_index", pa.int64()),
+            ("task_name", pa.string()),
+            ("idx", pa.string()),
+            ("messages", pa.list_(message)),
+            ("total_reward", pa.float64()),
+            ("rewards", pa.list_(pa.float64())),
+            ("stop_reason", pa.string()),
+            ("turn_count", pa.int32()),
+            ("tokens", pa.struct([(name, pa.int64()) for name in ("prompt", "generated", "environment")])),
+            (
+                "timing",
+                pa.struct([(name, pa.list_(pa.float64())) for name in ("generation_seconds", "environment_seconds")]),
+            ),
+            ("metadata", pa.string()),
+            ("seed", pa.int64()),
+            ("attempt", pa.int32()),
+            ("reward_parts", pa.list_(part)),
+            ("answer", pa.string()),
+        ]
+    )
+
+
+def write_parquet(path: Path, records: Iterable[TrajectoryRecord]) -> int:
+    """Write a file; how many records it holds. Memory: one row group, of at most 512 records or a million tokens."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count = tokens = 0
+    with pq.ParquetWriter(path, schema(), compression="zstd") as writer:
+        batch: list[dict[str, Any]] = []
+        for record in records:
+            batch.append(_row(record))
+            count += 1
+            tokens += sum(len(message.token_ids) for message in record.messages)
+            if len(batch) == _ROWS or tokens >= _GROUP_TOKENS:
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema()))
+                batch, tokens = [], 0
+        if batch:
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema()))
+    return count
+
+
+def read_parquet(path: Path, *, where: str) -> Iterator[TrajectoryRecord]:
+    """Read a file, in batches.
+
+    Args:
+        where: Names the file in errors.
+
+    Raises:
+        RecordError: It is not Parquet, or not of trajectories.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if not file.schema_arrow.equals(schema()):
+                missing = sorted(set(schema().names) - set(file.schema_arrow.names))
+                raise RecordError(
+                    f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}"
+                )
+            for batch in file.iter_batches(batch_size=_ROWS):
+                yield from map(_record, batch.to_pylist())
+    except pa.ArrowException as error:
+        raise RecordError(f"{where}: not a Parquet file: {error}") from error
+
+
+def _row(record: TrajectoryRecord) -> dict[str, Any]:
+    return {
+        **{name: getattr(record, name) for name in schema().names if name not in _NAMED},
+        "idx": orjson.dumps(record.idx).decode(),
+        "metadata": orjson.dumps(record.metadata).decode(),
+        "messages": [_message_row(message) for message in record.messages],
+        "tokens": {name: getattr(record.tokens, name) for name in ("prompt", "generated", "environment")},
+        "timing": {
+            "generation_seconds": record.timing.generation_seconds,
+            "environment_seconds": record.timing.environment_seconds,
+        },
+        "reward_parts": [{"name": name, "values": values} for name, values in record.reward_parts.items()],
+    }
+
+
+def _message_row(message: Message) -> dict[str, Any]:
+    spans = message.policy_versions
+    return {
+        "role": message.role,
+        "content": message.content,
+        "token_ids": message.token_ids,
+        "logprobs": message.logprobs,
+        "turn": message.turn,
+        "policy_versions": None
+        if spans is None
+        else [{"version": version, "start": start, "end": end} for version, start, end in spans],
+        "truncated": message.truncated,
+    }
+
+
+def _record(row: dict[str, Any]) -> TrajectoryRecord:
+    return TrajectoryRecord(
+        **{
+            **row,
+            "idx": orjson.loads(row["idx"]),
+            "metadata": orjson.loads(row["metadata"]),
+            "messages": [_message(message) for message in row["messages"]],
+            "tokens": TokenCounts(**row["tokens"]),
+            "timing": Timing(**row["timing"]),
+            "reward_parts": {part["name"]: part["values"] for part in row["reward_parts"]},
+        }
+    )
+
+
+def _message(row: dict[str, Any]) -> Message:
+    spans = row["policy_versions"]
+    return Message(
+        role=row["role"],
+        content=row["content"],
+        token_ids=token_array(row["token_ids"]),
+        logprobs=None if row["logprobs"] is None else array(LOGPROB_TYPE, row["logprobs"]),
+        turn=row["turn"],
+        policy_versions=None if spans is None else [(span["version"], span["start"], span["end"]) for span in spans],
+        truncated=row["truncated"],
+    )

@@ -1,0 +1,264 @@
+"""Statistics of trajectories: by group, of repeats, and what k tries come to. Formulas: docs/aggregates.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+_EXACT_BINOMIALS = 1024
+_SERIES_FREEDOM = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatistics:
+    """Statistics of values in groups; every array has one entry per group.
+
+    Attributes:
+        count: Finite values.
+        nonfinite: NaN and infinite ones, which no other number is of.
+        mean, minimum, p25, median, p75, maximum: NaN where a group has no value.
+        std: Of a sample (divisor n - 1); NaN where a group has fewer than two values.
+    """
+
+    count: Integers
+    nonfinite: Integers
+    mean: Floats
+    std: Floats
+    minimum: Floats
+    p25: Floats
+    median: Floats
+    p75: Floats
+    maximum: Floats
+
+
+def describe_groups(values: Floats, groups: Integers, group_count: int) -> GroupStatistics:
+    """Statistics of each group; they do not depend on the order of the values.
+
+    Args:
+        values: Any floats.
+        groups: The group of each value, from 0 to below `group_count`; a group may have none.
+    """
+    finite = np.isfinite(values)
+    nonfinite = np.bincount(groups[~finite], minlength=group_count)
+    # 0 is added because it turns -0 into 0, which is sorted as its equal.
+    values, groups = values[finite] + 0.0, groups[finite]
+    # Sorted, so that sums are added in one order whatever the order of the input was.
+    order = np.lexsort((values, groups))
+    values, groups = values[order], groups[order]
+    count = np.bincount(groups, minlength=group_count)
+    filled = count > 0
+    sizes = count[filled]
+    starts = np.cumsum(sizes) - sizes
+
+    def spread(of_filled: Floats) -> Floats:
+        found = np.full(group_count, np.nan)
+        found[filled] = of_filled
+        return found
+
+    def quantile(part: float) -> Floats:
+        place = (sizes - 1) * part
+        below = np.floor(place).astype(np.int64)
+        above = np.minimum(below + 1, sizes - 1)
+        lower, upper = values[starts + below], values[starts + above]
+        found: Floats = lower + (upper - lower) * (place - below)
+        return found
+
+    with np.errstate(all="ignore"):
+        if not sizes.size:
+            nothing = np.full(group_count, np.nan)
+            mean = std = minimum = p25 = median = p75 = maximum = nothing
+        else:
+            low, high = values[starts], values[starts + sizes - 1]
+            means = np.clip(_sums(values, starts, sizes) / sizes, low, high)
+            squares = np.add.reduceat((values - np.repeat(means, sizes)) ** 2, starts)
+            deviation = np.where(low == high, 0.0, np.sqrt(squares / (sizes - 1)))
+            mean, minimum, maximum = spread(means), spread(low), spread(high)
+            std = spread(np.where(sizes > 1, deviation, np.nan))
+            p25, median, p75 = spread(quantile(0.25)), spread(quantile(0.5)), spread(quantile(0.75))
+    return GroupStatistics(
+        count=count,
+        nonfinite=nonfinite,
+        mean=mean,
+        std=std,
+        minimum=minimum,
+        p25=p25,
+        median=median,
+        p75=p75,
+        maximum=maximum,
+    )
+
+
+def _sums(values: Floats, starts: Integers, sizes: Integers) -> Floats:
+    """The sum of each group, rounded once."""
+    if len(sizes) == len(values):
+        return values
+    listed = values.tolist()
+    sums = (math.fsum(listed[start:end]) for start, end in zip(starts, starts + sizes, strict=True))
+    try:
+        return np.fromiter(sums, dtype=np.float64, count=len(sizes))
+    except OverflowError:
+        found: Floats = np.add.reduceat(values, starts)
+        return found
+
+
+def describe(values: Floats) -> GroupStatistics:
+    """Statistics of all values as one group."""
+    return describe_groups(values, np.zeros(len(values), dtype=np.int64), 1)
+
+
+class RunMean(NamedTuple):
+    """The mean over runs, and how far it is to be trusted: None where there are fewer than two.
+
+    Attributes:
+        std: Of the runs' values, divisor n - 1.
+        standard_error: `std / sqrt(runs)`.
+        low, high: The 95 % interval of Student's t with `runs - 1` degrees of freedom.
+    """
+
+    runs: int
+    mean: float | None
+    std: float | None
+    standard_error: float | None
+    low: float | None
+    high: float | None
+
+
+def run_mean(values: Sequence[float]) -> RunMean:
+    """The mean of one finite value per run."""
+    found = describe(np.asarray(values, dtype=np.float64))
+    runs = int(found.count[0])
+    if runs == 0:
+        return RunMean(0, None, None, None, None, None)
+    mean = float(found.mean[0])
+    if runs == 1:
+        return RunMean(1, mean, None, None, None, None)
+    std = float(found.std[0])
+    error = std / math.sqrt(runs)
+    reach = t_quantile(0.975, runs - 1) * error
+    return RunMean(runs, mean, std, error, mean - reach, mean + reach)
+
+
+@lru_cache(maxsize=1024)
+def t_quantile(probability: float, freedom: int) -> float:
+    """The quantile of Student's t, to about 12 digits.
+
+    Args:
+        probability: Above 0.5 and below 1.
+        freedom: Degrees of freedom, at least 1.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if not 0.5 < probability < 1 or freedom < 1:
+        raise ValueError(f"t_quantile: found ({probability}, {freedom}); it takes 0.5 < probability < 1, freedom >= 1")
+    if freedom > _SERIES_FREEDOM:
+        return _t_from_normal(NormalDist().inv_cdf(probability), freedom)
+    # The distribution in terms of the angle atan(t / sqrt(freedom)): it grows from 0 to pi / 2, and stays tame.
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        if _t_distribution(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _t_distribution(angle: float, freedom: int) -> float:
+    """Student's distribution function at tan(angle) * sqrt(freedom): Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = sine * cosine if odd else sine
+    total = 0.0
+    for number in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine * cosine * (number + 1) / (number + 2)
+    return 0.5 + ((angle + total) / math.pi if odd else total / 2)
+
+
+def _t_from_normal(z: float, freedom: int) -> float:
+    """The quantile as a series in 1 / freedom: Abramowitz and Stegun, 26.7.5."""
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / float(freedom) ** power for power, term in enumerate(terms, start=1))
+
+
+def tries(samples: int) -> list[int]:
+    """The numbers of tries that are told: the powers of two up to `samples`, and `samples` itself."""
+    return sorted({*(1 << bit for bit in range(samples.bit_length())), samples}) if samples > 0 else []
+
+
+@lru_cache(maxsize=65536)
+def pass_at_k(samples: int, successes: int, k: int) -> float:
+    """The chance that k of the samples, drawn without putting back, have a success among them; 0 to 1.
+
+    Args:
+        k: From 1 to `samples`.
+    """
+    if samples > _EXACT_BINOMIALS:
+        return min(1.0, math.fsum(_best_weights(samples, k)[samples - successes :]))
+    ways = math.comb(samples, k)
+    chance: float = (ways - math.comb(samples - successes, k)) / ways
+    return chance
+
+
+def best_of_k(ascending: Floats, k: int) -> float:
+    """The expected largest of k values drawn without putting back.
+
+    Args:
+        ascending: The values in ascending order, finite.
+        k: From 1 to their number.
+    """
+    return math.fsum((_best_weights(len(ascending), k) * ascending).tolist())
+
+
+@lru_cache(maxsize=256)
+def _best_weights(samples: int, k: int) -> Floats:
+    """The chances that the i-th smallest of the samples is the largest of k: C(i - 1, k - 1) / C(samples, k)."""
+    above = np.arange(samples, 1, -1, dtype=np.float64)
+    ratios = np.concatenate([[k / samples], np.maximum(above - k, 0.0) / (above - 1)])
+    weights = np.cumprod(ratios)[::-1].copy()
+    weights.flags.writeable = False
+    return weights
+
+
+def majority_at_k(answers: Sequence[int], scores: Sequence[float], k: int) -> float:
+    """What a vote of k samples scores, on average over the disjoint runs of k consecutive samples.
+
+    The answer that most of a run's samples gave wins and scores the mean of their scores; where several have as many,
+    the mean over them. Samples without an answer do not vote; a run without votes scores 0. What is left over at the
+    end is in no run.
+
+    Args:
+        answers: One per sample, 0 where there is none; equal numbers are equal answers.
+        scores: One per sample, finite.
+        k: From 1 to the number of samples.
+    """
+    runs = len(answers) // k
+    return math.fsum(_vote(answers[k * run : k * run + k], scores[k * run : k * run + k]) for run in range(runs)) / runs
+
+
+def _vote(answers: Sequence[int], scores: Sequence[float]) -> float:
+    ballots: dict[int, list[float]] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer:
+            ballots.setdefault(answer, []).append(score)
+    if not ballots:
+        return 0.0
+    most = max(map(len, ballots.values()))
+    winners = [math.fsum(votes) / most for votes in ballots.values() if len(votes) == most]
+    return math.fsum(winners) / len(winners)

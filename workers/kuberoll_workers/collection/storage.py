@@ -1,0 +1,334 @@
+"""Where a run's output lies: a local directory, or an object store behind any fsspec URI.
+
+A run consists of journals (`shard-00000`, `failures`, `dropped`), which only ever grow, and files that are written as
+a whole. In a directory a journal is one file of JSON lines, appended to. Object stores cannot append: there a journal
+is a folder of parts, each an object that is whole or not there at all; when it is done, it becomes one file, as in a
+directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from kuberoll_workers.collection.journal import FileJournal, Journal, Observes, whole_lines, write_atomically
+from kuberoll_workers.collection.parts import PartJournal, PartLimits
+
+_LOCK = ".lock"
+_HEARTBEAT_SECONDS = 20.0
+_STALE_SECONDS = 90.0
+_SUFFIXES = {".json", ".jsonl", ".parquet", ".html"}
+
+
+class StorageError(Exception):
+    """The place cannot be used; the message says why and what to do."""
+
+
+class Storage(Protocol):
+    """One run's place.
+
+    Attributes:
+        location: As the user named it.
+    """
+
+    location: str
+
+    def journal(self, name: str, *, owner: str, seconds: Observes) -> Journal:
+        """Open a journal to add to it.
+
+        Args:
+            owner: Who writes; two writers of one journal have different ones.
+            seconds: Observes the wall seconds of each write.
+        """
+        ...
+
+    def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
+        """The whole lines of a journal and where they are; none where there is none."""
+        ...
+
+    def shards(self) -> list[str]:
+        """Names of the shards that are there, in order."""
+        ...
+
+    def read(self, file: str) -> bytes | None:
+        """A file's contents; None where there is none."""
+        ...
+
+    def write(self, file: str, data: bytes) -> str:
+        """Write a file as a whole, durably; where it is."""
+        ...
+
+    def upload(self, file: str, source: Path) -> str:
+        """Put a local file in the run's place as a whole, durably; where it is."""
+        ...
+
+    def fetch(self, file: str, target: Path) -> bool:
+        """Copy a file to a local one; False where there is none."""
+        ...
+
+    def remove_journal(self, name: str) -> None:
+        """Remove a journal whose contents have been written elsewhere."""
+        ...
+
+    def compact(self, name: str) -> None:
+        """Make one file of a journal that nobody writes; a crash on the way may leave lines twice, never none."""
+        ...
+
+    def files(self) -> list[str]:
+        """Where the run's files are, journals included; in order."""
+        ...
+
+    def where(self, name: str) -> str:
+        """Where a journal or file is, for people."""
+        ...
+
+    def lock(self) -> None:
+        """Keep other runs out.
+
+        Raises:
+            StorageError: Another run is there.
+        """
+        ...
+
+    def unlock(self) -> None:
+        """Let others in again."""
+        ...
+
+
+def open_storage(location: str, *, parts: PartLimits | None = None) -> Storage:
+    """The storage behind a path or URI.
+
+    Raises:
+        StorageError: There is no such kind of place, or its package is not installed.
+    """
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return DirectoryStorage(Path(location).expanduser())
+    if scheme == "file":
+        return DirectoryStorage(Path(rest))
+    return ObjectStorage(location, parts or PartLimits())
+
+
+class DirectoryStorage:
+    """A local directory (or a mounted volume)."""
+
+    def __init__(self, path: Path) -> None:
+        self.location = str(path)
+        self.path = path
+        self._lock: int | None = None
+
+    def journal(self, name: str, *, owner: str, seconds: Observes) -> Journal:
+        del owner  # O_APPEND keeps the lines of several writers apart
+        return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
+
+    def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
+        return whole_lines(self.path / f"{name}.jsonl")
+
+    def shards(self) -> list[str]:
+        return sorted({path.stem for kind in ("jsonl", "parquet") for path in self.path.glob(f"shard-*.{kind}")})
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return (self.path / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, file: str, data: bytes) -> str:
+        write_atomically(self.path / file, data)
+        return str(self.path / file)
+
+    def upload(self, file: str, source: Path) -> str:
+        # Where the rename cannot be atomic, across file systems, it is copied beside its place first.
+        partial = self.path / f"{file}.partial"
+        with source.open("rb") as old, partial.open("wb") as new:
+            while chunk := old.read(1 << 20):
+                new.write(chunk)
+            new.flush()
+            os.fsync(new.fileno())
+        partial.replace(self.path / file)
+        return str(self.path / file)
+
+    def fetch(self, file: str, target: Path) -> bool:
+        path = self.path / file
+        if not path.exists():
+            return False
+        target.unlink(missing_ok=True)
+        target.symlink_to(path.resolve())
+        return True
+
+    def remove_journal(self, name: str) -> None:
+        (self.path / f"{name}.jsonl").unlink(missing_ok=True)
+
+    def compact(self, name: str) -> None:
+        del name  # one file from the start
+
+    def files(self) -> list[str]:
+        return sorted(str(path) for path in self.path.glob("*.*") if path.suffix in _SUFFIXES)
+
+    def where(self, name: str) -> str:
+        path = self.path / name
+        return str(path if path.suffix else path.with_suffix(".jsonl"))
+
+    def lock(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be made: {error.strerror}") from error
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.unlock()
+            raise StorageError(
+                f"{self.path} is in use by another run: wait for it or choose another --output"
+            ) from error
+
+    def unlock(self) -> None:
+        # The kernel does it too when the process dies.
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class ObjectStorage:
+    """An object store, through fsspec: s3://, gs://, abfs://, memory:// and whatever else is installed.
+
+    Credentials come from where the store's own library looks for them: environment variables, files, roles.
+    """
+
+    def __init__(self, uri: str, parts: PartLimits) -> None:
+        import fsspec
+
+        self.location = uri.rstrip("/")
+        self._parts = parts
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.location)
+        except (ImportError, ValueError) as error:
+            raise StorageError(f"{uri}: {error}") from error
+        self._root = str(root).rstrip("/")
+        # Others write there too; what was listed once is no longer all.
+        self._fs.use_listings_cache = False
+        self._fs.invalidate_cache()
+        self._me = uuid.uuid4().hex
+        self._beat: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def journal(self, name: str, *, owner: str, seconds: Observes) -> Journal:
+        return PartJournal(self._fs, f"{self._root}/{name}", owner=owner, seconds=seconds, limits=self._parts)
+
+    def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
+        for part in (*self._whole(name), *self._list(f"{self._root}/{name}")):
+            with self._fs.open(part, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.endswith(b"\n") and line.strip():
+                        yield f"{self._fs.unstrip_protocol(part)}:{number}", line
+
+    def shards(self) -> list[str]:
+        names = {Path(path).name.removesuffix(".parquet").removesuffix(".jsonl") for path in self._list(self._root)}
+        return sorted(name for name in names if name.startswith("shard-"))
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(f"{self._root}/{file}"))
+        except FileNotFoundError:
+            return None
+
+    def write(self, file: str, data: bytes) -> str:
+        self._fs.pipe_file(f"{self._root}/{file}", data)
+        return f"{self.location}/{file}"
+
+    def upload(self, file: str, source: Path) -> str:
+        self._fs.put_file(str(source), f"{self._root}/{file}")
+        return f"{self.location}/{file}"
+
+    def fetch(self, file: str, target: Path) -> bool:
+        try:
+            self._fs.get_file(f"{self._root}/{file}", str(target))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove_journal(self, name: str) -> None:
+        parts = [*self._whole(name), *self._list(f"{self._root}/{name}")]
+        if parts:
+            self._fs.rm(parts)
+
+    def compact(self, name: str) -> None:
+        parts = self._list(f"{self._root}/{name}")
+        if not parts:
+            return
+        with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+            whole = Path(directory) / f"{name}.jsonl"
+            with whole.open("wb") as file:
+                for _, line in self.lines(name):
+                    file.write(line)
+            self.upload(whole.name, whole)
+        self._fs.rm(parts)
+
+    def files(self) -> list[str]:
+        return [str(self._fs.unstrip_protocol(path)) for path in self._list(self._root) if Path(path).name != _LOCK]
+
+    def where(self, name: str) -> str:
+        return f"{self.location}/{name}"
+
+    def lock(self) -> None:
+        """Take the lock object; stores have no locks, so it is a lease that is renewed.
+
+        Two runs that start within the same moment may both get it; one that is there already is always seen.
+        """
+        try:
+            self._take()
+        except StorageError:
+            raise
+        except Exception as error:
+            # Every store's library raises its own kinds: no such bucket, no credentials, no network.
+            raise StorageError(f"{self.location}: {type(error).__name__}: {error}") from error
+        self._beat = threading.Thread(target=self._keep, name="kuberoll-lease", daemon=True)
+        self._beat.start()
+
+    def _take(self) -> None:
+        if (held := self.read(_LOCK)) is not None:
+            lease: dict[str, Any] = json.loads(held)
+            age = time.time() - float(lease["renewed"])
+            if lease["owner"] != self._me and age < _STALE_SECONDS:
+                raise StorageError(
+                    f"{self.location} is in use by another run, {age:.0f} s ago: wait for it (the lock of one that "
+                    f"died lapses after {_STALE_SECONDS:.0f} s) or choose another --output"
+                )
+        self._renew()
+
+    def unlock(self) -> None:
+        if self._beat is not None:
+            self._stop.set()
+            self._beat.join()
+            self._beat = None
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(f"{self._root}/{_LOCK}")
+
+    def _keep(self) -> None:
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
+            # A lease that cannot be renewed for a moment is still ours; writing reports what lasts.
+            with contextlib.suppress(Exception):
+                self._renew()
+
+    def _renew(self) -> None:
+        self.write(_LOCK, json.dumps({"owner": self._me, "renewed": time.time()}).encode())
+
+    def _whole(self, name: str) -> list[str]:
+        path = f"{self._root}/{name}.jsonl"
+        return [path] if self._fs.exists(path) else []
+
+    def _list(self, folder: str) -> list[str]:
+        try:
+            return sorted(str(path) for path in self._fs.ls(folder, detail=False) if str(path) != folder)
+        except FileNotFoundError:
+            return []

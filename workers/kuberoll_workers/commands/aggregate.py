@@ -1,0 +1,166 @@
+"""`kuberoll aggregate`: the numbers of a run, from its files alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kuberoll_api.manifest import ManifestError, load_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kuberoll_workers.collection.aggregate import Aggregates
+    from kuberoll_workers.collection.aggregate_columns import MakeEnvironment
+    from kuberoll_workers.collection.aggregate_environment import EnvironmentSummary
+    from kuberoll_workers.environments.interface import EnvironmentInterface
+
+
+@click.command()
+@click.argument("locations", metavar="DIR|URI...", nargs=-1, required=True)
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    help="The RolloutJob, to compute its environments' own metrics too; runs their code.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="File of the metrics; -: standard output, without those by task.  [default: beside the first location's]",
+)
+@click.option(
+    "--success-threshold",
+    type=float,
+    help="Rewards from here on are successes.  [default: 1, where all rewards are 0 or 1]",
+)
+def aggregate(
+    locations: tuple[str, ...], manifest: Path | None, output: Path | None, success_threshold: float | None
+) -> None:
+    """Compute the numbers of the run whose trajectories are in DIR or at URI.
+
+    Several places hold parts of one run. The exit code is 2 where there is no run, or the places are not of one.
+    """
+    from rich.console import Console
+
+    from kuberoll_workers.collection.aggregate import aggregate as compute
+    from kuberoll_workers.collection.run_directory import RunRefused
+    from kuberoll_workers.collection.run_files import NotARun, RunFiles
+    from kuberoll_workers.collection.storage import StorageError
+    from kuberoll_workers.data.record import RecordError
+
+    try:
+        make, names = _environments(manifest)
+        runs = [RunFiles(location) for location in locations]
+        found = compute(runs, make=make, environments=names, threshold=success_threshold)
+        if output is None:
+            files = found.write_beside(runs[0])
+        elif str(output) == "-":
+            click.echo(found.encode(), nl=False)
+            files = []
+        else:
+            files = _write(found, output)
+    except (ManifestError, NotARun, RunRefused, RecordError, StorageError, OSError) as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    show(found, files, Console(highlight=False, stderr=str(output) == "-"))
+
+
+def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[str]]:
+    """How to make the manifest's environments, and their names."""
+    if manifest is None:
+        return None, []
+    from kuberoll_workers.environments import registry
+
+    job = load_job(manifest)
+    # An entrypoint's module may lie beside the manifest, or where the command runs.
+    sys.path[:0] = list(dict.fromkeys([str(manifest.parent.resolve()), str(Path.cwd())]))
+    specs = {spec.name: spec for spec in job.spec.environments}
+
+    def make(name: str) -> EnvironmentInterface:
+        if name not in specs:
+            raise registry.UnusableEnvironment(f"{manifest} has no environment {name!r}")
+        return registry.create(specs[name])
+
+    return make, list(specs)
+
+
+def _write(found: Aggregates, output: Path) -> list[str]:
+    from kuberoll_workers.collection.aggregate import write_lines
+    from kuberoll_workers.collection.journal import write_atomically
+
+    tasks = output.with_name(f"{output.stem}-tasks.jsonl")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_lines(tasks, found.task_lines())
+    write_atomically(output, found.encode())
+    return [str(output), str(tasks)]
+
+
+def show(found: Aggregates, files: list[str], console: Console) -> None:
+    """Print the table of environments, what is not in it, and where the files are."""
+    from rich.text import Text
+
+    console.print(_table(found))
+    for name, summary in found.summaries.items():
+        ended = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.stop_reasons.items()))
+        console.print(Text(f"{name}: {ended or 'no finished trajectory'}"), soft_wrap=True)
+        for cause, count in sorted(summary.failures.items(), key=lambda item: (-item[1], item[0]))[:3]:
+            console.print(Text(f"{name}: {count} failed: {cause[:300]}", style="yellow"), soft_wrap=True)
+        if summary.metrics:
+            told = ", ".join(f"{key} {_short(value)}" for key, value in summary.metrics.items())
+            console.print(Text(f"{name}: {told[:1000]}"), soft_wrap=True)
+    remarks = {"not there yet, of those planned": found.missing, "stored twice, counted once": found.duplicates}
+    for remark, number in remarks.items():
+        if number:
+            console.print(Text(f"{number} trajectories {remark}"), soft_wrap=True)
+    for reason, lot in found.tail.dropped.items():
+        console.print(Text(f"{lot.trajectories} trajectories dropped: {reason}"), soft_wrap=True)
+    for file in files:
+        console.print(Text(f"  {file}"), soft_wrap=True)
+
+
+def _table(found: Aggregates) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
+    for name in ("done", "missing", "reward", "tries", "no signal", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, summary in found.summaries.items():
+        table.add_row(
+            name,
+            str(summary.trajectories),
+            "-" if summary.missing is None else str(summary.missing),
+            _reward(summary),
+            _tries(summary),
+            f"{summary.equal_groups / summary.groups:.1%}" if summary.groups else "-",
+            str(summary.generated_tokens),
+        )
+    return table
+
+
+def _reward(summary: EnvironmentSummary) -> str:
+    if summary.mean_reward is None:
+        return "-"
+    runs = summary.across_repeats
+    reach = "" if runs.high is None or runs.mean is None else f"\n± {runs.high - runs.mean:.3f}"
+    return f"{summary.mean_reward:.3f}{reach}"
+
+
+def _tries(summary: EnvironmentSummary) -> str:
+    success = summary.success
+    if success is None:
+        return "-"
+    tries = list(success.pass_at_k.items())
+    first_and_last = dict([tries[0], tries[-1]]).items()
+    if success.threshold is None:
+        return "\n".join(f"best@{k} {value:.4g}" for k, value in first_and_last)
+    return "\n".join(f"pass@{k} {value:.1f}%" for k, value in first_and_last)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

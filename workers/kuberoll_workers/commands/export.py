@@ -1,0 +1,81 @@
+"""`kuberoll export`: a run's trajectories as a trainer reads them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
+
+
+@click.command()
+@click.argument("run", metavar="DIR|URI")
+@click.option("--to", type=click.Choice(FORMATS), required=True, help="The trainer's format.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="File (.jsonl or .parquet) or directory.  [default: JOB.FORMAT.EXT in the working directory]",
+)
+@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option(
+    "--stop-reason",
+    "stop_reasons",
+    multiple=True,
+    type=click.Choice(["terminated", "truncated", "max_turns"]),
+    help="Only what ended so; may be repeated.",
+)
+@click.option("--min-reward", type=float, metavar="X", help="Only what has a total reward of at least X.")
+@click.option("--best-of-group", is_flag=True, help="Of each prompt's samples only the one with the highest reward.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="No more than N trajectories.")
+@click.option(
+    "--environment-role",
+    type=click.Choice(["user", "tool"]),
+    default="user",
+    show_default=True,
+    help="What environments' messages become where the format has no role for them.",
+)
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def export(
+    run: str,
+    to: str,
+    output: Path | None,
+    environments: tuple[str, ...],
+    stop_reasons: tuple[str, ...],
+    min_reward: float | None,
+    best_of_group: bool,
+    limit: int | None,
+    environment_role: Literal["user", "tool"],
+    force: bool,
+) -> None:
+    """Write the trajectories of a run as a trainer's own loader reads them.
+
+    DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file is there only when it is whole.
+    """
+    from kuberoll_workers.collection.export.exporting import export_run
+    from kuberoll_workers.collection.export.formats import ExportError
+    from kuberoll_workers.collection.export.selection import Selection
+    from kuberoll_workers.collection.run_directory import RunRefused
+    from kuberoll_workers.collection.run_files import NotARun, RunFiles
+    from kuberoll_workers.data.record import RecordError
+
+    selection = Selection(
+        environments=frozenset(environments),
+        stop_reasons=frozenset(stop_reasons),
+        min_reward=min_reward,
+        best_of_group=best_of_group,
+        limit=limit,
+    )
+    try:
+        exported = export_run(
+            RunFiles(run), to=to, output=output, selection=selection, role=environment_role, force=force
+        )
+    except (ExportError, NotARun, RecordError, RunRefused) as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    chosen = exported.chosen
+    left_out = "".join(f", {count} left out: {reason}" for reason, count in sorted(chosen.left_out.items()))
+    click.echo(f"{chosen.taken} trajectories{left_out}")
+    click.echo(f"  {exported.path}")

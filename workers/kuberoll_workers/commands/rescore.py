@@ -1,0 +1,183 @@
+"""`kuberoll rescore`: the rewards of a run's trajectories, computed anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kuberoll_api.manifest import ManifestError, load_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kuberoll_api.rolloutjob import RolloutJob
+    from kuberoll_workers.collection.rescore import FirstStates, Tally
+    from kuberoll_workers.collection.run_files import RunFiles
+    from kuberoll_workers.collection.storage import Storage
+
+
+@click.command()
+@click.argument("run", metavar="DIR|URI")
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="JOB.yaml",
+    help="The job whose environments score, with the dataset that the run was made from.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
+@click.option("--output", metavar="DIR|URI", help="Where the rescored run goes.  [default: DIR-rescored]")
+@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--resume", is_flag=True, help="Go on with the rescoring that is in the output.")
+@click.option(
+    "--force", is_flag=True, help="Take the rewards of environments that answer otherwise now, and of another dataset."
+)
+def rescore(
+    run: str,
+    manifest: Path,
+    overrides: tuple[str, ...],
+    output: str | None,
+    environments: tuple[str, ...],
+    resume: bool,
+    force: bool,
+) -> None:
+    """Compute the rewards of a run's trajectories anew, without generating again.
+
+    Each stored response is handed to its environment, from its dataset row's first state on. A trajectory whose
+    environment answers otherwise than it did is left as it was. The run itself is never changed. The exit code is 0
+    only when no trajectory failed.
+    """
+    try:
+        job = load_job(manifest, overrides)
+    except ManifestError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+
+    from rich.console import Console
+
+    from kuberoll_workers.collection.journal import JournalBroken
+    from kuberoll_workers.collection.rescore import RescoreRefused
+    from kuberoll_workers.collection.rows import DatasetError
+    from kuberoll_workers.collection.run_directory import RunRefused
+    from kuberoll_workers.collection.run_files import NotARun
+    from kuberoll_workers.collection.storage import StorageError
+    from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.environments.registry import UnusableEnvironment
+
+    destination = output or run.rstrip("/") + "-rescored"
+    try:
+        tallies = _rescore(job, manifest.parent, run, destination, environments, resume=resume, force=force)
+    except (
+        DatasetError, JournalBroken, NotARun, RecordError, RescoreRefused, RunRefused, StorageError,
+        UnusableEnvironment,
+    ) as error:  # fmt: skip
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    print_tallies(Console(highlight=False), tallies, destination)
+    sys.exit(1 if any(tally.failed for tally in tallies.values()) else 0)
+
+
+def _rescore(
+    job: RolloutJob,
+    base: Path,
+    run: str,
+    destination: str,
+    environments: tuple[str, ...],
+    *,
+    resume: bool,
+    force: bool,
+) -> Mapping[str, Tally]:
+    import asyncio
+    import tempfile
+    from contextlib import ExitStack
+
+    from kuberoll_workers.collection.aggregate import aggregate
+    from kuberoll_workers.collection.inputs import prompt_groups, scan
+    from kuberoll_workers.collection.rescore import FirstStates, open_rescored, refuse_other_dataset
+    from kuberoll_workers.collection.run_files import RunFiles
+    from kuberoll_workers.local.run import module_directories
+    from kuberoll_workers.worker import environment_source
+
+    source = RunFiles(run)
+    names = _names(job, environments)
+    # An entrypoint's module may lie beside the manifest, or where the command runs.
+    sys.path[:0] = module_directories(base)
+    make = environment_source(job)
+    inputs = scan(job, base=base, environment=make).as_json()
+    if not force:
+        refuse_other_dataset(source, inputs)
+    with ExitStack() as stack:
+        storage = stack.enter_context(
+            open_rescored(source, destination, job, inputs=inputs, resume=resume, force=force)
+        )
+        file = stack.enter_context(tempfile.TemporaryFile(prefix="kuberoll-"))
+        states = FirstStates(file, prompt_groups(job, base=base, environment=make))
+        tallies = asyncio.run(_replay(job, source, storage, states, names, force=force))
+        aggregate([rescored := RunFiles(destination)], make=make).write_beside(rescored)
+    return tallies
+
+
+async def _replay(
+    job: RolloutJob, source: RunFiles, output: Storage, states: FirstStates, names: list[str], *, force: bool
+) -> Mapping[str, Tally]:
+    from kuberoll_workers.collection.rescore import Replayer, Rescoring
+    from kuberoll_workers.rollouts.settings import RetryPolicy
+    from kuberoll_workers.telemetry import RolloutMetrics
+    from kuberoll_workers.worker import open_environments
+
+    rollout = job.spec.rollout
+    retries = RetryPolicy(
+        environment_attempts=rollout.retries.environment_attempts,
+        backoff_seconds=rollout.retries.backoff_seconds,
+        max_backoff_seconds=rollout.retries.max_backoff_seconds,
+    )
+    async with open_environments(job) as environments:
+        return await Rescoring(
+            source,
+            output,
+            Replayer(environments, states, retries=retries),
+            environments=names,
+            concurrency=rollout.concurrency,
+            seconds=RolloutMetrics(job.metadata.name).journal_seconds,
+            force=force,
+            parquet=job.spec.output.format == "Parquet",
+        ).run()
+
+
+def _names(job: RolloutJob, asked: tuple[str, ...]) -> list[str]:
+    from kuberoll_workers.collection.rescore import RescoreRefused
+
+    names = [environment.name for environment in job.spec.environments]
+    for name in asked:
+        if name not in names:
+            raise RescoreRefused(f"--environment {name}: the manifest's environments are {', '.join(names)}")
+    return list(asked) or names
+
+
+def print_tallies(console: Console, tallies: Mapping[str, Tally], destination: str) -> None:
+    """A table of mean rewards before and after, and what was not rescored."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
+    for name in ("done", "old reward", "new reward", "changed", "left", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, tally in sorted(tallies.items()):
+        means = ("-" if mean is None else f"{mean:.3f}" for mean in (tally.old_mean, tally.new_mean))
+        counts = (tally.changed, tally.left.total(), tally.failed)
+        table.add_row(name, str(tally.stored), *means, *map(str, counts))
+    console.print(table)
+    for name, tally in sorted(tallies.items()):
+        for reason, count in sorted(tally.left.items()):
+            console.print(Text(f"{name}: {count} left as they were, {reason}", style="yellow"), soft_wrap=True)
+        for example in filter(None, (tally.unscorable, *tally.examples)):
+            console.print(Text(f"  {example}"), soft_wrap=True)
+        if tally.earlier:
+            console.print(Text(f"{name}: {tally.earlier} were rescored earlier"), soft_wrap=True)
+    console.print(Text(f"  {destination}"), soft_wrap=True)
