@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import functools
+import inspect
+import itertools
 import json
 import re
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +18,13 @@ import pytest
 
 from kuberoll_api.documents import parse_documents
 from kuberoll_api.rolloutjob import Environment, RolloutJob
+from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.policy.interface import GenerationRequest
+from kuberoll_workers.telemetry import RolloutMetrics
+from tests.rollouts.fakes import CharacterTokenizer, CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
@@ -63,6 +72,80 @@ def test_the_documented_trajectory_has_the_record_s_fields() -> None:
     (text,) = blocks("docs/trajectories.md", "json")
     example = json.loads(text.replace("…, ", "").replace(", …", "").replace("[…]", "[]"))
     assert set(example) == set(TrajectoryRecord.__dataclass_fields__)
+
+
+async def test_the_loop_can_be_used_as_the_docs_show() -> None:
+    (code,) = blocks("docs/rollouts.md", "python")
+    kept: list[int] = []
+
+    def train_on(group: list[TrajectoryRecord]) -> bool:
+        kept.extend(record.task_index for record in group[:1])
+        return len(kept) == 3
+
+    def groups() -> Iterator[SampleGroup]:
+        for index in itertools.count():
+            yield SampleGroup(samples=(sample(index, 0), sample(index, 1)), keep=2)
+
+    class Judge(CountingEnvironment):
+        def step(self, logs: list[Any], metadata: list[Any]) -> Any:
+            # Every other group has one reward for all, and is filtered out.
+            rewards = [float(len(log[-1]["content"]) % 2) for log in logs]
+            return super().step(logs, metadata)._replace(rewards=rewards)
+
+    def answer(request: GenerationRequest) -> str:
+        task, number, *_ = map(int, request.session_id.split("-"))
+        return "x" * (1 + number * (task % 2))
+
+    async with runners({"env": Judge()}) as environments:
+        given = rollout_of(environments, policy=ScriptedPolicy(answer), concurrency=4)
+        names: dict[str, Any] = {
+            "policy": ScriptedPolicy(answer),
+            "environments": environments,
+            "tokenizer": CharacterTokenizer(),
+            "settings": given.settings,
+            "metrics": RolloutMetrics("docs"),
+            "groups": groups(),
+            "train_on": train_on,
+        }
+        compiled = compile(code, "docs/rollouts.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        running = eval(compiled, names)
+        assert inspect.isawaitable(running)
+        await running
+    assert len(kept) == 3
+    assert all(index % 2 for index in kept)
+    assert isinstance(names["carry_over"], list)
+
+
+def test_the_imports_for_users_of_nemo_rl_are_there() -> None:
+    before, after = blocks("docs/nemo-rl.md", "python")
+    names: dict[str, Any] = {}
+    exec(after, names)
+    imported = [alias.name for line in ast.parse(before).body for alias in getattr(line, "names", ())]
+    assert imported
+    assert set(imported) == set(names) - {"__builtins__"}
+
+
+@functools.cache
+def collected_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {node.name for node in functions if node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_that_are_named_exist(page: str) -> None:
+    named = re.findall(r"(tests/[\w/.-]+\.py)::(\w+)", (ROOT / page).read_text())
+    assert len(named) >= (80 if page == "docs/nemo-rl.md" else 0)
+    assert [(path, name) for path, name in named if name not in collected_in(ROOT / path)] == []
+
+
+def test_every_row_about_nemo_rl_names_a_test() -> None:
+    page = (ROOT / "docs/nemo-rl.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| NeMo RL |")]
+    assert [row for row in rows if "::test_" not in row.rpartition(" | ")[2]] == []
+    # Whatever is not the same says why.
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert [row for row in cells if len(row) != 4 or not (row[1].startswith("same") or row[2])] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -139,3 +139,14 @@ def test_importing_the_package_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_environment_may_say_what_its_episodes_keep() -> None:
+    class Typed(EnvironmentInterface[dict[str, int]]):
+        def step(self, message_log_batch: Any, metadata: Any) -> Any:
+            return None
+
+        def global_post_process_and_metrics(self, batch: Any) -> Any:
+            return batch, {}
+
+    assert isinstance(Typed(), EnvironmentInterface)

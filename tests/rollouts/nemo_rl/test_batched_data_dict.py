@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 from typing import Any, TypedDict
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.rollouts import BatchedDataDict
+from kuberoll_workers.rollouts import BatchedDataDict, batched_message_log_to_flat_message
 from kuberoll_workers.rollouts.nemo_rl.batched_data_dict import batch_class
 
 
@@ -70,6 +72,12 @@ def test_select_nothing() -> None:
         assert part["value"].dtype is torch.int64
 
 
+def test_a_mask_selects_what_it_says() -> None:
+    mask = torch.tensor([False, True, False, True])
+    assert names(batch().select_indices(mask)) == ["s1", "s3"]
+    assert names(batch().select_indices(~mask & mask)) == []
+
+
 def test_select_indices_refuses_what_it_cannot_select() -> None:
     with pytest.raises(TypeError, match="column 'odd' is a dict"):
         BatchedDataDict({"odd": {}}).select_indices([0])
@@ -77,7 +85,7 @@ def test_select_indices_refuses_what_it_cannot_select() -> None:
 
 def test_slices() -> None:
     assert names(batch().slice(1, 3)) == ["s1", "s2"]
-    with pytest.raises(IndexError, match="no slice 3:5"):
+    with pytest.raises(AssertionError, match="no slice 3:5"):
         batch().slice(3, 5)
     assert [names(part) for part in batch().make_microbatch_iterator(2)] == [["s0", "s1"], ["s2", "s3"]]
     with pytest.raises(AssertionError, match="not a multiple"):
@@ -170,10 +178,19 @@ def test_from_batches_of_features_and_of_nothing() -> None:
     assert joined["x"].shape == (3, 4, 3)
     assert joined["x"][0, 2:].sum() == 0
     assert BatchedDataDict.from_batches([]) == {}
+    routes: Any = BatchedDataDict.from_batches([{"x": torch.ones(1, 2, 3, 4)}, {"x": torch.ones(1, 1, 3, 4)}])
+    assert (routes["x"].shape, routes["x"].sum()) == ((2, 2, 3, 4), 36)
     with pytest.raises(NotImplementedError, match="column 'x' is of dict"):
         BatchedDataDict.from_batches([{"x": {}}])
-    with pytest.raises(KeyError):
-        BatchedDataDict.from_batches([{"x": [1]}, {}])
+    with pytest.raises(NotImplementedError, match="tensors with a dimension"):
+        BatchedDataDict.from_batches([{"x": torch.tensor(1)}])
+
+
+def test_from_batches_drops_no_column() -> None:
+    for parts in ([{"x": [1]}, {"x": [2], "y": [3]}], [{"x": [1], "y": [3]}, {"x": [2]}]):
+        with pytest.raises(KeyError, match="y"):
+            BatchedDataDict.from_batches(parts)
+    assert BatchedDataDict.from_batches([{}, {"x": [1]}, {}]) == {"x": [1]}
 
 
 def test_batches_are_of_the_caller_s_class() -> None:
@@ -183,3 +200,16 @@ def test_batches_are_of_the_caller_s_class() -> None:
     assert batch_class(Theirs()) is Theirs
     assert batch_class({}) is BatchedDataDict
     assert batch_class() is BatchedDataDict
+
+
+def test_batches_are_of_nemo_rl_s_class_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(BatchedDataDict[Any]):
+        pass
+
+    module: Any = types.ModuleType("nemo_rl.distributed.batched_data_dict")
+    module.BatchedDataDict = Theirs
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert batch_class() is batch_class({}) is Theirs
+    assert type(batch_class(BatchedDataDict())()) is BatchedDataDict
+    for log in ([{"ids": torch.tensor([1])}], [{"text": "a"}]):
+        assert type(batched_message_log_to_flat_message([log])[0]) is Theirs

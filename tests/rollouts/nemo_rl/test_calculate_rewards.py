@@ -116,6 +116,20 @@ def test_environments_see_roles_and_contents() -> None:
     assert environment.logs == [[{"role": "user", "content": "ab"}]]
 
 
+def test_an_environment_in_this_process_cannot_change_the_caller_s_batch() -> None:
+    class Careless(Judge):
+        def step(self, message_log_batch: list[Any], metadata: list[Any]) -> Any:
+            metadata[0]["moves"].append("up")
+            message_log_batch[0].clear()
+            return super().step(message_log_batch, metadata)
+
+    batch = batch_of({"moves": []})
+    returned = calculate_rewards(batch, {"env": Careless([1.0])})
+    assert returned.metadata == [{"seen": {"moves": ["up"]}}]
+    assert batch["extra_env_info"] == [{"moves": []}]
+    assert [message["role"] for message in batch["message_log"][0]] == ["user"]
+
+
 def test_tasks_may_share_an_environment() -> None:
     environment = Judge([1.0])
     batch = batch_of({}, {}, task_name=["one", "other"])

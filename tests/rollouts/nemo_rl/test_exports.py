@@ -37,6 +37,12 @@ ARGUMENTS = {
 }
 
 
+NATIVE = {
+    "GroupPolicy", "Partial", "Prompt", "Rollout", "RolloutSettings", "Sample", "SampleGroup", "TrajectoryFailed",
+    "rewards_differ", "run_groups", "run_rollout", "stream_groups", "stream_trajectories",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(rollouts, name)).parameters.values()
@@ -49,11 +55,36 @@ def test_arguments(name: str) -> None:
 
 def test_everything_that_is_exported_is_there() -> None:
     module: Any = rollouts
+    assert set(module.__all__) == {*NATIVE, *ARGUMENTS, "BatchedDataDict", "RolloutFailed", "RolloutLimits"}
+    assert list(module.__all__) == sorted(module.__all__)
     for name in module.__all__:
         assert getattr(module, name).__name__ == name
         assert name in dir(module)
     with pytest.raises(AttributeError, match="no attribute 'run_rollouts'"):
         _ = module.run_rollouts
+
+
+def test_the_native_names_are_those_of_the_loop() -> None:
+    from kuberoll_workers.data.prompts import Sample
+    from kuberoll_workers.rollouts.streaming import stream_groups
+
+    assert rollouts.Sample is Sample
+    assert rollouts.stream_groups is stream_groups
+
+
+def test_what_newer_callers_pass_is_taken() -> None:
+    for name in ("run_multi_turn_rollout", "run_async_multi_turn_rollout", "run_sample_multi_turn_rollout"):
+        assert inspect.signature(getattr(rollouts, name)).parameters["deduplicate_multimodal_data"].default is False
+
+
+def test_asking_for_one_name_loads_no_other() -> None:
+    script = (
+        "import sys\n"
+        "from kuberoll_workers.rollouts import RolloutSettings\n"
+        "print([name for name in sys.modules if 'nemo_rl' in name or name.endswith('rollouts.streaming')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
 
 
 def test_importing_is_cheap() -> None:

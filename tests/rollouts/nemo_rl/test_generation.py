@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -121,6 +122,45 @@ def _set(name: str, change: Any) -> Any:
     return lambda output: {**output, name: change(output[name])}
 
 
+@FACES
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("logprobs", lambda logprobs: logprobs.to(torch.bfloat16)),
+        _set("logprobs", lambda logprobs: logprobs.requires_grad_()),
+        _set("logprobs", lambda logprobs: logprobs.to(torch.float64)),
+        _set("output_ids", lambda ids: ids.to(torch.int32)),
+        _set("unpadded_sequence_lengths", lambda lengths: lengths.to(torch.int32)),
+    ],
+)
+def test_outputs_of_other_types_are_taken(asynchronous: bool, change: Any) -> None:
+    batch = batch_of({})
+    data, lengths = inputs(batch)
+    call(asynchronous, FakePolicy(change=change), data, batch, lengths)
+    message = batch["message_log"][0][-1]
+    assert (message["token_ids"].dtype, message["token_ids"].tolist()) == (torch.int64, [ord("x")])
+    assert message["generation_logprobs"].dtype is torch.float32
+    assert message["generation_logprobs"].tolist() == pytest.approx([-0.12], abs=0.001)
+
+
+@FACES
+def test_messages_do_not_share_the_policy_s_memory(asynchronous: bool) -> None:
+    outputs: list[Any] = []
+
+    def kept(output: Any) -> Any:
+        outputs.append(output)
+        return output
+
+    batch = batch_of({})
+    data, lengths = inputs(batch)
+    call(asynchronous, FakePolicy(change=kept), data, batch, lengths)
+    for output in outputs:
+        output["output_ids"].zero_()
+        output["logprobs"].zero_()
+    assert batch["message_log"][0][-1]["token_ids"].tolist() == [ord("x")]
+    assert batch["message_log"][0][-1]["generation_logprobs"].item() < 0
+
+
 WRONG = [
     (_drop("output_ids"), "no output_ids"),
     (_drop("unpadded_sequence_lengths"), "no unpadded_sequence_lengths"),
@@ -186,7 +226,16 @@ class Without:
     def generate(self, data: Any, greedy: bool = False) -> Any: ...
 
 
-@pytest.mark.parametrize("cfg", [{"vllm_cfg": {"async_engine": False}}, {"vllm_cfg": {}}, Without])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"vllm_cfg": {"async_engine": False}},
+        {"vllm_cfg": {}},
+        # Configurations need not be plain dictionaries.
+        MappingProxyType({"vllm_cfg": MappingProxyType({"async_engine": False})}),
+        Without,
+    ],
+)
 def test_asynchronous_generation_must_be_enabled(cfg: Any) -> None:
     policy: Any = Without() if cfg is Without else FakePolicy()
     policy.cfg = cfg

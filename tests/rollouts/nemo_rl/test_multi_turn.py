@@ -176,7 +176,7 @@ def test_one_row_each_in_the_order_of_the_batch(run: Any) -> None:
     for row, log in enumerate(final["message_log"]):
         assert contents(log)[0] == ("user", f"prompt {row}")
         assert {text for role, text in contents(log) if role == "environment"} == {f"from {tasks[row]}"}
-    assert metrics["active_samples_per_turn"] == [5, 3, 1]
+    assert (metrics["total_turns"], metrics["max_turns_per_sample"]) == (9, 3)
 
 
 def test_lockstep_is_one_call_for_each_turn_in_the_order_of_the_batch_off_the_loop() -> None:
@@ -250,6 +250,67 @@ def test_the_window_is_kept(run: Any) -> None:
     assert (last["content"], len(last["token_ids"])) == ("obs", 1)
     assert (final["stop_reason"], final["truncated"].tolist()) == (["truncated"], [True])
     assert metrics["truncation_rate"] == 1.0
+
+
+@FACES
+@pytest.mark.parametrize(("window", "reason"), [(24, "truncated"), (25, "max_turns")])
+def test_filling_the_window_exactly_is_truncation_although_nothing_is_cut(run: Any, window: int, reason: str) -> None:
+    final, _ = roll(run, batch_of({"turns": 9}, prompts=["p" * 20]), max_seq_len=window, max_rollout_turns=1)
+    assert [len(message["token_ids"]) for message in final["message_log"][0]] == [20, 1, 3]
+    assert final["stop_reason"] == [reason]
+
+
+@FACES
+def test_an_observation_cut_after_the_end_does_not_matter(run: Any) -> None:
+    final, metrics = roll(run, batch_of({"turns": 1}, prompts=["p" * 20]), max_seq_len=22)
+    assert [len(message["token_ids"]) for message in final["message_log"][0]] == [20, 1, 1]
+    assert (final["stop_reason"], metrics["truncation_rate"]) == (["terminated"], 0.0)
+
+
+@FACES
+def test_metadata_none_keeps_the_old_state_and_an_ended_episode_s_last_one_counts(run: Any) -> None:
+    class Forgetful(CountingEnvironment):
+        def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            returned = super().step(message_log_batch, metadata)
+            # The last state is told where it is the end, and only there.
+            kept = [state if over else None for state, over in zip(returned[1], returned[4], strict=True)]
+            return returned._replace(metadata=[state if state and state["tell"] else None for state in kept])
+
+    batch = batch_of({"turns": 1, "tell": True}, {"turns": 1, "tell": False}, {"turns": 2, "tell": False})
+    final, _ = roll(run, batch, environment=Forgetful(), max_rollout_turns=3)
+    assert [state["turns"] for state in final["extra_env_info"]] == [0, 1, 2]
+    assert final["stop_reason"] == ["terminated", "terminated", "max_turns"]
+
+
+@FACES
+def test_environments_see_the_whole_log_in_every_turn(run: Any) -> None:
+    environment = CountingEnvironment()
+    roll(run, batch_of({"turns": 2}, prompts=["ab"]), environment=environment)
+    first = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x"}]
+    second = [*first, {"role": "environment", "content": "obs"}, {"role": "assistant", "content": "x"}]
+    assert environment.logs == [first, second]
+
+
+@FACES
+def test_every_metric_of_nemo_rl_is_there_and_the_endings_add_up(run: Any) -> None:
+    # One ends, one reaches the limit of turns, one fills its window.
+    batch = batch_of({"turns": 1}, {"turns": 9, "reward": 0.5}, {"turns": 9}, prompts=["p", "p", "p" * 20])
+    _, metrics = roll(run, batch, max_seq_len=22, max_rollout_turns=2)
+    expected = {
+        "total_turns": 4,
+        "avg_turns_per_sample": 4 / 3,
+        "max_turns_per_sample": 2,
+        "natural_termination_rate": 1 / 3,
+        "truncation_rate": 1 / 3,
+        "max_turns_reached_rate": 1 / 3,
+        "mean_total_tokens_per_sample": (4 + 8 + 2) / 3,
+        "mean_gen_tokens_per_sample": (1 + 2 + 1) / 3,
+        "mean_env_tokens_per_sample": (3 + 6 + 1) / 3,
+        "mean_total_reward": 1.0,
+        "max_total_reward": 1.0,
+        "min_total_reward": 1.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 @FACES
@@ -364,6 +425,25 @@ def test_named_rewards_are_columns(run: Any) -> None:
 
 
 @FACES
+def test_names_that_nemo_rl_s_environments_give_are_the_columns(run: Any) -> None:
+    class Named(CountingEnvironment):
+        def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            parts = {"reward/correctness": torch.ones(len(metadata)), "reward/format": torch.zeros(len(metadata))}
+            return super().step(message_log_batch, metadata)._replace(rewards=parts)
+
+    final, _ = roll(run, batch_of({"turns": 2}), environment=Named())
+    assert [name for name in final if name.startswith("reward/")] == ["reward/correctness", "reward/format"]
+    assert final["reward/correctness"].tolist() == [2.0]
+
+
+@FACES
+def test_metrics_are_numbers_that_any_logger_takes(run: Any) -> None:
+    for batch in (batch_of({"turns": 2}), batch_of()):
+        _, metrics = roll(run, batch)
+        assert {name: value for name, value in metrics.items() if type(value) not in (int, float)} == {}
+
+
+@FACES
 def test_a_matrix_of_rewards_is_columns_too(run: Any) -> None:
     class Matrix(CountingEnvironment):
         def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
@@ -405,6 +485,30 @@ def test_what_is_not_text_is_refused_and_not_ignored(run: Any) -> None:
         roll(run, batch_of({"turns": 1}, vllm_images=[["an image"]]))
     final, _ = roll(run, batch_of({"turns": 1}, vllm_images=[[]], vllm_content=[None]))
     assert final["vllm_images"] == [[]]
+
+    class PackedTensor:
+        """Named as NeMo RL's class for images."""
+
+    for extra in ({"pixel_values": PackedTensor()}, {"vllm_videos": ["a video"]}):
+        log = [{"role": "user", "content": "x", "token_ids": ids_of("x"), **extra}]
+        with pytest.raises(ValueError, match=rf"message_log\[0\]\[0\]\.{next(iter(extra))}: only text"):
+            roll(run, batch_of({"turns": 1}, message_log=[log]))
+
+
+async def test_one_sample_that_is_not_text_is_refused() -> None:
+    state: dict[str, Any] = {"message_log": [], "extra_env_info": None, "task_name": "env", "vllm_content": "an image"}
+    with pytest.raises(ValueError, match=r"vllm_content\[3\]: only text"):
+        await run_sample_multi_turn_rollout(
+            3, state, FakePolicy(), CharacterTokenizer(), {"env": CountingEnvironment()}, 100
+        )
+
+
+@FACES
+def test_further_keys_of_a_prompt_s_messages_are_kept(run: Any) -> None:
+    batch = batch_of({"turns": 1}, prompts=["ab"])
+    batch["message_log"][0][0]["token_loss_mask"] = torch.zeros(2)
+    final, _ = roll(run, batch)
+    assert final["message_log"][0][0]["token_loss_mask"].tolist() == [0.0, 0.0]
 
 
 @FACES
@@ -491,6 +595,18 @@ async def test_one_sample() -> None:
         "turn_total_tokens": [5, 11],
     }
     assert policy.greedy == [True, True]
+
+
+async def test_one_sample_s_named_rewards() -> None:
+    class Named(CountingEnvironment):
+        def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            return super().step(message_log_batch, metadata)._replace(rewards={"right": [1.0], "short": [0.25]})
+
+    batch = batch_of({"turns": 2})
+    final, _ = await run_sample_multi_turn_rollout(
+        0, {name: batch[name][0] for name in batch}, FakePolicy(), CharacterTokenizer(), {"env": Named()}, 100
+    )
+    assert [final[name].item() for name in ("reward/right", "reward/short", "total_reward")] == [2.0, 0.5, 2.5]
 
 
 async def test_one_sample_without_turns_and_without_an_index() -> None:

@@ -94,8 +94,7 @@ def test_token_counts_add_up(rows: list[Any], window: int) -> None:
             counts["environment" if number % 2 else "assistant"] += len(message["token_ids"])
         turns += len(log) // 2
     size = len(rows)
-    assert metrics["total_turns"] == turns == sum(metrics["active_samples_per_turn"]) == sum(map(len, policy.calls))
-    assert sum(metrics["total_gen_tokens_per_turn"]) == counts["assistant"]
+    assert metrics["total_turns"] == turns == sum(map(len, policy.calls))
     assert round(metrics["mean_gen_tokens_per_sample"] * size) == counts["assistant"]
     assert round(metrics["mean_env_tokens_per_sample"] * size) == counts["environment"]
     assert round(metrics["mean_total_tokens_per_sample"] * size) == sum(counts.values())

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Generic, Self
+
+from typing_extensions import TypeVar
 
 ChatMessage = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in chat APIs."""
 
 Metadata = dict[str, Any] | None
+
+MetadataT = TypeVar("MetadataT", default=Any)
+"""For readers: what an environment keeps of an episode, where its class says so in brackets."""
 
 
 class UnusableRow(ValueError):
@@ -110,7 +115,7 @@ class EnvironmentReturn(tuple[Any, ...]):
         return tuple(self)
 
 
-class EnvironmentInterface(abc.ABC):
+class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     """An environment that steps a batch of episodes.
 
     Instances hold no episode state: everything an episode needs lives in its `metadata`, a JSON object. That is

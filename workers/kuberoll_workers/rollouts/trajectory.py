@@ -218,7 +218,7 @@ class Trajectory:
         self.rewards.append(outcome.reward)
         # float32, as trainers add rewards up (rule 5 of the design).
         self.total_reward += numpy.float32(outcome.reward)
-        for name in {*self.reward_parts, *outcome.reward_parts}:
+        for name in dict.fromkeys((*self.reward_parts, *outcome.reward_parts)):
             # A part that this turn or an earlier one does not name was 0 there.
             values = self.reward_parts.setdefault(name, [0.0] * (self.turn - 1))
             values.append(outcome.reward_parts.get(name, 0.0))

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -26,21 +26,22 @@ class BatchedDataDict(UserDict[str, Any], Generic[_Columns]):
     ) -> Self:
         """Put batches together, one after the other.
 
-        Lists and tensors of one dimension are joined. Tensors of two, `[samples, tokens]`, or three, `[samples,
-        tokens, features]`, are padded on the right to the longest and then joined.
+        Lists and tensors of one dimension are joined. Tensors of more, `[samples, tokens, ...]`, are padded on the
+        right to the longest and then joined.
 
         Args:
-            batches: All with the columns of the first.
+            batches: All with the same columns; one without any has no samples.
             pad_value_dict: What a column is padded with, where that is not 0.
 
         Raises:
-            KeyError: A batch lacks a column of the first.
-            NotImplementedError: A column is neither of lists nor of tensors of one to three dimensions.
+            KeyError: A batch lacks a column that another one has.
+            NotImplementedError: A column is neither of lists nor of tensors with a dimension.
         """
         pad_values = pad_value_dict or {}
+        filled = [batch for batch in batches if batch]
         joined = cls()
-        for name in sorted(batches[0]) if batches else ():
-            joined[name] = _join(name, [batch[name] for batch in batches], pad_values.get(name, 0))
+        for name in sorted({name for batch in filled for name in batch}):
+            joined[name] = _join(name, [batch[name] for batch in filled], pad_values.get(name, 0))
         return joined
 
     @property
@@ -62,9 +63,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[_Columns]):
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """A batch of some samples, in this order; entries of lists are shared with this one.
 
+        Args:
+            indices: Numbers of samples, or a tensor of booleans, one for each sample.
+
         Raises:
             TypeError: A column is neither a list nor a tensor.
         """
+        if _is_mask(indices):
+            indices = indices.nonzero().flatten()
         selected = type(self)()
         for name, column in self.data.items():
             if not _is_tensor(column) and not isinstance(column, list):
@@ -78,12 +84,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[_Columns]):
         """The samples from `start` up to `end`, exclusive.
 
         Raises:
-            IndexError: A tensor has fewer.
+            AssertionError: A tensor has fewer.
         """
         part = type(self)()
         for name, column in self.data.items():
-            if _is_tensor(column) and end > len(column):
-                raise IndexError(f"column {name!r} has {len(column)} samples; there is no slice {start}:{end}")
+            assert not _is_tensor(column) or end <= len(column), (
+                f"column {name!r} has {len(column)} samples; there is no slice {start}:{end}"
+            )
             part[name] = column[start:end]
         return part
 
@@ -207,6 +214,10 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _is_mask(indices: Any) -> TypeGuard[torch.Tensor]:
+    return _is_tensor(indices) and indices.dtype is sys.modules["torch"].bool
+
+
 def _rows(column: Any, indices: Any) -> Any:
     if _is_tensor(column):
         import torch
@@ -219,10 +230,10 @@ def _rows(column: Any, indices: Any) -> Any:
 def _join(name: str, columns: list[Any], pad_value: float) -> Any:
     if all(isinstance(column, list) for column in columns):
         return [entry for column in columns for entry in column]
-    if not all(_is_tensor(column) and 1 <= column.dim() <= 3 for column in columns):
+    if not all(_is_tensor(column) and column.dim() >= 1 for column in columns):
         kinds = ", ".join(sorted({type(column).__name__ for column in columns}))
         raise NotImplementedError(
-            f"column {name!r} is of {kinds}; only lists, and tensors of one to three dimensions, can be put together"
+            f"column {name!r} is of {kinds}; only lists, and tensors with a dimension, can be put together"
         )
     import torch
 

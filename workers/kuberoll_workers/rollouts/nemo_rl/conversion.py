@@ -7,16 +7,24 @@ import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.nemo_rl.message_logs import TOKEN_IDS, MessageLog, token_ids_of
 
+if TYPE_CHECKING:
+    import torch
+
 Result = TrajectoryRecord | FailureRecord
 
 _MULTIMODAL = ("vllm_content", "vllm_images", "vllm_videos", "vllm_audios")
+# NeMo RL's class for images and the like, by its name: NeMo RL need not be installed.
+_PACKED = "PackedTensor"
+_TEXT_ONLY = "only text can be rolled out; the policy would not see the rest"
 _REWARD_NUMBER = re.compile(r"reward[0-9]+")
 
 
@@ -31,18 +39,13 @@ def samples_of(batch: Mapping[str, Any], task_names: Mapping[str, Any]) -> list[
         ValueError: A task has no environment, or a row cannot be used; names the row.
     """
     refuse_unknown_tasks(batch["task_name"], task_names)
-    for name in _MULTIMODAL:
-        if any(entry is not None and len(entry) > 0 for entry in batch.get(name) or ()):
-            raise ValueError(f"column {name!r}: only text can be rolled out; the policy would not see the rest")
-    size = len(batch["message_log"])
-    return [
-        sample_of(
-            {name: batch[name][row] for name in ("message_log", "extra_env_info", "task_name")}
-            | {name: batch[name][row] for name in ("stop_strings", "idx") if batch.get(name) is not None},
-            row,
-        )
-        for row in range(size)
-    ]
+    optional = [name for name in ("stop_strings", "idx", *_MULTIMODAL) if batch.get(name) is not None]
+    names = ("message_log", "extra_env_info", "task_name", *optional)
+    return [sample_of({name: batch[name][row] for name in names}, row) for row in range(len(batch["message_log"]))]
+
+
+def _holds_something(entry: Any) -> bool:
+    return entry is not None and len(entry) > 0
 
 
 def refuse_unknown_tasks(names: Sequence[str], known: Mapping[str, Any]) -> None:
@@ -62,6 +65,9 @@ def sample_of(state: Mapping[str, Any], row: int) -> Sample:
     Raises:
         ValueError: The row cannot be used.
     """
+    for name in _MULTIMODAL:
+        if _holds_something(state.get(name)):
+            raise ValueError(f"{name}[{row}]: {_TEXT_ONLY}")
     messages = tuple(_message(message, f"message_log[{row}][{at}]") for at, message in enumerate(state["message_log"]))
     ids = token_array()
     for message in messages:
@@ -95,17 +101,15 @@ def log_of(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Message], *, 
     Args:
         with_logprobs: Whether the policy gives log-probabilities, so that an empty response has empty ones.
     """
-    import torch
-
     log: MessageLog = copy.deepcopy([dict(message) for message in prompt])
     for message in messages[len(log) :]:
         entry: dict[str, Any] = {
             "role": message.role,
             "content": message.content,
-            TOKEN_IDS: torch.tensor(message.token_ids, dtype=torch.int64),
+            TOKEN_IDS: _tensor(message.token_ids, numpy.int64),
         }
         if message.logprobs is not None and with_logprobs:
-            entry["generation_logprobs"] = torch.tensor(message.logprobs, dtype=torch.float32)
+            entry["generation_logprobs"] = _tensor(message.logprobs, numpy.float32)
         log.append(entry)
     return log
 
@@ -146,10 +150,10 @@ def batch_of(batch: Mapping[str, Any], results: Sequence[Result], *, with_logpro
         "truncated": torch.tensor([result.stop_reason == "truncated" for result in results], dtype=torch.bool),
         "failure": [result if isinstance(result, FailureRecord) else None for result in results],
     }
-    for name in dict.fromkeys(name for record in finished if record is not None for name in record.reward_parts):
-        columns[_reward_column(name)] = torch.tensor(
-            [math.nan if record is None else sum(record.reward_parts.get(name, ())) for record in finished],
-            dtype=torch.float32,
+    parts = [None if record is None else reward_parts_of(record) for record in finished]
+    for name in dict.fromkeys(name for sums in parts if sums is not None for name in sums):
+        columns[name] = torch.tensor(
+            [math.nan if sums is None else sums.get(name, 0.0) for sums in parts], dtype=torch.float32
         )
     for name, column in batch.items():
         if name not in columns:
@@ -161,12 +165,27 @@ def batch_of(batch: Mapping[str, Any], results: Sequence[Result], *, with_logpro
     return columns
 
 
+def _tensor(numbers: Sequence[float], kind: Any) -> torch.Tensor:
+    import torch
+
+    # By way of NumPy, which reads arrays as they lie in memory; torch would ask for each element.
+    return torch.from_numpy(numpy.array(numbers, dtype=kind))
+
+
+def reward_parts_of(record: TrajectoryRecord) -> dict[str, float]:
+    """The sums of a trajectory's named rewards, by the names of their columns."""
+    return {_reward_column(name): sum(values) for name, values in sorted(record.reward_parts.items())}
+
+
 def _reward_column(name: str) -> str:
-    # Rewards without names of their own are reward1, reward2, ... in NeMo RL too.
-    return name if _REWARD_NUMBER.fullmatch(name) else f"reward/{name}"
+    # NeMo RL's own environments name them so already; those without names are reward1, reward2, ... there too.
+    return name if name.startswith("reward/") or _REWARD_NUMBER.fullmatch(name) else f"reward/{name}"
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
+    for name, value in message.items():
+        if (name in _MULTIMODAL and _holds_something(value)) or type(value).__name__ == _PACKED:
+            raise ValueError(f"{where}.{name}: {_TEXT_ONLY}")
     if TOKEN_IDS not in message:
         raise ValueError(f"{where}: token_ids are missing; prompts are tokenized by the dataset")
     try:

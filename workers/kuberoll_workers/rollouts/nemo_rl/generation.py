@@ -14,7 +14,7 @@ from kuberoll_workers.rollouts.nemo_rl.message_logs import (
     token_ids_of,
 )
 from kuberoll_workers.rollouts.nemo_rl.policies import require_async
-from kuberoll_workers.rollouts.nemo_rl.responses import Response, collect, read_responses
+from kuberoll_workers.rollouts.nemo_rl.responses import Prompts, Response, collect, read_responses
 from kuberoll_workers.rollouts.nemo_rl.tokenizers import decode_all, pad_token_of
 
 if TYPE_CHECKING:
@@ -126,16 +126,19 @@ def _prepare(generation_input_data: Any, batch: Any, input_lengths: Any) -> bool
 def _append(
     outputs: Any, data: Any, batch: Any, tokenizer: Any, input_lengths: Any, include_logprobs: bool
 ) -> Generated:
+    import torch
+
     responses: list[Response] = []
-    for response in read_responses(outputs, data["input_ids"], input_lengths):
+    for response in read_responses(outputs, Prompts.of(data["input_ids"], input_lengths)):
         if isinstance(response, PolicyUnavailable):
             raise response
         responses.append(response)
-    generated = [response.token_ids for response in responses]
-    for row, (text, response) in enumerate(zip(decode_all(tokenizer, generated), responses, strict=True)):
-        message: dict[str, Any] = {"role": "assistant", "content": text, TOKEN_IDS: response.token_ids}
+    generated = [torch.from_numpy(response.token_ids) for response in responses]
+    texts = decode_all(tokenizer, generated)
+    for row, (text, ids, response) in enumerate(zip(texts, generated, responses, strict=True)):
+        message: dict[str, Any] = {"role": "assistant", "content": text, TOKEN_IDS: ids}
         if include_logprobs and response.logprobs is not None:
-            message["generation_logprobs"] = response.logprobs
+            message["generation_logprobs"] = torch.from_numpy(response.logprobs)
         batch["message_log"][row].append(message)
     return batch, generated, _metrics(generated, input_lengths, outputs.get("truncated"))
 

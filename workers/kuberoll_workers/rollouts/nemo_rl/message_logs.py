@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kuberoll_workers.rollouts.nemo_rl.batched_data_dict import BatchedDataDict
+from kuberoll_workers.rollouts.nemo_rl.batched_data_dict import BatchedDataDict, batch_class
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +66,13 @@ def batched_message_log_to_flat_message(
     tensors = [key for key in keys if any(isinstance(log.get(key), torch.Tensor) for log in flat)]
     if not tensors:
         first = {key: [log[key][0] if key in log else None for log in flat] for key in keys}
-        return BatchedDataDict(first), torch.empty(0, dtype=torch.int32)
+        return batch_class()(first), torch.empty(0, dtype=torch.int32)
     # The longest of a log's tensors: prompts have token ids but no log-probabilities.
     lengths = [max((len(log[key]) for key in tensors if key in log), default=0) for log in flat]
     multiple = make_sequence_length_divisible_by
     length = -(-max(lengths) // multiple) * multiple
     pad_values = pad_value_dict or {}
-    batch: BatchedDataDict[Any] = BatchedDataDict()
+    batch: BatchedDataDict[Any] = batch_class()()
     for key in keys:
         values = [log.get(key) for log in flat]
         batch[key] = _padded(key, values, length, pad_values.get(key, 0)) if key in tensors else values
@@ -88,6 +88,8 @@ def token_ids_of(ids: Any) -> torch.Tensor:
     import torch
 
     tensor = torch.as_tensor(ids).detach().cpu()
+    if tensor.dtype is torch.int64 and tensor.dim() == 1:
+        return tensor
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.int64)
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:

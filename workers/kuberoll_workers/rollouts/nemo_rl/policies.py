@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -21,7 +21,7 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
 )
 from kuberoll_workers.rollouts.nemo_rl.calls import CallerContext
-from kuberoll_workers.rollouts.nemo_rl.responses import Response, collect, generation_batch, read_responses
+from kuberoll_workers.rollouts.nemo_rl.responses import Prompts, Response, collect, generation_batch, read_responses
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def require_async(policy_generation: Any) -> None:
         AssertionError: It has no `generate_async`, or its configuration says that its engine is not asynchronous.
     """
     cfg = getattr(policy_generation, "cfg", None)
-    engine = cfg.get("vllm_cfg") if isinstance(cfg, dict) else None
-    enabled = not isinstance(engine, dict) or engine.get("async_engine", False)
+    engine = cfg.get("vllm_cfg") if isinstance(cfg, Mapping) else None
+    enabled = not isinstance(engine, Mapping) or engine.get("async_engine", False)
     if not enabled or not callable(getattr(policy_generation, "generate_async", None)):
         raise AssertionError(
             "Async generation is not enabled. The policy needs a generate_async method and, where it has a vllm_cfg, "
@@ -173,7 +173,7 @@ class BatchPolicy:
 
     async def _ask(self, requests: Sequence[GenerationRequest]) -> Sequence[_Answer]:
         # Before the thread begins: the prompts grow with their trajectories.
-        data = generation_batch(
+        data, prompts = generation_batch(
             [request.token_ids for request in requests],
             [request.sampling.stop for request in requests],
             pad_token_id=self._pad_token_id,
@@ -181,19 +181,18 @@ class BatchPolicy:
         )
         if self._thread is None:
             self._thread = DaemonThread()
-        asked = (data["input_ids"].clone(), data["input_lengths"].clone())
 
         def call() -> list[_Answer]:
             outputs = self._policy.generate(data, greedy=self._greedy)
-            return self._answers(outputs, asked, requests)
+            return self._answers(outputs, prompts, requests)
 
         try:
             return await asyncio.wrap_future(self._thread.submit(lambda: self._caller.run(call)))
         except Exception as error:
             return [_reported(error)] * len(requests)
 
-    def _answers(self, outputs: Any, asked: tuple[Any, Any], requests: Sequence[GenerationRequest]) -> list[_Answer]:
-        read = read_responses(outputs, *asked)
+    def _answers(self, outputs: Any, prompts: Prompts, requests: Sequence[GenerationRequest]) -> list[_Answer]:
+        read = read_responses(outputs, prompts)
         self.gave_logprobs |= outputs.get("logprobs") is not None
         return [_answer_of(response, request) for response, request in zip(read, requests, strict=True)]
 
@@ -217,17 +216,16 @@ class StreamPolicy:
         self._batch_type = batch_type
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        data = generation_batch(
+        data, prompts = generation_batch(
             [request.token_ids],
             [request.sampling.stop],
             pad_token_id=self._pad_token_id,
             batch_type=self._batch_type,
         )
-        asked = (data["input_ids"].clone(), data["input_lengths"].clone())
         try:
             stream = self._policy.generate_async(data, greedy=self._greedy)
             outputs = await collect(stream, 1, pad_token_id=self._pad_token_id)
-            (response,) = read_responses(outputs, *asked)
+            (response,) = read_responses(outputs, prompts)
             self.gave_logprobs |= outputs.get("logprobs") is not None
         except Exception as error:
             raise _reported(error) from error
@@ -263,11 +261,11 @@ def _answer_of(response: Response | PolicyUnavailable, request: GenerationReques
     cut = generated >= room if response.truncated is None else response.truncated or generated > room
     logprobs: array[float] = array(LOGPROB_TYPE)
     if response.logprobs is not None:
-        logprobs.frombytes(response.logprobs.numpy().tobytes())
+        logprobs.frombytes(response.logprobs.tobytes())
     return GenerationResult(token_ids=_plain(response), logprobs=logprobs, finish_reason="length" if cut else "stop")
 
 
 def _plain(response: Response) -> array[int]:
     ids = array(TOKEN_TYPE)
-    ids.frombytes(response.token_ids.numpy().astype(numpy.int32).tobytes())
+    ids.frombytes(response.token_ids.astype(numpy.int32).tobytes())
     return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ def calculate_rewards(
     for row, task in enumerate(tasks):
         rows.setdefault(task, []).append(row)
     logs = [get_keys_from_message_log(log, ("role", "content")) for log in batch["message_log"]]
-    states = batch["extra_env_info"]
+    # Copies, as an actor gets them: an environment in this process might change what it is given.
+    states = copy.deepcopy(list(batch["extra_env_info"]))
     step_seconds = (limits or RolloutLimits()).step_seconds
 
     async def step_all() -> list[Any]:

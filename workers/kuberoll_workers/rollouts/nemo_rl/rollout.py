@@ -16,6 +16,7 @@ from kuberoll_workers.rollouts.nemo_rl.conversion import (
     batch_of,
     log_of,
     refuse_unknown_tasks,
+    reward_parts_of,
     sample_of,
     samples_of,
 )
@@ -47,6 +48,7 @@ def run_multi_turn_rollout(
     *,
     on_failure: OnFailure = "mark",
     limits: RolloutLimits | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
 ) -> tuple[Any, dict[str, Any]]:
     """Roll a batch out turn by turn: one `generate` call for all active samples, then one call for each environment.
 
@@ -63,8 +65,8 @@ def run_multi_turn_rollout(
             "failed", its `failure` says why, and it is logged. `raise`: RolloutFailed, when all others have ended.
 
     Returns:
-        A batch of the input's class that shares nothing with it, columns as of `conversion.batch_of`; and the metrics
-        of `summary.summarize`.
+        A batch of the input's class that shares nothing with it, columns as of `conversion.batch_of`; and those metrics
+        of `summary.summarize` that are numbers.
 
     Raises:
         ValueError: A task has no environment, or a row cannot be used; nothing was called then.
@@ -98,6 +100,7 @@ def run_async_multi_turn_rollout(
     *,
     on_failure: OnFailure = "mark",
     limits: RolloutLimits | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
 ) -> tuple[Any, dict[str, Any]]:
     """Roll a batch out, each sample at its own pace; arguments and results are those of `run_multi_turn_rollout`.
 
@@ -137,6 +140,7 @@ async def run_sample_multi_turn_rollout(
     greedy: bool = False,
     *,
     limits: RolloutLimits | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Roll one sample out.
 
@@ -148,9 +152,9 @@ async def run_sample_multi_turn_rollout(
 
     Returns:
         The final state: `message_log`, `extra_env_info`, `task_name`, `total_reward` (a float32 tensor without
-        dimensions), `stop_strings`, `idx`, `stop_reason`; and its metrics: `turn_count`, `total_tokens`,
-        `assistant_tokens`, `env_tokens`, `terminated`, `truncated`, `max_turns_reached`, `total_reward`, and
-        `turn_gen_tokens`, `turn_input_tokens`, `turn_total_tokens`, lists by turn.
+        dimensions), `reward/<name>` for each named one, `stop_strings`, `idx`, `stop_reason`; and its metrics:
+        `turn_count`, `total_tokens`, `assistant_tokens`, `env_tokens`, `terminated`, `truncated`, `max_turns_reached`,
+        `total_reward`, and `turn_gen_tokens`, `turn_input_tokens`, `turn_total_tokens`, lists by turn.
 
     Raises:
         AssertionError: The policy does not generate asynchronously.
@@ -191,6 +195,7 @@ async def run_sample_multi_turn_rollout(
         "stop_strings": list(trajectory.stop_strings or ()) or None,
         "idx": record.idx,
         "stop_reason": record.stop_reason,
+        **{name: torch.tensor(total, dtype=torch.float32) for name, total in reward_parts_of(record).items()},
     }
     return state, _sample_metrics(record)
 
@@ -279,7 +284,9 @@ def _finish(
     input_batch: Any, results: list[Result], policy: PolicyAdapter, on_failure: OnFailure
 ) -> tuple[Any, dict[str, Any]]:
     columns = batch_of(input_batch, results, with_logprobs=policy.gave_logprobs)
-    batch, metrics = batch_class(input_batch)(columns), summarize(results)
+    batch = batch_class(input_batch)(columns)
+    # NeMo RL's trainers hand everything on to loggers of scalars.
+    metrics = {name: value for name, value in summarize(results).items() if isinstance(value, int | float)}
     failures = [result for result in results if isinstance(result, FailureRecord)]
     if failures:
         summary = summary_of(failures, len(results))

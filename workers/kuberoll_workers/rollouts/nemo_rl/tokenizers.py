@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from kuberoll_workers.rollouts.nemo_rl.message_logs import token_ids_of
@@ -31,7 +33,7 @@ class ForeignTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         import torch
 
-        return decode_all(self._tokenizer, [torch.tensor(ids, dtype=torch.int64)])[0]
+        return decode_all(self._tokenizer, [torch.from_numpy(numpy.array(ids, dtype=numpy.int64))])[0]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
         raise NotImplementedError("prompts come with their token ids")

@@ -1,0 +1,59 @@
+"""Types and reasons of a RolloutJob's conditions: the words between the operator and who watches its jobs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+SUSPENDED: Final = "Suspended"
+GENERATION_READY: Final = "GenerationReady"
+WORKERS_READY: Final = "WorkersReady"
+SUCCESS_CRITERIA_MET: Final = "SuccessCriteriaMet"
+FAILURE_TARGET: Final = "FailureTarget"
+COMPLETE: Final = "Complete"
+FAILED: Final = "Failed"
+
+CONDITION_TYPES: Final = (
+    SUSPENDED,
+    GENERATION_READY,
+    WORKERS_READY,
+    SUCCESS_CRITERIA_MET,
+    FAILURE_TARGET,
+    COMPLETE,
+    FAILED,
+)
+
+
+class Reason:
+    """Reasons, by what they are about. docs/operating.md explains each."""
+
+    # Suspended
+    JOB_SUSPENDED: Final = "JobSuspended"
+    JOB_RESUMED: Final = "JobResumed"
+    # GenerationReady
+    STARTING: Final = "Starting"
+    UNSCHEDULABLE: Final = "Unschedulable"
+    IMAGE_PULL: Final = "ImagePullError"
+    ENGINE_FAILED: Final = "EngineFailed"
+    CRASHING: Final = "Crashing"
+    READY: Final = "Ready"
+    EXTERNAL: Final = "External"
+    RELEASED: Final = "Released"
+    # WorkersReady
+    WAITING_FOR_GENERATION: Final = "WaitingForGeneration"
+    RUNNING: Final = "Running"
+    SHARDS_DONE: Final = "ShardsDone"
+    # SuccessCriteriaMet, Complete
+    TRAJECTORIES_DONE: Final = "TrajectoriesDone"
+    # FailureTarget, Failed
+    INVALID_SPEC: Final = "InvalidSpec"
+    INVALID_TEMPLATE: Final = "InvalidTemplate"
+    STARTUP_DEADLINE: Final = "StartupDeadlineExceeded"
+    ACTIVE_DEADLINE: Final = "DeadlineExceeded"
+    FAILED_SHARDS: Final = "FailedShards"
+    REFUSED: Final = "Refused"
+    FAILURE_BUDGET: Final = "FailureBudgetExceeded"
+    FINISH_FAILED: Final = "FinishFailed"
+    # On any condition of a part that cannot be written
+    FORBIDDEN: Final = "Forbidden"
+    FIELD_CONFLICT: Final = "FieldConflict"
+    QUOTA: Final = "QuotaExceeded"

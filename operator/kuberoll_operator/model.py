@@ -1,0 +1,86 @@
+"""What a reconcile looks at and what it decides: the data between its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Object = dict[str, Any]
+"""A Kubernetes object, as JSON."""
+
+
+class Key(NamedTuple):
+    """A RolloutJob."""
+
+    namespace: str
+    name: str
+
+
+class Ref(NamedTuple):
+    """A child, without its namespace: it is the job's."""
+
+    api_version: str
+    kind: str
+    name: str
+
+
+class WriteError(NamedTuple):
+    """A child that the API server did not take.
+
+    Attributes:
+        reason: One of `conditions.Reason`: FORBIDDEN, INVALID_TEMPLATE, FIELD_CONFLICT, QUOTA.
+        message: The API server's own words, at most 1,000 characters.
+    """
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodProgress:
+    """What a worker pod says of itself at `/progress`: counts since its shard began, resumed ones included."""
+
+    shard: int
+    trajectories: int = 0
+    failed: int = 0
+    turns: int = 0
+    generated_tokens: int = 0
+    reward_sum: float = 0.0
+    planned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The children of a job as they are.
+
+    Attributes:
+        children: By kind and name.
+        pods: All pods of the job.
+        progress: Of worker pods that answered, by shard.
+        errors: What could not be written in this reconcile, by kind and name.
+    """
+
+    children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
+    pods: Sequence[Object] = ()
+    progress: Mapping[int, PodProgress] = field(default_factory=dict)
+    errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
+
+    def get(self, kind: str, name: str) -> Object | None:
+        """A child, if it is there."""
+        return self.children.get((kind, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be written and removed, in this order: `apply`, then `delete`.
+
+    Attributes:
+        apply: Whole objects for server-side apply, with owner references and digests.
+        delete: Children that must not be there; deletion is in the foreground of their pods (`Background` policy).
+        delete_job: The RolloutJob itself, whose time to live is over.
+    """
+
+    apply: Sequence[Object] = ()
+    delete: Sequence[Ref] = ()
+    delete_job: bool = False
