@@ -1,8 +1,10 @@
-"""Real `kuberoll run` processes, and what they leave behind."""
+"""Real `kuberoll run` processes, what they leave behind, and an endpoint for workers."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import json
 import queue
 import re
@@ -12,17 +14,22 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from aiohttp import web
 
+from kuberoll_api.rolloutjob import SimulatedEngine
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.engines.simulated import Simulated
+from kuberoll_workers.policy.interface import GenerationRequest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny-policy"
@@ -49,6 +56,72 @@ def manifest(path: Path, **spec: Any) -> Path:
     }
     path.write_text(json.dumps(document))
     return path
+
+
+WAYS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
+
+
+class Endpoint:
+    """The simulated engine behind the wire format, in this process; requests may be held up or refused.
+
+    Attributes:
+        requests: Ids of those answered.
+        waiting: Sessions of those held up.
+        released: Those held up are answered once it is set.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[str] = []
+        self.waiting: set[str] = set()
+        self.released = asyncio.Event()
+        self.holds: Callable[[GenerationRequest], bool] = lambda request: False
+        self.refuses: Callable[[GenerationRequest], bool] = lambda request: False
+        self._engine = Simulated(
+            model="none",
+            tokenizer=str(TINY),
+            settings=SimulatedEngine.model_validate({"responses": WAYS}),
+            engine_args={"max_model_len": 512},
+        )
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[Endpoint]:
+        await self._engine.start()
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/info", self._info)
+        app.router.add_post("/v1/generate", self._generate)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        assert site._server is not None
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response(dataclasses.asdict(self._engine.info()))
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        asked = wire.decode_request(await request.read(), wire.MSGPACK)
+        if self.refuses(asked):
+            return web.json_response({"error": {"type": "x", "message": "the engine is gone"}}, status=503)
+        if self.holds(asked):
+            self.waiting.add(asked.session_id)
+            try:
+                await self.released.wait()
+            finally:
+                self.waiting.discard(asked.session_id)
+        self.requests.append(asked.request_id)
+        return web.Response(
+            body=wire.encode_result(await self._engine.generate(asked), wire.MSGPACK), content_type=wire.MSGPACK
+        )
 
 
 class Run:

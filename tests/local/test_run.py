@@ -53,7 +53,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert len({record.key for record in records}) == len(records) == 32
     assert all(record.stop_reason == "terminated" for record in records)
     assert {path.name for path in output.iterdir()} == {
-        ".lock", "aggregate_metrics.json", "logs", "manifest.json", "task_metrics.jsonl",
+        ".lock", "aggregate_metrics.json", "logs", "manifest.json", "report.html", "task_metrics.jsonl",
         "shard-00000.jsonl", "shard-00001.jsonl", "shard-00002.jsonl",
     }  # fmt: skip
     aggregates = json.loads((output / "aggregate_metrics.json").read_text())["environments"]["puzzle"]
@@ -140,7 +140,7 @@ def test_an_object_store_as_output(s3: tuple[S3Server, str], tmp_path: Path, mon
     assert {record.key for record in stored} <= {record.key for record in records}
     files = [Path(file).name for file in storage.files()]
     shards = [f"shard-0000{number}.parquet" for number in range(3)]
-    assert files == ["aggregate_metrics.json", "manifest.json", *shards, "task_metrics.jsonl"]
+    assert files == ["aggregate_metrics.json", "manifest.json", "report.html", *shards, "task_metrics.jsonl"]
     assert f"{s3[1]}/run/shard-00000.parquet" in text
     manifested = json.loads(storage.read("manifest.json") or b"")
     assert manifested["forced"] == ["spec.rollout.maxTurns: was 20, is 19"]

@@ -3,79 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from kuberoll_api.rolloutjob import RolloutJob, SimulatedEngine
+from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.records import dropped as read_dropped
 from kuberoll_workers.collection.records import failures as read_failures
 from kuberoll_workers.collection.records import shard_name
 from kuberoll_workers.collection.records import trajectories as read_trajectories
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
-from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.engines.simulated import Simulated
-from kuberoll_workers.policy.interface import GenerationRequest
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, work
-from tests.local.support import TINY
+from tests.local.support import TINY, Endpoint
 from tests.rollouts.fakes import until
-
-WAYS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
-
-
-class Endpoint:
-    """The simulated engine behind the wire format; `answer` may hold a request up or refuse it."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.requests: list[str] = []
-        self.waiting: set[str] = set()
-        self.holds: Callable[[GenerationRequest], bool] = lambda request: False
-        self.refuses: Callable[[GenerationRequest], bool] = lambda request: False
-        self._engine = Simulated(
-            model="none",
-            tokenizer=str(TINY),
-            settings=SimulatedEngine.model_validate({"responses": WAYS}),
-            engine_args={"max_model_len": 512},
-        )
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Endpoint]:
-        await self._engine.start()
-        app = web.Application()
-        app.router.add_post("/v1/generate", self._generate)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-        try:
-            yield self
-        finally:
-            await runner.cleanup()
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        asked = wire.decode_request(await request.read(), wire.MSGPACK)
-        if self.refuses(asked):
-            return web.json_response({"error": {"type": "x", "message": "the engine is gone"}}, status=503)
-        if self.holds(asked):
-            self.waiting.add(asked.session_id)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.waiting.discard(asked.session_id)
-        self.requests.append(asked.request_id)
-        return web.Response(
-            body=wire.encode_result(await self._engine.generate(asked), wire.MSGPACK), content_type=wire.MSGPACK
-        )
 
 
 def job(**spec: Any) -> dict[str, Any]:

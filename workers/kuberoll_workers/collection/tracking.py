@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 import orjson
 
 from kuberoll_api.rolloutjob import MlflowTracking, RolloutJob, Tracking, WandbTracking
+from kuberoll_workers.collection.report.make import PAGE
 from kuberoll_workers.collection.run_directory import AGGREGATES, MANIFEST, RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
 
 _log = logging.getLogger(__name__)
 
-REPORT = "report.html"
-ARTIFACTS = (AGGREGATES, REPORT, MANIFEST)
+ARTIFACTS = (AGGREGATES, PAGE, MANIFEST)
 """Files of a run that are uploaded, where they are there."""
 
 RUN_ID_TAG = "kuberoll.run_id"

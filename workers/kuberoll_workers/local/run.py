@@ -23,6 +23,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.inputs import repeats_of
 from kuberoll_workers.collection.records import FAILURES
+from kuberoll_workers.collection.report.make import PAGE, make_report
 from kuberoll_workers.collection.run_directory import (
     RunDirectory,
     RunRefused,
@@ -346,9 +347,12 @@ class _LocalRun:
             result.summaries = self._aggregate()
             result.tail = self._tail
             self._seconds["aggregation"] = time.perf_counter() - aggregating
+            reporting, run = time.perf_counter(), RunFiles(self._options.output)
+            run.write(PAGE, make_report(run).page)
+            self._seconds["report"] = time.perf_counter() - reporting
             if self._job.spec.output.tracking is not None:
                 tracking = time.perf_counter()
-                log_run(self._job, RunFiles(self._options.output), note=self._reporter.note)
+                log_run(self._job, run, note=self._reporter.note)
                 self._seconds["tracking"] = time.perf_counter() - tracking
         result.files = self._storage.files()
         self._seconds["total"] = time.perf_counter() - started

@@ -1,0 +1,63 @@
+"""`kuberoll report`, as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kuberoll_workers.commands.report import report
+from kuberoll_workers.data.record import encode_line
+from tests.report.runs import realistic, store, trajectory
+
+
+def typed(*arguments: object) -> Result:
+    return CliRunner().invoke(report, list(map(str, arguments)))
+
+
+def test_the_page_is_written_beside_the_run(tmp_path: Path) -> None:
+    run = store(tmp_path / "run", realistic(6))
+    done = typed(run)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f"  {run}/report.html"
+    page = (tmp_path / "run" / "report.html").read_bytes()
+    assert page.startswith(b"<!doctype html>")
+    # Once more replaces it; it is no part of the run.
+    assert typed(run).exit_code == 0
+    assert (tmp_path / "run" / "report.html").read_bytes() == page
+
+
+def test_the_page_elsewhere(tmp_path: Path) -> None:
+    run = store(tmp_path / "run", [trajectory(0)])
+    done = typed(run, "--output", tmp_path / "new" / "page.html")
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "1 trajectories, 0.1 MB")
+    assert (tmp_path / "new" / "page.html").exists()
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_run_in_an_object_store() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/reported/shard-00000/worker-00000001.jsonl", encode_line(trajectory(0)))
+    try:
+        done = typed("memory://reported")
+        assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "  memory://reported/report.html"), done.output
+        assert store.cat_file("/reported/report.html").startswith(b"<!doctype html>")
+    finally:
+        store.rm("/reported", recursive=True)
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    nothing = typed(tmp_path)
+    assert (nothing.exit_code, nothing.stdout) == (2, "")
+    assert "name the output directory of a run" in nothing.stderr
+    run = store(tmp_path / "run", [trajectory(0)])
+    (tmp_path / "run" / "failures.jsonl").write_bytes(b"{}\n")
+    broken = typed(run)
+    assert (broken.exit_code, broken.stdout) == (2, "")
+    assert "failures.jsonl:1: not a FailureRecord" in broken.stderr
+    assert not (tmp_path / "run" / "report.html").exists()
+    (tmp_path / "run" / "failures.jsonl").unlink()
+    (tmp_path / "run" / "manifest.json").write_text("[]")
+    assert "not a run's manifest" in typed(run).stderr

@@ -1,0 +1,169 @@
+"""From records to what a report shows."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from kuberoll_workers.collection.report.browsed import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
+from kuberoll_workers.collection.report.data import ReportData, report_data
+from kuberoll_workers.collection.report.ended import EndedRecord, ended
+from kuberoll_workers.collection.report.page import render
+from kuberoll_workers.collection.report.text import cut, one_line, visible
+from kuberoll_workers.collection.run_files import RunFiles
+from tests.report.runs import dropped, failure, message, realistic, store, trajectory
+
+
+def data(*records: EndedRecord, **options: Any) -> ReportData:
+    return report_data(records, location="runs/one", **options)
+
+
+def test_every_trajectory_once(tmp_path: Path) -> None:
+    retried = failure(5, number=1)
+    retried.attempt = 1
+    later = dropped(7)
+    later.attempt = 1
+    unwanted = dropped(1)
+    records: list[EndedRecord] = [
+        trajectory(1),
+        trajectory(2),
+        failure(2),
+        retried,
+        failure(5),
+        unwanted,
+        dropped(6),
+        failure(6, 1),
+        failure(7),
+        later,
+    ]
+    store(tmp_path, records)
+    store(tmp_path, [trajectory(1)])
+    found = [(type(record).__name__, *record.key) for record in ended(RunFiles(str(tmp_path)))]
+    assert found == [
+        ("TrajectoryRecord", 1, 0), ("TrajectoryRecord", 2, 0), ("FailureRecord", 5, 0), ("FailureRecord", 6, 1),
+        ("DroppedRecord", 6, 0), ("DroppedRecord", 7, 0),
+    ]  # fmt: skip
+    (latest,) = [record for record in ended(RunFiles(str(tmp_path))) if record.task_index == 5]
+    assert latest.attempt == 1
+
+
+def test_reading_goes_no_further_than_asked(tmp_path: Path) -> None:
+    store(tmp_path, [trajectory(1), trajectory(2)])
+    with (tmp_path / "shard-00000.jsonl").open("ab") as file:
+        file.write(b"broken\n")
+    first = ended(RunFiles(str(tmp_path)))
+    assert next(first).task_index == 1
+
+
+def test_numbers_by_environment_and_over_all() -> None:
+    found = data(
+        trajectory(0, 0, rewards=[1.0, 0.5], seconds=[(1.0, 2.0), (3.0, 4.0)]),
+        trajectory(0, 1, rewards=[0.0], stop_reason="truncated"),
+        trajectory(1, 0, environment="math", rewards=[1.0]),
+        trajectory(1, 1, environment="math", rewards=[1.0]),
+        trajectory(3, 0, environment="math", rewards=[0.0]),
+        failure(2, environment="math"),
+        dropped(2, 1),
+    ).numbers
+    assert [item["name"] for item in found["environments"]] == ["math", "puzzle"]
+    maths, puzzle = found["environments"]
+    everything = found["all"]
+    assert (maths["finished"], puzzle["finished"], everything["finished"]) == (3, 2, 5)
+    assert puzzle["outcomes"] == {"terminated": 1, "truncated": 1, "oversampled": 1}
+    assert maths["causes"] == [
+        ("infrastructure", "generation", "the endpoint is gone after 5 tries: connection refused", 1)
+    ]
+    # A failure is never a reward of 0, and what was dropped is no reward either.
+    assert everything["reward"]["count"] == 5
+    assert everything["reward"]["mean"] == pytest.approx(0.7)
+    assert puzzle["generation_seconds"]["total"] == 4.5
+    assert puzzle["environment_seconds"]["total"] == 6.25
+    # Of one reward there is no spread; groups at their environment's highest reward stay that over all.
+    assert maths["groups"] == {
+        "groups": 1, "equal": 1, "highest": 1, "lowest": 0, "mean_std": 0.0, "points": [(1.0, 0.0, 1)],
+    }  # fmt: skip
+    assert (everything["groups"]["groups"], everything["groups"]["highest"]) == (2, 1)
+    assert puzzle["groups"]["points"] == [(0.75, pytest.approx(1.0606601717798212), 1)]
+
+
+def test_groups_beyond_what_can_be_drawn() -> None:
+    records = [trajectory(task, rollout, rewards=[task * 0.001 + rollout]) for task in range(900) for rollout in (0, 1)]
+    groups = data(*records).numbers["all"]["groups"]
+    assert sum(count for _, _, count in groups["points"]) == 900
+    assert len(groups["points"]) < 100
+    assert all(std > 0 for _, std, _ in groups["points"])
+
+
+def test_causes_are_told_by_count_and_bounded() -> None:
+    failures = [failure(number) for number in range(1500)]
+    for number, record in enumerate(failures):
+        record.cause = f"cause {number}" if number % 2 else "the same\nover two lines"
+    found = data(*failures).numbers["all"]
+    assert found["causes"][0][2:] == ("the same over two lines", 750)
+    assert len(found["causes"]) == 50
+    assert sum(cause[3] for cause in found["causes"]) + found["other_causes"] == 1500
+
+
+def test_the_sample_has_every_failure() -> None:
+    records: list[EndedRecord] = [
+        *(trajectory(task) for task in range(1000)), *(failure(task, 1) for task in range(15)),
+        *(dropped(task, 2) for task in range(40)),
+    ]  # fmt: skip
+    found = data(*records, most=100)
+    outcomes = [item.row.outcome for item in found.browsed]
+    assert (len(outcomes), outcomes.count("failed"), outcomes.count("oversampled")) == (100, 15, 10)
+    assert found.offered == 1055
+    assert found.numbers["all"]["finished"] == 1000
+
+
+def test_the_size_of_the_page_is_bounded() -> None:
+    def noisy(task: int) -> EndedRecord:
+        text = "".join(chr(0x4E00 + (task * 7919 + place * 104729 + place**3) % 20000) for place in range(5000))
+        return trajectory(task, messages=[message("assistant", text, 1)])
+
+    small, large = (
+        render(report_data(map(noisy, range(count)), location="r", most_bytes=200_000)) for count in (50, 400)
+    )
+    assert len(large) < 1.4 * 200_000 + 150_000
+    assert abs(len(large) - len(small)) < 100_000
+
+
+def test_long_texts_are_cut_with_a_note() -> None:
+    assert cut("a" * 10, 10) == "a" * 10
+    assert cut("a" * 8 + "b" * 12, 8) == "aaaaaa\n[… 12 characters left out …]\nbb"
+    long = trajectory(0, messages=[message("user", "x" * 50_000, 0), message("assistant", "short", 1)])
+    shown = readable(long)["messages"]
+    assert len(shown[0]["text"]) < MESSAGE_CHARACTERS + 100
+    assert "30,000 characters left out" in shown[0]["text"]
+    assert shown[1]["text"] == "short"
+    many = readable(trajectory(0, messages=[message("tool", "y" * 900, turn) for turn in range(1000)]))
+    assert (len(many["messages"]), many["left_out"], many["messages"][-1]["turn"]) == (250, 750, 999)
+    assert sum(len(item["text"]) for item in many["messages"]) < TRAJECTORY_CHARACTERS * 1.2
+
+
+def test_control_characters_become_signs() -> None:
+    assert visible("a\x1b[31mb\r\n\tc\x00\x7f\x9b\u202ed") == "a␛[31mb␍\n\tc␀␡⟨U+009B⟩⟨U+202E⟩d"
+    assert one_line("  a\n\x07 b ", 20) == "a ␇ b"
+    assert one_line("abcdef", 4) == "abc…"
+
+
+def test_a_page_needs_nothing_else() -> None:
+    page = render(data(*realistic(6))).decode()
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page
+    assert page.count("<script>") == 1
+
+
+def test_the_same_records_make_the_same_page() -> None:
+    assert render(data(*realistic(6))) == render(data(*realistic(6)))
+
+
+def test_texts_are_in_the_page_as_they_were() -> None:
+    (item,) = data(trajectory(0, messages=[message("user", "hé", 0)])).browsed
+    shown = orjson.loads(zlib.decompress(item.text))
+    assert shown["messages"] == [{"role": "user", "turn": 0, "text": "hé", "tokens": 1, "truncated": False}]
+    assert shown["seed"] == str(2**62)

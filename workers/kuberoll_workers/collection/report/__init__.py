@@ -1,0 +1,1 @@
+"""Looking at a run: every trajectory once, numbers over all of them, and one page of HTML that shows both."""

@@ -1,0 +1,104 @@
+
+function key(numbers, head) {
+  const failed = numbers.outcomes.failed || 0, planned = numbers.name === "" || report.numbers.environments.length === 1 ? head.planned : null;
+  const dropped = (numbers.outcomes.oversampled || 0) + (numbers.outcomes.filtered || 0);
+  const { reward, turns, generated, groups } = numbers, busy = numbers.generation_seconds.total + numbers.environment_seconds.total;
+  const items = [
+    ["Finished trajectories", number(numbers.finished), planned ? `of ${number(planned)} planned` : dropped ? `${number(dropped)} more dropped` : ""],
+    ["Mean reward", fixed(reward.mean), reward.std === null ? "" : `std ${fixed(reward.std)}`],
+    ["Groups without signal", percent(groups.equal, groups.groups), `${number(groups.equal)} of ${number(groups.groups)}`],
+    ["Turns", number(turns.mean), turns.count ? `on average; up to ${number(turns.max)}` : ""],
+    ["Generated tokens", big(generated.total), generated.count ? `${number(generated.mean)} a trajectory` : ""],
+    ["Time in generation", percent(numbers.generation_seconds.total, busy), generated.count ? `of ${seconds(busy / numbers.finished)} a trajectory` : ""],
+    ["Failed", number(failed), percent(failed, failed + numbers.finished), failed],
+  ];
+  return items.map(([name, value, more, bad]) => make("div", {}, make("dt", {}, name),
+    make("dd", { class: bad ? "bad" : null }, value, make("small", {}, more))));
+}
+
+function environmentTable(environments, chosen, choose) {
+  const heads = ["environment", "finished", "failed", "reward", "std", "no signal", "turns", "tokens generated", "time"].map((name, place) => ({ name, n: place > 0 }));
+  const rows = environments.map((item) => [
+    make("button", { type: "button", "aria-pressed": String(item.name === chosen), onclick: () => choose(item.name === chosen ? "" : item.name) }, item.name),
+    number(item.finished), number(item.outcomes.failed || 0), fixed(item.reward.mean), fixed(item.reward.std),
+    percent(item.groups.equal, item.groups.groups), number(item.turns.mean), number(item.generated.mean),
+    item.finished ? seconds((item.generation_seconds.total + item.environment_seconds.total) / item.finished) : "–",
+  ]);
+  const found = make("div", { class: "card" }, table(heads, rows, "Environments; means over finished trajectories"));
+  [...found.querySelectorAll("tbody tr")].forEach((row, place) => row.classList.toggle("here", environments[place].name === chosen));
+  return found;
+}
+
+function charts(numbers, environments) {
+  const ended = Object.keys(outcomeNames).filter((name) => numbers.outcomes[name])
+    .map((name) => ({ name: outcomeNames[name], value: numbers.outcomes[name], style: name === "failed" ? "bad" : name === "oversampled" || name === "filtered" ? "quiet" : "bar" }));
+  return [
+    histogram("Reward", numbers.reward, { unit: "total reward", size: "half" }),
+    signal(numbers.groups),
+    histogram("Turns", numbers.turns, { unit: "turns" }),
+    histogram("Generated tokens", numbers.generated, { unit: "tokens of a trajectory" }),
+    bars("How trajectories ended", "stop reasons, failures and dropped ones", "trajectories", ended),
+    times(numbers.name === "" && environments.length > 1 ? environments : [numbers]),
+    histogram("Time of a trajectory in generation", numbers.generation_seconds, { unit: "seconds", format: seconds, size: "half" }),
+    failures(numbers),
+  ].filter(Boolean);
+}
+
+// The reader's choice, kept where the browser lets a local file keep something.
+function colours() {
+  const names = ["auto", "light", "dark"], system = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = "auto";
+  try { chosen = localStorage.getItem("kuberoll-theme") || "auto"; } catch { /* not allowed: as the system */ }
+  const apply = () => {
+    document.documentElement.classList.toggle("dark", chosen === "dark" || (chosen === "auto" && system.matches));
+    $("theme").lastElementChild.textContent = chosen[0].toUpperCase() + chosen.slice(1);
+    $("theme").setAttribute("aria-label", `Colours: ${chosen === "auto" ? "as the system" : chosen}`);
+  };
+  $("theme").addEventListener("click", () => {
+    chosen = names[(names.indexOf(chosen) + 1) % names.length];
+    try { localStorage.setItem("kuberoll-theme", chosen); } catch { /* for this visit only */ }
+    apply();
+  });
+  system.addEventListener("change", apply);
+  apply();
+}
+
+const report = JSON.parse($("data").textContent);
+
+async function start() {
+  colours();
+  const { head, numbers, browsed } = report, { environments } = numbers;
+  const facts = [head.job ? head.location : null, head.created ? `begun ${head.created.replace("T", " ")}` : null];
+  $("facts").textContent = facts.filter(Boolean).join(" · ");
+  $("sample").textContent = browsed.count === browsed.offered ? ""
+    : `${number(browsed.count)} of ${number(browsed.offered)} can be read here: failures first, and an even sample of the others. The numbers above are over all.`;
+  $("settings").append(table([{ name: "setting" }, { name: "value" }], head.settings, "Settings"));
+  $("settings-section").hidden = !head.settings.length;
+  const scope = $("scope");
+  scope.append(make("option", { value: "" }, "All environments"), ...environments.map((item) => make("option", { value: item.name }, item.name)));
+  $("scope-label").hidden = environments.length < 2;
+  $("detail").append(make("p", { class: "empty" }, browsed.count ? "Choose a trajectory to read it turn by turn." : "The run has no trajectory yet."));
+  let browser = null;
+  const draw = () => {
+    const chosen = scope.value;
+    const shown = environments.length === 1 ? environments[0] : environments.find((item) => item.name === chosen && chosen) || numbers.all;
+    $("key").replaceChildren(...key(shown, head));
+    $("charts").replaceChildren(...charts(shown, environments));
+    $("environments").replaceChildren(...(environments.length > 1 ? [environmentTable(environments, chosen, (name) => { scope.value = name; draw(); })] : []));
+    if (browser && browser.environment !== chosen) browser.scope(chosen);
+  };
+  scope.addEventListener("input", draw);
+  draw();
+  let width = innerWidth, resized;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    clearTimeout(resized);
+    resized = setTimeout(draw, 100);
+  });
+  browser = new Browser(new Trajectories(await unpack($("index")), browsed.starts, browsed.count));
+  if (scope.value) browser.scope(scope.value);
+  document.documentElement.dataset.ready = "true";
+}
+
+start();

@@ -1,0 +1,45 @@
+"""`kuberoll report`: a run as one page to open in a browser."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", metavar="DIR|URI")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File.  [default: report.html beside the run's files]",
+)
+def report(run: str, output: Path | None) -> None:
+    """Write a run as one HTML page: its numbers, and its trajectories to read and search.
+
+    DIR|URI is the output of a run: a directory, or s3://…, gs://…. The page needs no network and no other file. The
+    exit code is 2 where there is no run or it cannot be read.
+    """
+    from kuberoll_workers.collection.journal import write_atomically
+    from kuberoll_workers.collection.report.make import PAGE, make_report
+    from kuberoll_workers.collection.run_directory import RunRefused
+    from kuberoll_workers.collection.run_files import NotARun, RunFiles
+    from kuberoll_workers.collection.storage import StorageError
+    from kuberoll_workers.data.record import RecordError
+
+    try:
+        found = RunFiles(run)
+        made = make_report(found)
+        if output is None:
+            where = found.write(PAGE, made.page)
+        else:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(output, made.page)
+            where = str(output)
+    except (NotARun, RecordError, RunRefused, StorageError, OSError) as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    sample = "" if made.shown == made.offered else f", {made.shown} of them to read"
+    click.echo(f"{made.offered} trajectories{sample}, {len(made.page) / 1e6:.1f} MB")
+    click.echo(f"  {where}")

@@ -1,0 +1,144 @@
+"""`kuberoll show`: the trajectories of a run in a terminal, as a table or turn by turn."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kuberoll_workers.collection.report.ended import EndedRecord, Row
+
+_STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
+_PIPE_WIDTH = 240
+
+Order = Literal["stored", "best", "worst"]
+
+
+@click.command()
+@click.argument("run", metavar="DIR|URI")
+@click.option("--task", type=click.IntRange(min=0), metavar="N", help="Show this task's trajectories, turn by turn.")
+@click.option("--rollout", type=click.IntRange(min=0), metavar="M", help="With --task: only this one of its samples.")
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Rows at most.")
+@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option(
+    "--stop-reason",
+    "stop_reasons",
+    multiple=True,
+    type=click.Choice(_STOP_REASONS),
+    help="Only what ended so; may be repeated.",
+)
+@click.option("--failed", is_flag=True, help="Only what failed: the same as --stop-reason failed.")
+@click.option(
+    "--sort",
+    type=click.Choice(["stored", "best", "worst"]),
+    default="stored",
+    show_default=True,
+    help="As stored, or by reward: the highest first or the lowest. What failed has no reward and comes last.",
+)
+def show(
+    run: str,
+    task: int | None,
+    rollout: int | None,
+    limit: int,
+    environments: tuple[str, ...],
+    stop_reasons: tuple[str, ...],
+    failed: bool,
+    sort: Order,
+) -> None:
+    """Show the trajectories of a run: finished, failed and dropped ones.
+
+    DIR|URI is the output of a run: a directory, or s3://…, gs://…. As stored, reading ends with the last row that is
+    shown. The exit code is 1 where nothing is found, and 2 where there is no run or it cannot be read.
+    """
+    from rich.console import Console
+
+    from kuberoll_workers.collection.report.ended import ended
+    from kuberoll_workers.collection.run_directory import RunRefused
+    from kuberoll_workers.collection.run_files import NotARun, RunFiles
+    from kuberoll_workers.data.record import RecordError
+
+    if rollout is not None and task is None:
+        raise click.UsageError("--rollout is one of a task's samples: say --task too")
+    chosen = Chosen(frozenset(environments), frozenset({*stop_reasons, *(["failed"] if failed else [])}), task, rollout)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    try:
+        selected = chosen.of(ended(RunFiles(run)))
+        found = _print_table(selected, limit, sort, console) if task is None else _print_turns(selected, limit, console)
+    except (NotARun, RecordError, RunRefused, OSError) as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    if not found:
+        click.echo(f"{run}: no such trajectory", err=True)
+        sys.exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which trajectories are asked for; empty and None: all."""
+
+    environments: frozenset[str]
+    outcomes: frozenset[str]
+    task: int | None
+    rollout: int | None
+
+    def of(self, records: Iterable[EndedRecord]) -> Iterator[tuple[EndedRecord, Row]]:
+        """Those of the records, with their rows; one that is named in full ends the search."""
+        from kuberoll_workers.collection.report.ended import row_of
+
+        for record in records:
+            if self.task not in (None, record.task_index) or self.rollout not in (None, record.rollout_index):
+                continue
+            row = row_of(record)
+            if (self.environments and row.environment not in self.environments) or (
+                self.outcomes and row.outcome not in self.outcomes
+            ):
+                continue
+            yield record, row
+            if self.rollout is not None:
+                return
+
+
+def _print_turns(selected: Iterator[tuple[EndedRecord, Row]], limit: int, console: Console) -> bool:
+    from kuberoll_workers.collection.report.turns import print_trajectory
+
+    found = False
+    for record, row in itertools.islice(selected, limit):
+        if found:
+            console.print()
+        print_trajectory(record, row, console)
+        found = True
+    return found
+
+
+def _print_table(selected: Iterator[tuple[EndedRecord, Row]], limit: int, order: Order, console: Console) -> bool:
+    from kuberoll_workers.collection.report.turns import trajectory_table
+
+    rows = _first((row for _, row in selected), limit + 1, order)
+    if not rows:
+        return False
+    console.print(trajectory_table(rows[:limit]))
+    if len(rows) > limit:
+        console.print(f"There are more than these {limit}: --limit N shows N of them.", style="dim", soft_wrap=True)
+    return True
+
+
+def _first(rows: Iterator[Row], count: int, order: Order) -> Sequence[Row]:
+    """The first rows of an order; memory is those rows."""
+    if order == "stored":
+        return list(itertools.islice(rows, count))
+    sign = -1.0 if order == "best" else 1.0
+
+    def place(row: Row) -> tuple[bool, float]:
+        return row.reward is None, sign * (row.reward or 0.0)
+
+    return heapq.nsmallest(count, rows, key=place)
