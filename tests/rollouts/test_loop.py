@@ -315,6 +315,7 @@ async def test_environment_faults_fail_only_their_trajectory(scheduling: str, fa
     assert (results[1].kind, results[1].stage, results[1].tries) == ("environment", "environment", 2)
     assert cause in results[1].cause
     assert results[1].messages[-1].role == "assistant"
+    assert results[1].metadata == {"turns": 2, "bad": True}
 
 
 async def test_environment_fault_that_passes_is_retried(scheduling: str) -> None:

@@ -569,4 +569,5 @@ def _failure(record: TrajectoryRecord, failure: TrajectoryFailed) -> FailureReco
         turn_count=record.turn_count,
         seed=record.seed,
         messages=record.messages,
+        metadata=record.metadata,
     )

@@ -79,7 +79,11 @@ class TrajectoryRecord:
 
 @dataclass(slots=True)
 class FailureRecord:
-    """A trajectory that was given up: why, after how many tries, and what it had until then."""
+    """A trajectory that was given up: why, after how many tries, and what it had until then.
+
+    Attributes:
+        metadata: The episode's state after its last complete turn.
+    """
 
     task_index: int
     rollout_index: int
@@ -93,6 +97,7 @@ class FailureRecord:
     turn_count: int
     seed: int | None
     messages: list[Message]
+    metadata: dict[str, Any] | None = None
     stop_reason: Literal["failed"] = "failed"
 
     @property

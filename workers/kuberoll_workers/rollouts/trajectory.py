@@ -348,4 +348,5 @@ class Trajectory:
             turn_count=self.turn,
             seed=self.sample.seed,
             messages=self.messages,
+            metadata=self.metadata,
         )
