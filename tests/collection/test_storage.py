@@ -56,12 +56,25 @@ async def test_what_was_appended_is_read_back(location: str) -> None:
 
 async def test_several_writers_of_one_journal(location: str) -> None:
     storage = open_storage(location, parts=QUICK)
-    journals = [storage.journal(records.FAILURES, owner=owner, seconds=Observed()) for owner in ("a", "b")]
+    journals = [storage.journal(records.FAILURES, owner=owner, seconds=Observed(), shared=True) for owner in ("a", "b")]
     for number in range(4):
         await journals[number % 2].append(failure(number))
     for journal in journals:
         await journal.close()
     assert sorted(item.task_index for item in records.failures(storage)) == [0, 1, 2, 3]
+    storage.compact(records.FAILURES)
+    assert sorted(item.task_index for item in records.failures(storage)) == [0, 1, 2, 3]
+    assert [Path(file).name for file in storage.files()] == ["failures.jsonl"]
+
+
+def test_who_begins_to_write_leaves_the_unfinished_lines_of_others_alone(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    (tmp_path / "failures").mkdir()
+    torn = encode_line(failure(4)) + encode_line(failure(5))[:20]
+    (tmp_path / "failures" / "b.jsonl").write_bytes(torn)
+    storage.journal(records.FAILURES, owner="c", seconds=Observed(), shared=True)
+    assert (tmp_path / "failures" / "b.jsonl").read_bytes() == torn
+    assert [item.task_index for item in records.failures(storage)] == [4]
 
 
 @pytest.mark.parametrize("parquet", [False, True])

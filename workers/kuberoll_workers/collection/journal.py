@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -128,7 +129,6 @@ class FileJournal:
 
     def _write_and_sync(self, data: bytes) -> None:
         if self._file is None:
-            # O_APPEND: several workers may append to the failures file.
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             if self._sync:
                 sync_directory(self._path.parent)
@@ -187,9 +187,14 @@ def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file as a whole: a reader, or a crash, sees the old contents or the new."""
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_name(path)
     with partial.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def partial_name(path: Path) -> Path:
+    """Where a file is made before it takes its place; nobody else's, for others may be making it too."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -20,7 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from kuberoll_workers.collection.journal import FileJournal, Journal, Observes, whole_lines, write_atomically
+from kuberoll_workers.collection.journal import (
+    FileJournal,
+    Journal,
+    Observes,
+    partial_name,
+    whole_lines,
+    write_atomically,
+)
 from kuberoll_workers.collection.parts import PartJournal, PartLimits
 
 _LOCK = ".lock"
@@ -42,11 +50,12 @@ class Storage(Protocol):
 
     location: str
 
-    def journal(self, name: str, *, owner: str, seconds: Observes) -> Journal:
+    def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
         """Open a journal to add to it.
 
         Args:
             owner: Who writes; two writers of one journal have different ones.
+            shared: Whether others may be writing to it, too.
             seconds: Observes the wall seconds of each write.
         """
         ...
@@ -126,12 +135,17 @@ class DirectoryStorage:
         self.path = path
         self._lock: int | None = None
 
-    def journal(self, name: str, *, owner: str, seconds: Observes) -> Journal:
-        del owner  # O_APPEND keeps the lines of several writers apart
-        return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
+    def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
+        if not shared:
+            return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
+        # A file for each: network file systems tear the lines of several writers apart, and who begins to write cuts a
+        # torn last line, which may be one that another is about to finish.
+        (self.path / name).mkdir(exist_ok=True)
+        return FileJournal(self.path / name / f"{owner}.jsonl", seconds=seconds)
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
-        return whole_lines(self.path / f"{name}.jsonl")
+        for path in (self.path / f"{name}.jsonl", *sorted((self.path / name).glob("*.jsonl"))):
+            yield from whole_lines(path)
 
     def shards(self) -> list[str]:
         return sorted({path.stem for kind in ("jsonl", "parquet") for path in self.path.glob(f"shard-*.{kind}")})
@@ -148,7 +162,7 @@ class DirectoryStorage:
 
     def upload(self, file: str, source: Path) -> str:
         # Where the rename cannot be atomic, across file systems, it is copied beside its place first.
-        partial = self.path / f"{file}.partial"
+        partial = partial_name(self.path / file)
         with source.open("rb") as old, partial.open("wb") as new:
             while chunk := old.read(1 << 20):
                 new.write(chunk)
@@ -167,9 +181,15 @@ class DirectoryStorage:
 
     def remove_journal(self, name: str) -> None:
         (self.path / f"{name}.jsonl").unlink(missing_ok=True)
+        shutil.rmtree(self.path / name, ignore_errors=True)
 
     def compact(self, name: str) -> None:
-        del name  # one file from the start
+        if not (self.path / name).is_dir():
+            return  # one file from the start
+        lines = [line for _, line in self.lines(name)]
+        if lines:
+            write_atomically(self.path / f"{name}.jsonl", b"".join(lines))
+        shutil.rmtree(self.path / name)
 
     def files(self) -> list[str]:
         return sorted(str(path) for path in self.path.glob("*.*") if path.suffix in _SUFFIXES)
@@ -222,7 +242,8 @@ class ObjectStorage:
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def journal(self, name: str, *, owner: str, seconds: Observes) -> Journal:
+    def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
+        del shared  # every writer has parts of its own
         return PartJournal(self._fs, f"{self._root}/{name}", owner=owner, seconds=seconds, limits=self._parts)
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Trajector
 Result = TrajectoryRecord | FailureRecord | DroppedRecord
 
 _PENDING_BYTES = 64 << 20
+_SHARED = (records.FAILURES, records.DROPPED)
 
 
 class ResultStore:
@@ -51,11 +53,12 @@ class ResultStore:
         self._stored = stored
         self._pending_bytes = pending_bytes
         self._pending = 0
-        owner = f"worker-{min(shards, default=0):05d}"
+        # Where a worker was thought to be dead and another does its work, they must not write over each other's parts.
+        owner = f"worker-{min(shards, default=0):05d}-{uuid.uuid4().hex[:8]}"
         self._names = {shard: records.shard_name(shard) for shard in shards}
         self._journals = {
-            name: storage.journal(name, owner=owner, seconds=seconds)
-            for name in (*self._names.values(), records.FAILURES, records.DROPPED)
+            name: storage.journal(name, owner=owner, seconds=seconds, shared=name in _SHARED)
+            for name in (*self._names.values(), *_SHARED)
         }
         self.logs = {} if turns is None else {shard: TurnLog(turns, shard, seconds=seconds) for shard in shards}
         self.state: RunState = read_state(

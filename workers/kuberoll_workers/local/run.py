@@ -22,7 +22,7 @@ import msgspec
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.inputs import repeats_of
-from kuberoll_workers.collection.records import FAILURES
+from kuberoll_workers.collection.records import DROPPED, FAILURES
 from kuberoll_workers.collection.report.make import PAGE, make_report
 from kuberoll_workers.collection.run_directory import (
     RunDirectory,
@@ -344,6 +344,7 @@ class _LocalRun:
         if self._workers:
             aggregating = time.perf_counter()
             result.totals = self._totals()
+            self._tidy()
             result.summaries = self._aggregate()
             result.tail = self._tail
             self._seconds["aggregation"] = time.perf_counter() - aggregating
@@ -358,6 +359,11 @@ class _LocalRun:
         self._seconds["total"] = time.perf_counter() - started
         result.exit_code, result.problem = self._verdict(result.summaries)
         return result
+
+    def _tidy(self) -> None:
+        """What several workers wrote side by side, in one file each."""
+        for journal in (FAILURES, DROPPED):
+            self._storage.compact(journal)
 
     def _aggregate(self) -> Mapping[str, EnvironmentSummary]:
         names = [spec.name for spec in self._job.spec.environments]
