@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo crd test lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -23,6 +23,10 @@ $(STAMP): pyproject.toml scripts/install.py
 
 demo: install ## Play 256 sliding puzzles with a tiny policy on this machine's CPU.
 	$(BIN)/kuberoll run examples/sliding-puzzle/rolloutjob.yaml --output runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+crd: install ## Make the CRD and the reference of its fields from the model.
+	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml
+	$(BIN)/kuberoll crd --reference > docs/rolloutjob.md
 
 test: install lint ## Check and test everything.
 	$(BIN)/pytest

@@ -107,3 +107,21 @@ def validate(files: tuple[Path, ...]) -> None:
             names = ", ".join(job.metadata.name for job in jobs)
             click.echo(f"{file}: ok (RolloutJob {names})")
     sys.exit(2 if failed else 0)
+
+
+@main.command()
+@click.option("--reference", is_flag=True, help="Print the reference of all fields instead, in Markdown.")
+def crd(reference: bool) -> None:
+    """Print the CustomResourceDefinition of the RolloutJob.
+
+    `kuberoll crd | kubectl apply -f -` installs it.
+    """
+    # What makes it is of no use to the other commands.
+    if reference:
+        from kuberoll_api.reference import page
+
+        click.echo(page(), nl=False)
+    else:
+        from kuberoll_api.crd import definition, to_yaml
+
+        click.echo(to_yaml(definition()), nl=False)

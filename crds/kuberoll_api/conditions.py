@@ -35,6 +35,7 @@ class Reason:
     IMAGE_PULL: Final = "ImagePullError"
     ENGINE_FAILED: Final = "EngineFailed"
     CRASHING: Final = "Crashing"
+    POD_CONFIG: Final = "PodConfigError"
     READY: Final = "Ready"
     EXTERNAL: Final = "External"
     RELEASED: Final = "Released"
@@ -56,4 +57,5 @@ class Reason:
     # On any condition of a part that cannot be written
     FORBIDDEN: Final = "Forbidden"
     FIELD_CONFLICT: Final = "FieldConflict"
+    NAME_TAKEN: Final = "NameTaken"
     QUOTA: Final = "QuotaExceeded"

@@ -6,40 +6,42 @@ Every model refuses unknown fields and converts nothing: `"4"` is not an integer
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
+
+from kuberoll_api.podparts import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
+from kuberoll_api.types import (
+    ENTRYPOINT_PATTERN,
+    JOB_NAME_PATTERN,
+    MAX_COUNT,
+    MAX_NAME_LENGTH,
+    MAX_SECONDS,
+    MAX_SEED,
+    PVC_PATTERN,
+    URL_PATTERN,
+    Annotations,
+    DnsLabel,
+    DnsName,
+    JsonObject,
+    Labels,
+    LongText,
+    Model,
+    Name,
+    Quantity,
+    Seconds,
+    StopString,
+    TrackingName,
+    keyed_by,
+)
 
 GROUP = "kuberoll.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "RolloutJob"
-
-# Children are called "<job>-<suffix>"; a pod of an Indexed Job adds "-<index>-<5 characters>" and must stay
-# within the 63 characters of a DNS label.
-MAX_NAME_LENGTH = 40
-
-MAX_SECONDS = 365 * 86400
-MAX_COUNT = 10**15  # JSON readers that know floats only are exact up to here
-MAX_SEED = 2**63 - 1
-
-DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
-ENTRYPOINT_PATTERN = r"^[\w.]+:[\w.]+$"
-URL_PATTERN = r"^https?://"
-
-DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, min_length=1, max_length=63)]
-Text = Annotated[str, StringConstraints(max_length=4096)]
-LongText = Annotated[str, StringConstraints(max_length=65536)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
-JsonObject = Annotated[dict[str, JsonValue], Field(max_length=1024)]
-TrackingName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Quantity = Annotated[str, StringConstraints(min_length=1, max_length=64)] | Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Labels = Annotated[dict[str, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=256)]
 
 
 def _contradiction(message: str, *path: str | int) -> PydanticCustomError:
@@ -47,21 +49,12 @@ def _contradiction(message: str, *path: str | int) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message, "path": path})
 
 
-class Model(BaseModel):
-    """Base of every model here: camelCase on the wire, no unknown fields, no conversions, immutable."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        alias_generator=to_camel,
-        validate_by_alias=True,
-        validate_by_name=False,
-        serialize_by_alias=True,
-        use_attribute_docstrings=False,
-        # A field called model_* is the model of a policy here, never pydantic's.
-        protected_namespaces=(),
-    )
+def _refuse_twins(names: list[Any], field: str, key: str) -> None:
+    """Raises a contradiction where two items of a list have the same name."""
+    for index, name in enumerate(names):
+        if (first := names.index(name)) < index:
+            message = f'found "{name}", the {key} of {field}[{first}] too; no two may have the same'
+            raise _contradiction(message, field, index, key)
 
 
 class ObjectMeta(Model):
@@ -70,13 +63,13 @@ class ObjectMeta(Model):
     # What an API server adds to an exported object is accepted and not looked at.
     model_config = ConfigDict(extra="ignore")
 
-    name: Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=MAX_NAME_LENGTH)] = (
-        Field(description="Name of the job: a DNS label, short enough for the names of its children.")
+    name: Annotated[str, StringConstraints(pattern=JOB_NAME_PATTERN, min_length=1, max_length=MAX_NAME_LENGTH)] = Field(
+        description="Name of the job: a DNS label as Services have it, short enough for the names of its children."
     )
     namespace: DnsLabel | None = Field(default=None, description="Namespace of the job; not used on a laptop.")
     labels: Labels = Field(default_factory=dict, description="Labels, to select the job by.")
-    annotations: dict[str, LongText] = Field(
-        default_factory=dict, max_length=256, description="Notes for people and tools; not looked at here."
+    annotations: Annotations = Field(
+        default_factory=dict, description="Notes for people and tools; not looked at here."
     )
 
 
@@ -177,19 +170,64 @@ class PodOptions(Model):
     image: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
         default=None, description="Container image; absent: the operator's default for this role."
     )
-    env: list[JsonObject] = Field(
-        default_factory=list, max_length=256, description="Environment variables, as in a container."
+    image_pull_secrets: list[PullSecret] = Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra=keyed_by("name"),
+        description="Secrets to pull the image with, as in a pod.",
     )
-    env_from: list[JsonObject] = Field(
+    env: list[EnvVar] = Field(
+        default_factory=list,
+        max_length=256,
+        json_schema_extra=keyed_by("name"),
+        description="Environment variables, as in a container.",
+    )
+    env_from: list[EnvFrom] = Field(
         default_factory=list, max_length=64, description="Sources of environment variables, as in a container."
     )
+    volumes: list[Volume] = Field(
+        default_factory=list,
+        max_length=64,
+        json_schema_extra=keyed_by("name"),
+        description="Volumes, as in a pod; a kind that is not here can be had through podTemplate.",
+    )
+    volume_mounts: list[VolumeMount] = Field(
+        default_factory=list,
+        max_length=64,
+        json_schema_extra=keyed_by("mountPath"),
+        description="Where the main container sees them, as in a container.",
+    )
     node_selector: Labels = Field(default_factory=dict, description="Labels that a node must have.")
-    tolerations: list[JsonObject] = Field(
+    tolerations: list[Toleration] = Field(
         default_factory=list, max_length=64, description="Taints that are tolerated, as in a pod."
     )
-    pod_template: JsonObject | None = Field(
+    service_account_name: DnsName | None = Field(
+        default=None,
+        description="Service account of the pods; they get no token of it in any case. Absent: the namespace's "
+        "default.",
+    )
+    runtime_class_name: DnsName | None = Field(
+        default=None, description="RuntimeClass that runs the pods: gVisor or Kata for code that is not trusted."
+    )
+    priority_class_name: DnsName | None = Field(default=None, description="PriorityClass of the pods.")
+    pod_labels: Labels = Field(
+        default_factory=dict, description="Further labels of the pods; those of the operator prevail."
+    )
+    pod_annotations: Annotations = Field(default_factory=dict, description="Annotations of the pods.")
+    pod_template: PodTemplate | None = Field(
         default=None, description="A pod template merged over the rendered one, for everything else."
     )
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        for field, key in (
+            ("image_pull_secrets", "name"),
+            ("env", "name"),
+            ("volumes", "name"),
+            ("volume_mounts", "mountPath"),
+        ):
+            _refuse_twins([item[key] for item in getattr(self, field)], to_camel(field), key)
+        return self
 
 
 class Generation(PodOptions):
@@ -305,6 +343,9 @@ class HuggingFaceSource(Model):
 
 class DatasetSource(Model):
     """Where the prompts come from: exactly one of these."""
+
+    # Not a rule in CEL, which does not see `rows`: what is free in form has no type there.
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
         default=None,
@@ -458,6 +499,16 @@ class Workers(PodOptions):
     shards: int | None = Field(
         default=None, ge=1, le=100_000, description="Parts of the dataset, each one output file; absent: replicas."
     )
+    retries_per_shard: int = Field(
+        default=6,
+        ge=0,
+        le=1000,
+        description="How often the pod of a shard may crash and be made anew before the shard has failed; evictions "
+        "and lost nodes do not count. Cluster only.",
+    )
+    max_failed_shards: int = Field(
+        default=0, ge=0, le=100_000, description="Shards that may fail before the job does. Cluster only."
+    )
 
 
 class OutputParts(Model):
@@ -513,8 +564,9 @@ class Output(Model):
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
         default=None,
-        description="Directory (relative paths start where the command runs) or URI of an object store (s3://, gs://, "
-        "abfs:// and whatever else fsspec has); absent: runs/<job's name> on a laptop.",
+        description="URI of an object store (s3://, gs://, abfs:// and whatever else fsspec has); in a cluster also "
+        "pvc://CLAIM[/path], a directory of a PersistentVolumeClaim; on a laptop also a directory (relative paths "
+        "start where the command runs). Absent: runs/<job's name> on a laptop.",
     )
     format: Literal["JSONL", "Parquet"] = Field(
         default="JSONL",
@@ -524,6 +576,16 @@ class Output(Model):
         default_factory=OutputParts, description="Sizes of what is written while a shard is being run."
     )
     tracking: Tracking | None = Field(default=None, description="Experiment trackers that are told of the run.")
+
+    @model_validator(mode="after")
+    def _claim(self) -> Self:
+        if (self.uri or "").startswith("pvc:") and not re.fullmatch(PVC_PATTERN, str(self.uri)):
+            raise _contradiction(
+                f'found "{self.uri}"; write pvc://CLAIM or pvc://CLAIM/path, with the name of a PersistentVolumeClaim '
+                "and a path without . and ..",
+                "uri",
+            )
+        return self
 
 
 class RolloutJobSpec(Model):
@@ -543,7 +605,9 @@ class RolloutJobSpec(Model):
         default=None, ge=0, le=MAX_SECONDS, description="The job is deleted so long after its end; absent: never."
     )
     generation: Generation = Field(description="The policy that generates.")
-    environments: list[Environment] = Field(min_length=1, max_length=64, description="The environments.")
+    environments: list[Environment] = Field(
+        min_length=1, max_length=64, json_schema_extra=keyed_by("name"), description="The environments."
+    )
     dataset: Dataset = Field(description="The prompts.")
     rollout: Rollout = Field(default_factory=Rollout, description="The multi-turn loop.")
     workers: Workers = Field(default_factory=Workers, description="The environment workers.")
@@ -552,10 +616,7 @@ class RolloutJobSpec(Model):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         names = [environment.name for environment in self.environments]
-        for index, name in enumerate(names):
-            if (first := names.index(name)) < index:
-                message = f'found "{name}", the name of environments[{first}] too; names must differ'
-                raise _contradiction(message, "environments", index, "name")
+        _refuse_twins(names, "environments", "name")
         if self.rollout.groups.drop_equal_rewards:
             repeats = [item.repeats or self.dataset.repeats for item in self.environments]
             if 1 in repeats:

@@ -10,15 +10,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from kuberoll_api.paths import Path
-from kuberoll_api.rolloutjob import DNS_LABEL_PATTERN, ENTRYPOINT_PATTERN, NAME_PATTERN, URL_PATTERN, RolloutJob
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.types import (
+    DNS_LABEL_PATTERN,
+    DNS_NAME_PATTERN,
+    ENTRYPOINT_PATTERN,
+    JOB_NAME_PATTERN,
+    NAME_PATTERN,
+    QUANTITY_PATTERN,
+    URL_PATTERN,
+)
 
 Schema = dict[str, Any]
 
 # A pattern that is not here is shown as it is.
 _FORMS = {
     DNS_LABEL_PATTERN: "only small letters, digits and dashes, beginning and ending with a letter or digit",
+    DNS_NAME_PATTERN: "only small letters, digits, dots and dashes, beginning and ending with a letter or digit",
+    JOB_NAME_PATTERN: "only small letters, digits and dashes, beginning with a letter, ending with a letter or digit",
     NAME_PATTERN: "only letters, digits and ._-, beginning and ending with a letter or digit",
     ENTRYPOINT_PATTERN: "of the form package.module:Class",
+    QUANTITY_PATTERN: "a quantity as Kubernetes writes it (500m, 2.5, 16Gi)",
     URL_PATTERN: "beginning with http:// or https://",
 }
 
@@ -126,6 +138,8 @@ def _size(schema: Schema, noun: str, unit: str) -> str:
     low, high = schema.get(f"min{noun}", 0), schema.get(f"max{noun}")
     if high is None:
         return f" of at least {low} {unit}{_s(low)}" if low else ""
+    if low == high:
+        return f" of {low} {unit}{_s(low)}"
     return f" of {low} to {high} {unit}s" if low else f" of at most {high} {unit}{_s(high)}"
 
 

@@ -126,7 +126,7 @@ MISTAKES = {
         "  dataset:\n",
         "  dataset: # here\n    repeats: 2\n  output:\n    uri: out\n  workers: {}\n  managedBy: me\n  other:\n",
         "spec.dataset.source",
-        ["is missing; it must be a mapping. Where the rows come from."],
+        ["is missing; it must be a mapping of 1 field. Where the rows come from."],
     ),
     "missing field of a list's item": (
         "    - name: mine\n      entrypoint",
@@ -162,7 +162,11 @@ MISTAKES = {
         "limits: {nvidia.com/gpu: 1}",
         "limits:\n        nvidia.com/gpu: 1.5 # here",
         'spec.generation.resources.limits."nvidia.com/gpu"',
-        ["found the number 1.5; it must be text of 1 to 64 characters or a whole number from 0", "put it in quotes"],
+        [
+            "found the number 1.5; it must be text of 1 to 64 characters, a quantity",
+            "or a whole number from 0",
+            "put it in quotes",
+        ],
     ),
     "a pattern in words": (
         "name: puzzles",

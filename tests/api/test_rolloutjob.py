@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from kuberoll_api import rolloutjob
 from kuberoll_api.manifest import load_job
-from kuberoll_api.rolloutjob import Model, ObjectMeta, RolloutJob
+from kuberoll_api.rolloutjob import ObjectMeta, RolloutJob
+from kuberoll_api.types import Model
 from tests.api.support import VALID
 
 MODELS = [

@@ -23,8 +23,8 @@ from kuberoll_api.schema import alternatives, description, fields, in_words, pla
         (("spec", "environments", 3, "entrypoint"), "text of at most 512 characters, of the form package.module:Class"),
         (("spec", "environments", 3, "config"), "a mapping of at most 1024 fields"),
         (("spec", "environments", 3, "config", "anything"), "any value"),
-        (("spec", "generation", "resources", "limits", "cpu"), "text of 1 to 64 characters or a whole number from 0 to "
-         "1000000000000000"),
+        (("spec", "generation", "resources", "limits", "cpu"), "text of 1 to 64 characters, a quantity as Kubernetes "
+         "writes it (500m, 2.5, 16Gi) or a whole number from 0 to 1000000000000000"),
         (("spec", "nothing"), ""),
         (("spec", "suspend", "deeper"), ""),
     ],

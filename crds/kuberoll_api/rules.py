@@ -1,0 +1,182 @@
+"""What an API server checks beyond types and bounds: CEL rules, by the model that they belong to.
+
+The model's own validators refuse the same, and say it better: with the value that was found. A rule that is missing
+here lets a job in that fails at once; a rule that is only here would refuse in a cluster what a laptop runs. So only
+what has to do with time is found here alone: which fields of a job may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kuberoll_api.rolloutjob import (
+    Autoscaling,
+    Environment,
+    Generation,
+    Groups,
+    Output,
+    PodOptions,
+    Rollout,
+    RolloutJob,
+    RolloutJobSpec,
+    Tracking,
+    Workers,
+)
+from kuberoll_api.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
+
+ONLY_SUSPENDED: Final = ("generation", "environments", "dataset", "rollout", "output")
+"""Fields of the spec that a running job cannot change."""
+
+WORKERS_AT_ANY_TIME: Final = ("replicas",)
+"""Fields of `workers` that a running job can change; all others are as ONLY_SUSPENDED."""
+
+_SUSPEND_FIRST = "cannot change while the job runs; set suspend: true first, change it, then set suspend: false"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule on the value of a model.
+
+    Attributes:
+        rule: CEL; true where the value is in order.
+        message: How to mend it.
+        path: The field of the model that is to be changed; empty: the value itself.
+    """
+
+    rule: str
+    message: str
+    path: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        made = {"rule": self.rule, "message": self.message}
+        return made | {"fieldPath": f".{self.path}"} if self.path else made
+
+
+def rules_of(model: str) -> tuple[Rule, ...]:
+    """The rules of the model of this name."""
+    return _RULES.get(model, ())
+
+
+def _excludes(one: str, other: str) -> str:
+    return f"!(has(self.{one}) && has(self.{other}))"
+
+
+def _settled() -> Iterator[Rule]:
+    """Rules of what may not change. They stand on the spec, whose absence is no way around them."""
+    yield Rule(_same("", "managedBy"), "cannot change; make a new job", "managedBy")
+    for field in ONLY_SUSPENDED:
+        # These are required, or have a default.
+        same = [f"self.{field} == oldSelf.{field}"]
+        if field == "environments":
+            same.append(_same_order("environments", "name"))
+        if field == "generation":
+            same += [f"(!has(self.{path}) || {_same_order(path, key)})" for path, key in _keyed("generation.")]
+        yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, field)
+    keyed = dict(_keyed("workers."))
+    for name, info in Workers.model_fields.items():
+        path = f"workers.{info.alias}"
+        if name in WORKERS_AT_ANY_TIME:
+            continue
+        same = [_same("workers.", str(info.alias))]
+        if path in keyed:
+            same.append(f"(!has(self.{path}) || {_same_order(path, keyed[path])})")
+        yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, path)
+
+
+def _same(parent: str, name: str) -> str:
+    """That a field is as it was; the costs of comparing optionals would be taken for boundless."""
+    new, old = f"self.{parent}{name}", f"oldSelf.{parent}{name}"
+    return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
+
+
+def _same_order(path: str, key: str) -> str:
+    """For lists with keys, which are equal in any order: rows are made, and pods rendered, in theirs."""
+    return f"self.{path}.map(item, item.{key}) == oldSelf.{path}.map(item, item.{key})"
+
+
+def _keyed(parent: str) -> Iterator[tuple[str, str]]:
+    for info in PodOptions.model_fields.values():
+        if isinstance(info.json_schema_extra, dict):
+            keys = info.json_schema_extra["x-kubernetes-list-map-keys"]
+            assert isinstance(keys, list)
+            yield f"{parent}{info.alias}", str(keys[0])
+
+
+_RULES: Final[dict[str, tuple[Rule, ...]]] = {
+    RolloutJob.__name__: (
+        Rule(
+            f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{JOB_NAME_PATTERN}')",
+            f"metadata.name must be at most {MAX_NAME_LENGTH} small letters, digits and dashes, beginning with a "
+            "letter and ending with a letter or digit: the names of its pods and Services begin with it",
+        ),
+    ),
+    RolloutJobSpec.__name__: (
+        *_settled(),
+        Rule(
+            "!self.rollout.groups.dropEqualRewards || "
+            "self.environments.all(item, (has(item.repeats) ? item.repeats : self.dataset.repeats) > 1)",
+            "the groups of an environment are of one sample, so all their rewards are equal; raise its repeats or "
+            "dataset.repeats, or remove dropEqualRewards",
+            "rollout.groups.dropEqualRewards",
+        ),
+        Rule(
+            "!has(self.dataset.source.generator) || !has(self.dataset.source.generator.environments) || "
+            "self.dataset.source.generator.environments.all(name, self.environments.exists(item, item.name == name))",
+            "each must be the name of an environment of this job",
+            "dataset.source.generator.environments",
+        ),
+    ),
+    Generation.__name__: (
+        Rule(_excludes("replicas", "autoscaling"), "excludes autoscaling; remove one of the two", "replicas"),
+        Rule(
+            "self.backend != 'External' || has(self.external)",
+            "External needs generation.external.url, the endpoint to use",
+            "backend",
+        ),
+        Rule(
+            "self.backend == 'External' || !has(self.external)",
+            "is only for backend External; set backend: External, or remove it",
+            "external",
+        ),
+        Rule(
+            "self.engine == 'Simulated' || !has(self.simulated)",
+            "is only for engine Simulated; set engine: Simulated, or remove it",
+            "simulated",
+        ),
+    ),
+    Autoscaling.__name__: (
+        Rule("self.minReplicas <= self.maxReplicas", "must not be more than maxReplicas", "minReplicas"),
+    ),
+    Environment.__name__: (
+        Rule(
+            "has(self.type) != has(self.entrypoint)",
+            "set one of type (a built-in) and entrypoint (package.module:Class)",
+        ),
+    ),
+    Groups.__name__: (
+        Rule(
+            "!has(self.dropBudget) || self.dropEqualRewards",
+            "is the budget of dropEqualRewards; set dropEqualRewards: true, or remove it",
+            "dropBudget",
+        ),
+    ),
+    Rollout.__name__: tuple(
+        Rule(
+            f"self.journalTurns || !self.groups.{name}",
+            f"groups.{name} needs it: results that wait for their group are kept there; remove one",
+            "journalTurns",
+        )
+        for name in ("atomic", "dropEqualRewards")
+    ),
+    Tracking.__name__: (Rule("has(self.wandb) || has(self.mlflow)", "set wandb or mlflow, or both"),),
+    Output.__name__: (
+        Rule(
+            f"!has(self.uri) || !self.uri.startsWith('pvc:') || self.uri.matches('{PVC_PATTERN}')",
+            "write pvc://CLAIM or pvc://CLAIM/path, with the name of a PersistentVolumeClaim and a path without . "
+            "and ..",
+            "uri",
+        ),
+    ),
+}

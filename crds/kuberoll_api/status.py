@@ -1,0 +1,158 @@
+"""The status of a RolloutJob: what the operator says of it.
+
+`phase` and `summary` are for people, `conditions` are what tools wait for. `StatusModel.model_dump(mode="json",
+by_alias=True, exclude_none=True)` is what an API server takes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from kuberoll_api.types import MAX_COUNT, Model, Name, keyed_by
+
+Phase = Literal["Pending", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed"]
+
+_SECOND = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.][0-9]{1,9})?Z$"
+
+Timestamp = Annotated[
+    str, StringConstraints(pattern=_SECOND, max_length=32), Field(json_schema_extra={"format": "date-time"})
+]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Pods = Annotated[int, Field(ge=0, le=1_000_000)]
+# No bound: a status that cannot be written is worse than any number. JSON has no infinity.
+Reward = Annotated[float, Field(allow_inf_nan=False)]
+Word = Annotated[str, StringConstraints(max_length=64)]
+
+
+class Condition(Model):
+    """One thing that is so, is not so, or is not known, as in metav1.Condition."""
+
+    type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)] = Field(
+        description="Suspended, GenerationReady, WorkersReady, SuccessCriteriaMet, FailureTarget, Complete or Failed."
+    )
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it is so.")
+    reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=256)] = Field(
+        description="Why, in one word; docs/operating.md explains each."
+    )
+    message: Annotated[str, StringConstraints(max_length=32768)] = Field(
+        default="", description="Why, in a sentence, with the cause's own words."
+    )
+    last_transition_time: Timestamp = Field(description="When status last changed.")
+    observed_generation: Count | None = Field(default=None, description="The metadata.generation that was looked at.")
+
+
+class GenerationStatus(Model):
+    """The policy's replicas."""
+
+    backend: Literal["KubeRay", "Native", "External"] | None = Field(
+        default=None, description="Who runs the engine, settled when the job was first seen."
+    )
+    endpoint: Annotated[str, StringConstraints(max_length=2048)] | None = Field(
+        default=None, description="Base URL that the workers talk to."
+    )
+    ready_replicas: Pods = Field(default=0, description="Replicas that answer.")
+    desired_replicas: Pods = Field(default=0, description="Replicas that are wanted now; 0 once they are released.")
+    policy_version: Count | None = Field(default=None, description="Version of the weights that are served.")
+
+
+class WorkersStatus(Model):
+    """The environment workers and their shards."""
+
+    desired: Pods = Field(default=0, description="Pods at once that are wanted.")
+    active: Pods = Field(default=0, description="Pods that are pending or running.")
+    ready: Pods = Field(default=0, description="Pods that are ready.")
+    succeeded: Pods = Field(default=0, description="Shards that are done.")
+    failed: Pods = Field(default=0, description="Shards that have failed for good.")
+    shards: Pods | None = Field(default=None, description="Parts of the dataset; settled when the workers first start.")
+    selector: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
+        default=None, description="Selects the worker pods; for the scale subresource."
+    )
+
+
+class Progress(Model):
+    """How far the trajectories are: polled while workers run, settled from what they said when they ended."""
+
+    trajectories: Count = Field(default=0, description="Trajectories that are planned.")
+    completed: Count = Field(default=0, description="Trajectories that are finished and stored.")
+    failed: Count = Field(default=0, description="Trajectories that failed for good; failures.jsonl has their causes.")
+    dropped: Count = Field(default=0, description="Trajectories in dropped.jsonl.")
+    turns: Count = Field(default=0, description="Turns played.")
+    generated_tokens: Count = Field(default=0, description="Tokens generated.")
+    percentage: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=0, description="Part of the planned trajectories that is completed, failed or dropped."
+    )
+    estimated_seconds_remaining: Count | None = Field(
+        default=None, description="From the pace so far; absent: not known."
+    )
+    mean_reward: Reward | None = Field(default=None, description="Mean total reward of the completed ones.")
+    last_updated: Timestamp | None = Field(default=None, description="When these numbers were taken.")
+
+
+class EnvironmentResults(Model):
+    """The results of one environment."""
+
+    name: Name = Field(description="Name of the environment.")
+    trajectories: Count = Field(default=0, description="Trajectories that are stored.")
+    failed: Count = Field(default=0, description="Trajectories that failed for good.")
+    mean_reward: Reward | None = Field(default=None, description="Mean total reward; absent: no trajectory.")
+
+
+class Results(Model):
+    """The main numbers of aggregate_metrics.json."""
+
+    trajectories: Count = Field(default=0, description="Trajectories that are stored.")
+    failed: Count = Field(default=0, description="Trajectories that failed for good.")
+    dropped: Count = Field(default=0, description="Trajectories in dropped.jsonl.")
+    mean_reward: Reward | None = Field(default=None, description="Mean total reward; absent: no trajectory.")
+    environments: list[EnvironmentResults] = Field(
+        default_factory=list,
+        max_length=64,
+        json_schema_extra=keyed_by("name"),
+        description="The same, of each environment.",
+    )
+
+
+class Summary(Model):
+    """The columns of `kubectl get`, as text: it can neither divide nor round."""
+
+    generation: Word = Field(default="", description="Replicas, ready of desired: 2/2.")
+    workers: Word = Field(default="", description="Worker pods, active of desired: 3/4.")
+    progress: Word = Field(default="", description="Trajectories, finished of planned: 812/1024.")
+    mean_reward: Word = Field(default="", description="Mean reward so far: 0.413.")
+    reason: Word = Field(default="", description="Reason of the condition that says most about the phase.")
+
+
+class RolloutJobStatus(Model):
+    """What the operator sees and did; conditions are what tools wait for."""
+
+    observed_generation: Count | None = Field(
+        default=None, description="The metadata.generation that this status is of."
+    )
+    phase: Phase | None = Field(
+        default=None, description="For people; wait for conditions instead (kubectl wait --for=condition=Complete)."
+    )
+    start_time: Timestamp | None = Field(default=None, description="When the job began; anew when it is resumed.")
+    completion_time: Timestamp | None = Field(default=None, description="When the job was Complete or Failed.")
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra=keyed_by("type"),
+        description="Suspended, GenerationReady, WorkersReady, SuccessCriteriaMet, FailureTarget, Complete, Failed.",
+    )
+    generation: GenerationStatus | None = Field(default=None, description="The policy's replicas.")
+    workers: WorkersStatus | None = Field(default=None, description="The environment workers and their shards.")
+    progress: Progress | None = Field(default=None, description="How far the trajectories are.")
+    results: Results | None = Field(default=None, description="The main numbers of a finished job.")
+    summary: Summary | None = Field(default=None, description="The columns of kubectl get, as text; for people.")
+
+
+def of(done: int, wanted: int) -> str:
+    """`812/1024`, as the columns of `kubectl get` have it."""
+    return f"{done}/{wanted}"
+
+
+def short(number: float | None) -> str:
+    """A number in four significant digits: `0.413`, `1.25e+06`; empty for None."""
+    return "" if number is None else f"{number:.4g}"

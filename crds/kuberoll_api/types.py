@@ -1,0 +1,67 @@
+"""What the fields of this API are made of: bounded texts, numbers and maps, and the base of every model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic.alias_generators import to_camel
+from pydantic.config import JsonDict
+
+# Children are called "<job>-<suffix>"; a pod of an Indexed Job adds "-<index>-<5 characters>" and must stay
+# within the 63 characters of a DNS label.
+MAX_NAME_LENGTH = 40
+
+MAX_SECONDS = 365 * 86400
+MAX_COUNT = 10**15  # JSON readers that know floats only are exact up to here
+MAX_SEED = 2**63 - 1
+
+# What Rust, Go and CEL read the same way: no look-around, and no \w, which is ASCII in one of them.
+DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DNS_NAME_PATTERN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
+JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
+ENTRYPOINT_PATTERN = r"^[\p{L}\p{M}\p{N}_.]+:[\p{L}\p{M}\p{N}_.]+$"
+URL_PATTERN = r"^https?://"
+# No part of the path is "." or "..".
+PVC_PATTERN = r"^pvc://[a-z0-9]([-.a-z0-9]*[a-z0-9])?(/([^./]|[.][^./]|[.][.][^/])[^/]*)*/?$"
+QUANTITY_PATTERN = r"^[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
+
+DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, min_length=1, max_length=63)]
+ShortText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Text = Annotated[str, StringConstraints(max_length=4096)]
+LongText = Annotated[str, StringConstraints(max_length=65536)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]
+JsonObject = Annotated[dict[str, JsonValue], Field(max_length=1024)]
+TrackingName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Quantity = (
+    Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, min_length=1, max_length=64)]
+    | Annotated[int, Field(ge=0, le=MAX_COUNT)]
+)
+Labels = Annotated[dict[str, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=256)]
+Annotations = Annotated[dict[str, LongText], Field(max_length=256)]
+
+
+class Model(BaseModel):
+    """Base of every model here: camelCase on the wire, no unknown fields, no conversions, immutable."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=False,
+        serialize_by_alias=True,
+        use_attribute_docstrings=False,
+        # A field called model_* is the model of a policy here, never pydantic's.
+        protected_namespaces=(),
+    )
+
+
+def keyed_by(key: str) -> JsonDict:
+    """Schema of a list whose items have names: appliers may own single items, and no two may be called the same."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}

@@ -1,0 +1,210 @@
+"""Jobs whose fields contradict each other: what the model refuses, and an API server with the same words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+Object = dict[str, Any]
+
+JOB: Object = {
+    "apiVersion": "kuberoll.io/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "generation": {"model": {"source": "org/model"}},
+        "environments": [{"name": "math", "type": "math"}, {"name": "mine", "entrypoint": "a.b:C"}],
+        "dataset": {"source": {"uri": "rows.jsonl"}},
+    },
+}
+
+
+class Contradiction(NamedTuple):
+    """A change of JOB and what is said of it.
+
+    Attributes:
+        change: Values by dotted path; None removes.
+        says: Part of the API server's message, with the field.
+    """
+
+    change: dict[str, Any]
+    says: str
+
+
+def changed(job: Object, change: dict[str, Any]) -> Object:
+    """A copy with values put at dotted paths, numbers being indices; None removes what is there."""
+    made = copy.deepcopy(job)
+    for path, value in change.items():
+        inside: Any = made
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        for part in parents:
+            inside = inside[part] if isinstance(part, int) else inside.setdefault(part, {})
+        if value is None:
+            inside.pop(last, None)
+        else:
+            inside[last] = copy.deepcopy(value)
+    return made
+
+
+_SOURCE = "spec.dataset.source"
+_GENERATOR = {"spec.dataset.source.uri": None, "spec.dataset.source.generator": {"count": 1, "environments": ["math"]}}
+_ONE = "set one of type (a built-in) and entrypoint"
+_TAKEN = 'spec.{}[1]: Duplicate value: {{"{}":"same"}}'
+
+REFUSED: dict[str, Contradiction] = {
+    "a name that begins with a digit": Contradiction({"metadata.name": "1st"}, "beginning with a letter"),
+    "a name with a dot": Contradiction({"metadata.name": "a.b"}, "small letters, digits and dashes"),
+    "a name too long": Contradiction({"metadata.name": "a" * 41}, "metadata.name must be at most 40"),
+    "External without its endpoint": Contradiction(
+        {"spec.generation.backend": "External"},
+        "spec.generation.backend: Invalid value: External needs generation",
+    ),
+    "an endpoint without External": Contradiction(
+        {"spec.generation.external": {"url": "http://a"}},
+        "spec.generation.external: Invalid value: is only for backend External; set backend: External, or remove it",
+    ),
+    "replicas and autoscaling": Contradiction(
+        {"spec.generation.replicas": 1, "spec.generation.autoscaling": {"maxReplicas": 2}},
+        "spec.generation.replicas: Invalid value: excludes autoscaling; remove one of the two",
+    ),
+    "autoscaling upside down": Contradiction(
+        {"spec.generation.autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
+        "spec.generation.autoscaling.minReplicas: Invalid value: must not be more than maxReplicas",
+    ),
+    "autoscaling above its only bound": Contradiction(
+        {"spec.generation.autoscaling": {"minReplicas": 3, "maxReplicas": 1}}, "must not be more than maxReplicas"
+    ),
+    "simulated settings of vLLM": Contradiction(
+        {"spec.generation.simulated": {}},
+        "spec.generation.simulated: Invalid value: is only for engine Simulated; set engine: Simulated, or remove it",
+    ),
+    "an environment of both kinds": Contradiction({"spec.environments.0.entrypoint": "a.b:C"}, _ONE),
+    "an environment of no kind": Contradiction({"spec.environments.1.entrypoint": None}, _ONE),
+    "two environments of one name": Contradiction(
+        {"spec.environments.0.name": "same", "spec.environments.1.name": "same"}, _TAKEN.format("environments", "name")
+    ),
+    "two sources": Contradiction(
+        {f"{_SOURCE}.pvc": {"claimName": "a", "path": "b"}}, f"{_SOURCE}: Too many: 2: must have at most 1"
+    ),
+    "rows and another source": Contradiction({f"{_SOURCE}.rows": [{"a": 1}]}, f"{_SOURCE}: Too many: 2"),
+    "no source": Contradiction({f"{_SOURCE}.uri": None}, f"{_SOURCE} in body should have at least 1 properties"),
+    "rows of an unknown environment": Contradiction(
+        _GENERATOR | {f"{_SOURCE}.generator.environments": ["math", "maths"]},
+        "spec.dataset.source.generator.environments: Invalid value: each must be the name of an environment",
+    ),
+    "a budget of nothing": Contradiction(
+        {"spec.rollout.groups": {"dropBudget": 1}},
+        "spec.rollout.groups.dropBudget: Invalid value: is the budget of dropEqualRewards; set dropEqualRewards: true",
+    ),
+    "atomic groups without a journal": Contradiction(
+        {"spec.rollout": {"journalTurns": False, "groups": {"atomic": True}}},
+        "spec.rollout.journalTurns: Invalid value: groups.atomic needs it",
+    ),
+    "dropped groups without a journal": Contradiction(
+        {"spec.dataset.repeats": 2, "spec.rollout": {"journalTurns": False, "groups": {"dropEqualRewards": True}}},
+        "spec.rollout.journalTurns: Invalid value: groups.dropEqualRewards needs it",
+    ),
+    "dropped groups of one": Contradiction(
+        {"spec.rollout.groups": {"dropEqualRewards": True}},
+        "spec.rollout.groups.dropEqualRewards: Invalid value: the groups of an environment are of one sample",
+    ),
+    "dropped groups of one in one environment": Contradiction(
+        {
+            "spec.rollout.groups": {"dropEqualRewards": True},
+            "spec.dataset.repeats": 4,
+            "spec.environments.1.repeats": 1,
+        },
+        "the groups of an environment are of one sample",
+    ),
+    "tracking by nobody": Contradiction(
+        {"spec.output.tracking": {"trajectories": True}}, "spec.output.tracking: Invalid value: set wandb or mlflow"
+    ),
+    "a claim without a name": Contradiction(
+        {"spec.output.uri": "pvc://"}, "spec.output.uri: Invalid value: write pvc://"
+    ),
+    "a claim with one slash": Contradiction({"spec.output.uri": "pvc:/claim"}, "write pvc://CLAIM"),
+    "a claim in capitals": Contradiction({"spec.output.uri": "pvc://Claim/a"}, "write pvc://CLAIM"),
+    "a path out of the claim": Contradiction({"spec.output.uri": "pvc://claim/a/../../b"}, "a path without . and .."),
+    "variables of one name": Contradiction(
+        {"spec.workers.env": [{"name": "same", "value": "1"}, {"name": "same", "value": "2"}]},
+        _TAKEN.format("workers.env", "name"),
+    ),
+    "volumes of one name": Contradiction(
+        {"spec.workers.volumes": [{"name": "same", "emptyDir": {}}, {"name": "same", "secret": {"secretName": "a"}}]},
+        _TAKEN.format("workers.volumes", "name"),
+    ),
+    "mounts at one place": Contradiction(
+        {"spec.generation.volumeMounts": [{"name": name, "mountPath": "same"} for name in "ab"]},
+        _TAKEN.format("generation.volumeMounts", "mountPath"),
+    ),
+    "pull secrets of one name": Contradiction(
+        {"spec.generation.imagePullSecrets": [{"name": "same"}, {"name": "same"}]},
+        _TAKEN.format("generation.imagePullSecrets", "name"),
+    ),
+    "a variable without a name": Contradiction(
+        {"spec.workers.env": [{"value": "1"}]}, "spec.workers.env[0].name: Required value"
+    ),
+    "no quantity": Contradiction(
+        {"spec.workers.resources.limits": {"memory": "8 GB"}}, "spec.workers.resources.limits.memory: Invalid value"
+    ),
+}
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "nothing but what is required": {},
+    "the longest name": {"metadata.name": "a" + "-" * 38 + "1"},
+    "External": {"spec.generation.backend": "External", "spec.generation.external": {"url": "https://a/b"}},
+    "autoscaling": {"spec.generation.autoscaling": {"minReplicas": 2, "maxReplicas": 2}},
+    "autoscaling by default from one": {"spec.generation.autoscaling": {"maxReplicas": 1}},
+    "replicas": {"spec.generation.replicas": 4},
+    "simulated": {"spec.generation.engine": "Simulated", "spec.generation.simulated": {"responses": ["a"]}},
+    "rows": {f"{_SOURCE}": {"rows": [{"prompt": "a", "more": {"b": [1, None]}}]}},
+    "a generator": _GENERATOR,
+    "a generator for all": _GENERATOR | {f"{_SOURCE}.generator.environments": []},
+    "a ConfigMap": {_SOURCE: {"configMap": {"name": "a"}}},
+    "a hub's dataset": {_SOURCE: {"huggingface": {"name": "a/b"}}},
+    "dropped groups": {
+        "spec.rollout.groups": {"dropEqualRewards": True, "dropBudget": 3},
+        "spec.environments.0.repeats": 2,
+        "spec.environments.1.repeats": 2,
+    },
+    "no journal": {"spec.rollout.journalTurns": False},
+    "tracking": {"spec.output.tracking": {"wandb": {"project": "a"}}},
+    "a bucket": {"spec.output.uri": "s3://bucket/run"},
+    "a claim": {"spec.output.uri": "pvc://claim"},
+    "a path in a claim": {"spec.output.uri": "pvc://claim.a/b/..c/.d/e f/"},
+    "the largest seed": {"spec.generation.sampling.seed": 2**63 - 1},
+    "quantities": {
+        "spec.generation.resources": {
+            "limits": {"nvidia.com/gpu": 1, "memory": "16Gi", "cpu": "500m"},
+            "requests": {"cpu": ".5", "ephemeral-storage": "1e9"},
+        }
+    },
+    "everything of a pod": {
+        "spec.workers": {
+            "replicas": 0,
+            "shards": 8,
+            "retriesPerShard": 0,
+            "maxFailedShards": 2,
+            "image": "registry/image@sha256:0",
+            "imagePullSecrets": [{"name": "pull.secret"}],
+            "env": [
+                {"name": "A", "value": ""},
+                {"name": "B", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}},
+            ],
+            "envFrom": [{"prefix": "A_", "secretRef": {"name": "a", "optional": True}}],
+            "volumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "persistentVolumeClaim": {"claimName": "c"}}],
+            "volumeMounts": [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/b", "readOnly": True}],
+            "nodeSelector": {"a/b": ""},
+            "tolerations": [{"operator": "Exists"}, {"key": "a", "effect": "NoExecute", "tolerationSeconds": 3}],
+            "serviceAccountName": "a",
+            "runtimeClassName": "gvisor",
+            "priorityClassName": "low",
+            "podLabels": {"team": "a"},
+            "podAnnotations": {"a": "b"},
+            "podTemplate": {
+                "metadata": {"labels": {"a": "b"}},
+                "spec": {"hostname": "a", "containers": [{"name": "c"}]},
+            },
+        }
+    },
+}
