@@ -1,8 +1,8 @@
 """One environment worker: runs some shards of a job against a policy endpoint.
 
-A pod of the cluster and a child process of `kuberoll run` both are `python -m kuberoll_workers.worker --config FILE`.
-Progress goes to standard output, one JSON object a line, the last one with `"done": true`; words go to standard
-error. SIGTERM drains: nothing new is begun, what is in flight is finished and stored.
+A child process of `kuberoll run` is `python -m kuberoll_workers.worker --config FILE`; a pod of the cluster (`pod`)
+does the same work. Progress goes to standard output, one JSON object a line, the last one with `"done": true`; words go
+to standard error. SIGTERM drains: nothing new is begun, what is in flight is finished and stored.
 """
 
 from __future__ import annotations
@@ -173,12 +173,15 @@ async def open_environments(job: RolloutJob) -> AsyncIterator[dict[str, Environm
 
 async def work(
     config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, progress: Progress, policy: Policy | None = None
-) -> None:
+) -> bool:
     """Run the config's shards to their end, or until drained.
 
     Args:
         progress: Counted up as trajectories are stored.
         policy: Answers instead of the endpoint.
+
+    Returns:
+        Whether the shards are done; False: it was drained first.
 
     Raises:
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
@@ -220,8 +223,20 @@ async def work(
             turn_sink=store.turn if store.logs else None,
         )
         await run_groups(rollout, groups, store.result, policy=group_policy(config, job, store.state), drain=drain)
-    if not drain.is_set():
-        await store.finalize(parquet=job.spec.output.format == "Parquet")
+    if drain.is_set():
+        return False
+    await store.finalize(parquet=job.spec.output.format == "Parquet")
+    return True
+
+
+def trajectories_to_come(job: RolloutJob, trajectories: int, *, wanted: int | None) -> int:
+    """Trajectories that are to be finished; where groups of several sizes are counted, at least so many.
+
+    Args:
+        trajectories: What the dataset comes to.
+        wanted: Prompt groups after which enough are kept; None: all.
+    """
+    return trajectories if wanted is None else min(trajectories, wanted * min(repeats_of(job).values()))
 
 
 def part_limits(job: RolloutJob) -> PartLimits:

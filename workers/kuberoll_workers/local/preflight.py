@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.rolloutjob import PodOptions, RolloutJob
 from kuberoll_workers.collection.dataset import DatasetError
 from kuberoll_workers.collection.inputs import InputSummary, scan
 from kuberoll_workers.collection.tracking import TrackingUnavailable, check_tracking
@@ -19,9 +19,11 @@ from kuberoll_workers.worker import environment_source, observation_template
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 # What only a cluster can honor; a manifest that has it still runs here, and the user is told.
+# All that says how pods are made, but the variables, and the resources, whose GPUs are counted here too.
+_OF_PODS = tuple(name for name in PodOptions.model_fields if name not in {"env", "resources"})
 _CLUSTER_ONLY = {
-    "generation": ("image", "env_from", "node_selector", "tolerations", "pod_template", "autoscaling"),
-    "workers": ("image", "env_from", "node_selector", "tolerations", "pod_template", "resources"),
+    "generation": (*_OF_PODS, "autoscaling"),
+    "workers": (*_OF_PODS, "resources", "retries_per_shard", "max_failed_shards"),
 }
 
 

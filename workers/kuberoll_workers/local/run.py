@@ -427,6 +427,8 @@ def local_directory(job: RolloutJob, storage: Storage) -> Path:
 
 
 def _storage(output: str) -> Storage:
+    if output.startswith("pvc:"):
+        raise Refused(f"--output {output}: a volume of a cluster; name a directory or an object store with --output")
     if output.startswith("memory:"):
         raise Refused(f"--output {output}: memory belongs to one process, and a run has several: name a directory")
     try:

@@ -36,6 +36,9 @@ from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
 from kuberoll_workers.policy.processes import kill_all
 from kuberoll_workers.policy.ray_settings import free_ports, has_haproxy, ray_environment, serve_environment
 
+APPLICATION = "kuberoll"
+"""The Serve application's name."""
+
 _PROXY_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -47,11 +50,15 @@ class HostConfig(msgspec.Struct, kw_only=True):
         scratch: A directory for Ray's and the proxy's files; its path has at most 25 characters, for below it are
             sockets with long names.
         routing: `Session` keeps a trajectory's turns on one replica.
+        address: Where generation is served; 0.0.0.0: at all addresses of the machine.
+        port: 0: any free one.
     """
 
     app: AppArgs
     scratch: str
     routing: Literal["Session", "LeastLoaded"] = "Session"
+    address: str = "127.0.0.1"
+    port: int = 0
 
 
 class Host:
@@ -65,8 +72,10 @@ class Host:
 
     def start(self) -> None:
         """Start everything and say so; raises what Ray or Serve raised."""
-        port, *others = free_ports(4)
-        settings = serve_environment(self._config.routing, self._scratch, others, haproxy=has_haproxy())
+        config = self._config
+        free, *others = free_ports(4)
+        port = config.port or free
+        settings = serve_environment(config.routing, self._scratch, others, haproxy=has_haproxy())
         os.environ.update(ray_environment() | settings)
         began = time.perf_counter()
         self._start_ray()
@@ -75,11 +84,11 @@ class Host:
         from ray import serve
         from ray.serve.config import HTTPOptions
 
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port))
+        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.address, port=port))
         began = self._phase("serve", began)
-        serve.run(build(msgspec.to_builtins(self._config.app)), name="kuberoll", route_prefix="/")
+        serve.run(build(msgspec.to_builtins(config.app)), name=APPLICATION, route_prefix="/")
         began = self._phase("engine", began)
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{'127.0.0.1' if config.address == '0.0.0.0' else config.address}:{port}"
         info = asyncio.run(_wait(url))
         self._phase("proxy", began)
         self._ready = True
@@ -104,7 +113,7 @@ class Host:
             _node_ip_address="127.0.0.1",
         )
         # Ray has put a handler of its own in the place of ours.
-        signal.signal(signal.SIGTERM, _exit)
+        signal.signal(signal.SIGTERM, exit_on_signal)
         # Serve would wait for them for ever.
         needed, here = replica_gpus(args, cpu=is_cpu_build()) * args.replicas, ray.cluster_resources().get("GPU", 0)
         if needed > here:
@@ -112,6 +121,15 @@ class Host:
                 f"generation needs {needed:g} GPUs for {args.replicas} replicas and this machine has {here:g}; "
                 "lower spec.generation.replicas or engineArgs.tensor_parallel_size"
             )
+
+    def drain(self, seconds: float) -> None:
+        """Take no more connections, and wait so long for the requests that are under way."""
+        proxies = [process for process in psutil.Process().children(recursive=True) if _is_haproxy(process)]
+        for proxy in proxies:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Its soft stop: it ends when the last answer is given.
+                proxy.send_signal(signal.SIGUSR1)
+        psutil.wait_procs(proxies, timeout=seconds)
 
     def stop(self) -> None:
         """Stop whatever was started; nothing that it started is left."""
@@ -157,6 +175,13 @@ async def _wait(url: str) -> dict[str, Any]:
         return dataclasses.asdict(await client.wait_ready(_PROXY_SECONDS))
 
 
+def _is_haproxy(process: psutil.Process) -> bool:
+    try:
+        return bool(process.name() == "haproxy")
+    except psutil.Error:
+        return False
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent dies, so that they can be found at the end (Linux)."""
     if sys.platform == "linux":
@@ -180,7 +205,8 @@ def _end_with_parent() -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def _exit(number: int, _: FrameType | None) -> NoReturn:
+def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
+    """Leave by SystemExit; a signal's handler."""
     # Once is enough; stopping is not to be interrupted by the second.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)
@@ -196,7 +222,7 @@ def main() -> None:
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     adopt_orphans()
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     _end_with_parent()
     host = Host(config, events)
     try:

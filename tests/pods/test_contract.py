@@ -1,0 +1,142 @@
+"""What pods decide without starting anything: what fits into a message, what is tried again, what a shard comes to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection.expansion import share
+from kuberoll_workers.collection.rows import DatasetError
+from kuberoll_workers.collection.run_directory import RunRefused, new_manifest, read_manifest
+from kuberoll_workers.collection.storage import DirectoryStorage
+from kuberoll_workers.environments.registry import UnusableEnvironment
+from kuberoll_workers.pod import dataset_mounted, settle
+from kuberoll_workers.pod_contract import ConfigRefused, clipped, encode_message, read_config
+from kuberoll_workers.refusals import ended_by, is_refused
+from kuberoll_workers.worker import trajectories_to_come
+
+
+@given(cause=st.text(max_size=6000), environments=st.integers(0, 64), name=st.text(min_size=1, max_size=63))
+def test_a_message_is_whole_json_of_at_most_4_kb(cause: str, environments: int, name: str) -> None:
+    told = {f"{name}{number}": {"trajectories": 10**9, "mean_reward": 0.1 + number} for number in range(environments)}
+    data = encode_message({"trajectories": 1, "environments": told, "cause": cause})
+    assert len(data) <= 4096
+    message = json.loads(data)
+    assert message["trajectories"] == 1
+    assert len(message["environments"]) + message.get("environments_left_out", 0) == environments
+    assert message["cause"] == clipped(cause) or message["cause"].endswith("…")
+
+
+@given(st.text(), st.integers(3, 50))
+def test_a_text_is_clipped_between_characters(text: str, limit: int) -> None:
+    short = clipped(text, limit)
+    assert len(short.encode()) <= limit
+    assert short == text if len(text.encode()) <= limit else text.startswith(short[:-1]) and short.endswith("…")
+
+
+def raised(error: Exception, cause: BaseException | None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (DatasetError("rows.jsonl:3: no"), True),
+        (raised(DatasetError("x"), FileNotFoundError("x")), True),
+        (raised(DatasetError("x"), PermissionError("x")), True),
+        (raised(DatasetError("x"), ConnectionResetError("x")), False),
+        (raised(DatasetError("x"), TimeoutError("x")), False),
+        (raised(DatasetError("x"), raised(DatasetError("y"), OSError("x"))), False),
+        (raised(UnusableEnvironment("x"), ImportError("x")), True),
+        (raised(UnusableEnvironment("x"), RuntimeError("x")), False),
+        (RunRefused("x"), True),
+        (ConfigRefused("x"), True),
+        (OSError("x"), False),
+        (ValueError("x"), False),
+    ],
+)
+def test_only_what_will_be_the_same_again_is_refused(error: Exception, refused: bool) -> None:
+    assert is_refused(error) is refused
+    code, cause = ended_by(error)
+    assert code == (78 if refused else 1)
+    assert str(error) in cause
+
+
+def job(**dataset: Any) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "test"},
+            "spec": {
+                "generation": {"model": {"source": "m"}, "engine": "Simulated"},
+                "environments": [{"name": "a", "type": "calculator", "repeats": 2}, {"name": "b", "type": "math"}],
+                "dataset": {"repeats": 5, **dataset},
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "uri"),
+    [
+        ({"configMap": {"name": "rows"}}, "dataset.jsonl"),
+        ({"pvc": {"claimName": "data", "path": "/train/rows.jsonl"}}, "train/rows.jsonl"),
+        ({"uri": "s3://bucket/rows.jsonl"}, "s3://bucket/rows.jsonl"),
+    ],
+)
+def test_a_mounted_dataset_is_a_file_and_the_run_the_same(source: dict[str, Any], uri: str) -> None:
+    given_job = job(source=source, limit=3)
+    mounted = dataset_mounted(given_job)
+    assert mounted.spec.dataset.source.uri == uri
+    assert mounted.spec.dataset.limit == 3
+    inputs = {"rows": 1}
+    one, two = (new_manifest(either, shards=1, inputs=inputs) for either in (given_job, mounted))
+    assert one.identity == two.identity
+
+
+@given(trajectories=st.integers(0, 1000), wanted=st.none() | st.integers(0, 300), shards=st.integers(1, 20))
+def test_shards_come_to_no_more_than_the_job(trajectories: int, wanted: int | None, shards: int) -> None:
+    whole = trajectories_to_come(job(source={"uri": "x"}), trajectories, wanted=wanted)
+    assert whole <= trajectories
+    parts = [
+        trajectories_to_come(
+            job(source={"uri": "x"}),
+            share(trajectories, shard, shards),
+            wanted=None if wanted is None else share(wanted, shard, shards),
+        )
+        for shard in range(shards)
+    ]
+    assert sum(parts) <= whole
+    if wanted is None:
+        assert sum(parts) == whole
+
+
+def test_who_comes_first_says_what_the_run_is(tmp_path: Path) -> None:
+    storage = DirectoryStorage(tmp_path)
+    first = new_manifest(job(source={"uri": "x"}), shards=2, inputs={"rows": 3})
+    settle(storage, first)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    first.created = "earlier"
+    settle(storage, first)
+    found = read_manifest(storage)
+    assert found is not None
+    assert found.created != "earlier"
+    with pytest.raises(RunRefused, match="shards: was 2, is 3"):
+        settle(storage, new_manifest(job(source={"uri": "x"}), shards=3, inputs={"rows": 3}))
+
+
+def test_a_configuration_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    with pytest.raises(ConfigRefused, match=r"job\.json"):
+        read_config(path)
+    path.write_text('{"job": {}}')
+    with pytest.raises(ConfigRefused, match=r"job\.json: Object missing required field"):
+        read_config(path)

@@ -1,0 +1,162 @@
+"""Generation pods as processes, with a real Serve app of the simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
+from kuberoll_workers.policy.pod import PORT_VARIABLE, STATUS_PORT
+from kuberoll_workers.policy.ray_settings import free_ports
+from tests.local.support import TINY
+from tests.pods.support import Pod, pod
+
+MODULE = "kuberoll_workers.policy.pod"
+
+
+def config(simulated: dict[str, Any], **model: str) -> dict[str, Any]:
+    return {
+        "job": {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "test"},
+            "spec": {
+                "generation": {
+                    "model": {"source": str(TINY), **model},
+                    "engine": "Simulated",
+                    "simulated": simulated,
+                    "engineArgs": {"max_model_len": 512},
+                    "replicas": 3,
+                },
+                "environments": [{"name": "puzzle", "type": "sliding_puzzle"}],
+                "dataset": {"source": {"generator": {"count": 1}}},
+            },
+        },
+        "endpoint": "http://unused.invalid",
+        "port": 8000,
+        "shard_count": 1,
+        "output": "s3://unused",
+        "base": "/unused",
+    }
+
+
+class GenerationPod:
+    """A pod and the processes it started."""
+
+    def __init__(self, started: Pod, port: int, run_id: str) -> None:
+        self.pod = started
+        self.url = f"http://{started.ip}:{port}"
+        self._run_id = run_id
+
+    def processes(self) -> list[psutil.Process]:
+        return list(processes_of(self._run_id))
+
+    def kill_replica(self) -> None:
+        (replica,) = [process for process in self.processes() if "ServeReplica" in " ".join(process.cmdline())]
+        replica.kill()
+
+    async def until_health(self, status: int) -> str:
+        return await self.pod.until_answers("/healthz", lambda found, _: found == status, port=STATUS_PORT)
+
+
+@asynccontextmanager
+async def generation_pod(place: Path, told: dict[str, Any]) -> AsyncIterator[GenerationPod]:
+    run_id, (port,) = uuid.uuid4().hex, free_ports(1)
+    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port)}
+    try:
+        async with pod(MODULE, told, place, shard=0, **variables) as started:
+            yield GenerationPod(started, port, run_id)
+    finally:
+        end_processes(run_id)
+
+
+def request(number: int = 0) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=str(number),
+        session_id=str(number),
+        token_ids=token_array([1, 2]),
+        sampling=SamplingParameters(max_tokens=5),
+    )
+
+
+async def test_it_is_ready_when_it_generates_and_ends_when_it_has_answered(tmp_path: Path) -> None:
+    async with generation_pod(tmp_path, config({"firstTokenSeconds": 1.5})) as generation:
+        assert await generation.until_health(503) == "the engine is starting"
+        await generation.until_health(200)
+        async with ServeClient(generation.url, limit=8) as client, asyncio.timeout(50):
+            assert (await client.info()).max_model_len == 512
+            assert len((await client.generate(request())).token_ids) > 0
+            # One replica, whatever the job has in all.
+            replicas = [process for process in generation.processes() if "ServeReplica" in process.name()]
+            assert len(replicas) <= 1
+            status, metrics = await generation.pod.get("/metrics", port=STATUS_PORT)
+            assert (status, "ray_" in metrics) == (200, True)
+
+            under_way = [asyncio.create_task(client.generate(request(number))) for number in range(4)]
+            while (await client.info()).ongoing_requests < len(under_way):
+                assert not any(task.done() for task in under_way)
+            generation.pod.signal(signal.SIGTERM)
+            for result in await asyncio.gather(*under_way):
+                assert len(result.token_ids) > 0
+        assert await generation.pod.end() == 0, generation.pod.log
+        assert generation.processes() == []
+
+
+async def test_a_lost_engine_is_not_ready_until_it_is_back(tmp_path: Path) -> None:
+    tokenizer, away = tmp_path / "tokenizer", tmp_path / "away"
+    shutil.copytree(TINY, tokenizer)
+    async with generation_pod(tmp_path, config({"responses": ["x"]}, tokenizer=str(tokenizer))) as generation:
+        await generation.until_health(200)
+        tokenizer.rename(away)
+        generation.kill_replica()
+        assert "the engine is" in await generation.until_health(503)
+        assert await generation.pod.get("/livez", port=STATUS_PORT) == (200, "ok")
+        away.rename(tokenizer)
+        await generation.until_health(200)
+        async with ServeClient(generation.url, limit=1) as client, asyncio.timeout(50):
+            assert len((await client.generate(request())).token_ids) > 0
+        generation.pod.signal(signal.SIGTERM)
+        assert await generation.pod.end() == 0, generation.pod.log
+        assert generation.processes() == []
+
+
+async def test_a_lost_engine_that_does_not_come_back_ends_its_pod(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(TINY, tokenizer)
+    told = config({"responses": ["x"]}, tokenizer=str(tokenizer))
+    told["job"]["spec"]["startupDeadlineSeconds"] = 1
+    async with generation_pod(tmp_path, told) as generation:
+        await generation.until_health(200)
+        shutil.rmtree(tokenizer)
+        generation.kill_replica()
+        assert await generation.pod.end() == 1, generation.pod.log
+        # The reason, or that it is lost, where nothing has failed yet but the time is up.
+        assert str(tokenizer) in generation.pod.text() or "the engine is" in generation.pod.text()
+        assert generation.processes() == []
+
+
+async def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    told = config({"responses": ["x"]}, tokenizer="/nowhere/at-all")
+    async with generation_pod(tmp_path, told) as generation:
+        assert await generation.pod.end() == 1
+        assert "/nowhere/at-all" in generation.pod.text()
+        assert "Traceback" not in generation.pod.text()
+        assert len(generation.pod.text().encode()) <= 2000
+        assert generation.processes() == []
+
+
+async def test_a_pod_without_a_job_is_refused(tmp_path: Path) -> None:
+    async with generation_pod(tmp_path, {**config({}), "job": {"kind": "RolloutJob"}}) as generation:
+        assert await generation.pod.end() == 78
+        assert "apiVersion" in generation.pod.text()

@@ -1,0 +1,316 @@
+"""Environment worker pods as processes, against a real endpoint: how they end, what they say, what they leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.run_directory import MANIFEST
+from kuberoll_workers.collection.run_files import RunFiles
+from kuberoll_workers.collection.storage import open_storage
+from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.policy.ray_settings import free_ports
+from tests.collection.s3 import S3Server, s3, s3_server
+from tests.local.support import TINY, Endpoint
+from tests.pods.support import Pod, pod
+
+__all__ = ["s3", "s3_server"]
+
+MODULE = "kuberoll_workers.pod"
+SHARDS = 2
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "generation": {"model": {"source": str(TINY)}, "engine": "Simulated"},
+            "environments": [
+                {"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "shuffleMoves": 6, "maxMoves": 6}}
+            ],
+            "dataset": {"source": {"generator": {"count": 6}}, "repeats": 3},
+            "rollout": {"concurrency": 18},
+            **spec,
+        },
+    }
+
+
+class Place:
+    """Where a run's pods work."""
+
+    def __init__(self, directory: Path, endpoint: str, output: str | None = None) -> None:
+        self.directory = directory
+        self.output = output or str(directory / "output")
+        self.endpoint = endpoint
+        self.job = job()
+        self.turns: str | None = None
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "endpoint": self.endpoint,
+            "port": 8000,
+            "shard_count": SHARDS,
+            "output": self.output,
+            "turns": self.turns,
+            "base": str(self.directory),
+            "something": "for other pods",
+        }
+
+    def pod(self, shard: int, **variables: str) -> AbstractAsyncContextManager[Pod]:
+        return pod(MODULE, self.config(), self.directory / "pods", shard=shard, **variables)
+
+    async def finish(self, shard: int) -> dict[str, Any]:
+        """Run a shard to its end; the termination message."""
+        async with self.pod(shard) as started:
+            assert await started.end() == 0, started.log
+            return started.message()
+
+    def contents(self) -> dict[Any, Any]:
+        """What was stored, each trajectory once."""
+        storage = open_storage(self.output)
+        found = [record for shard in storage.shards() for record in records.trajectories(storage, shard)]
+        assert len({record.key for record in found}) == len(found)
+        return {
+            record.key: ([list(message.token_ids) for message in record.messages], record.rewards) for record in found
+        }
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    async with Endpoint().serving() as served:
+        yield served
+
+
+@pytest.fixture
+def place(tmp_path: Path, endpoint: Endpoint) -> Place:
+    return Place(tmp_path, endpoint.url)
+
+
+def hold_third_turns(endpoint: Endpoint) -> None:
+    endpoint.holds = lambda request: request.request_id.split("-")[3] == "3"
+
+
+async def test_pods_of_two_shards_start_at_once_and_do_the_whole_job(place: Place) -> None:
+    async with place.pod(0) as first, place.pod(1) as second:
+        assert [await first.end(), await second.end()] == [0, 0], first.log + second.log
+        messages = [first.message(), second.message()]
+    run = RunFiles(place.output)
+    stored = list(run.trajectories())
+    assert len(stored) == 18
+    assert {path.rpartition("/")[2] for path in run.storage.files()} == {
+        MANIFEST,
+        "shard-00000.jsonl",
+        "shard-00001.jsonl",
+    }
+    for shard, message in enumerate(messages):
+        mine = [record for record in stored if record.task_index % SHARDS == shard]
+        assert message == {
+            "shard": shard,
+            "planned": 9,
+            "trajectories": 9,
+            "failed": 0,
+            "dropped": 0,
+            "turns": sum(record.turn_count for record in mine),
+            "generated_tokens": sum(record.tokens.generated for record in mine),
+            "reward_sum": pytest.approx(sum(record.total_reward for record in mine)),
+            "done": True,
+            "cause": "",
+        }
+
+
+async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None:
+    hold_third_turns(endpoint)
+    async with place.pod(0) as started:
+        await started.until(lambda: len(endpoint.waiting) > 3)
+        body = await started.until_answers("/progress", lambda _, body: json.loads(body)["planned"] > 0)
+        progress = json.loads(body)
+        assert set(progress) == {
+            "shard",
+            "planned",
+            "trajectories",
+            "failed",
+            "turns",
+            "generated_tokens",
+            "reward_sum",
+        }
+        assert (progress["shard"], progress["planned"]) == (0, 9)
+        assert progress["trajectories"] < 9
+        assert await started.get("/healthz") == (200, "ok")
+        status, metrics = await started.get("/metrics")
+        assert status == 200
+        assert 'kuberoll_turns_total{environment="puzzle",job="test",turn="2"}' in metrics
+        assert (await started.get("/anything"))[0] == 404
+        endpoint.holds = lambda request: False
+        # Those that are held are given up with the pod.
+    lines = [json.loads(line) for line in started.log.splitlines()]
+    assert {(line["job"], line["shard"]) for line in lines} == {("test", 0)}
+    assert lines[0]["level"] == "info"
+
+
+async def test_a_drained_pod_says_so_and_the_next_one_goes_on(place: Place, endpoint: Endpoint, tmp_path: Path) -> None:
+    whole = Place(tmp_path / "whole", endpoint.url)
+    whole.job["spec"]["rollout"]["concurrency"] = place.job["spec"]["rollout"]["concurrency"] = 2
+    await whole.finish(0)
+    endpoint.holds = lambda request: len(endpoint.requests) > stop_after
+    stop_after = len(endpoint.requests) + 8
+    async with place.pod(0) as first:
+        await first.until(lambda: len(endpoint.waiting) == 2)
+        first.signal(signal.SIGTERM)
+        await first.until(lambda: "stopping" in first.log)
+        endpoint.released.set()
+        assert await first.end() == 75, first.log
+        message = first.message()
+    assert (message["done"], message["cause"]) == (False, "stopped before the shard was done")
+    assert 0 < message["trajectories"] == len(place.contents()) < message["planned"]
+    endpoint.holds = lambda request: False
+    last = await place.finish(0)
+    assert (last["done"], last["trajectories"]) == (True, 9)
+    assert last["reward_sum"] == pytest.approx(sum(sum(rewards) for _, rewards in place.contents().values()))
+    assert place.contents() == whole.contents()
+
+
+async def test_a_pod_that_cannot_finish_what_is_in_flight_gives_it_up(place: Place, endpoint: Endpoint) -> None:
+    hold_third_turns(endpoint)
+    async with place.pod(0, KUBEROLL_DRAIN_SECONDS="0") as started:
+        await started.until(lambda: len(endpoint.waiting) > 3)
+        started.signal(signal.SIGTERM)
+        assert await started.end() == 75, started.log
+        assert started.message()["trajectories"] == len(place.contents())
+    endpoint.holds = lambda request: False
+    assert (await place.finish(0))["trajectories"] == 9
+
+
+async def test_a_second_signal_ends_a_drain(place: Place, endpoint: Endpoint) -> None:
+    hold_third_turns(endpoint)
+    async with place.pod(0) as started:
+        await started.until(lambda: len(endpoint.waiting) > 3)
+        started.signal(signal.SIGTERM)
+        await started.until(lambda: "stopping" in started.log)
+        started.signal(signal.SIGTERM)
+        assert await started.end() == 75, started.log
+
+
+async def test_a_killed_pod_is_replaced_by_another(place: Place, endpoint: Endpoint) -> None:
+    place.turns = place.output
+    hold_third_turns(endpoint)
+    async with place.pod(1) as killed:
+        await killed.until(lambda: len(endpoint.waiting) > 3)
+        killed.signal(signal.SIGKILL)
+        assert await killed.end() == -signal.SIGKILL
+        with pytest.raises(FileNotFoundError):
+            killed.message()
+    before, asked = place.contents(), len(endpoint.requests)
+    endpoint.holds = lambda request: False
+    message = await place.finish(1)
+    assert (message["trajectories"], message["planned"], message["done"]) == (9, 9, True)
+    after = place.contents()
+    assert before.items() <= after.items()
+    # The turns were beside the shard, and outlived the pod.
+    assert min(int(request.split("-")[3]) for request in endpoint.requests[asked:]) == 3
+    # A shard that is done is nothing to do.
+    asked = len(endpoint.requests)
+    assert await place.finish(1) == message
+    assert len(endpoint.requests) == asked
+
+
+async def test_two_pods_on_an_object_store(tmp_path: Path, endpoint: Endpoint, s3: tuple[S3Server, str]) -> None:
+    place = Place(tmp_path, endpoint.url, output=f"{s3[1]}/run")
+    async with place.pod(0) as first, place.pod(1) as second:
+        assert [await first.end(), await second.end()] == [0, 0], first.log + second.log
+    assert len(place.contents()) == 18
+    manifest = RunFiles(place.output).manifest()
+    assert manifest is not None
+    assert (manifest.shards, manifest.inputs["trajectories"]) == (SHARDS, 18)
+
+
+async def test_a_dataset_that_is_mounted(place: Place) -> None:
+    rows = SlidingPuzzleEnvironment({"size": 2}).generate_dataset(3, 0)
+    (place.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    place.job["spec"]["dataset"]["source"] = {"configMap": {"name": "rows", "key": "rows.jsonl"}}
+    messages = [await place.finish(shard) for shard in range(SHARDS)]
+    assert [message["trajectories"] for message in messages] == [6, 3]
+
+
+async def refusal(place: Place, shard: int = 0) -> str:
+    async with place.pod(shard) as started:
+        assert await started.end() == 78, started.log
+        message = started.message()
+        assert message["done"] is False
+        assert "Traceback" not in started.log
+        return str(message["cause"])
+
+
+async def test_another_run_is_refused(place: Place) -> None:
+    await place.finish(0)
+    contents = place.contents()
+    place.job["spec"]["generation"]["sampling"] = {"temperature": 0.5}
+    place.job["spec"]["dataset"]["source"]["generator"]["count"] = 7
+    cause = await refusal(place)
+    assert "spec.generation.sampling.temperature: was 1.0, is 0.5" in cause
+    assert "dataset: rows: was 6, is 7" in cause
+    assert "choose another spec.output.uri" in cause
+    assert place.contents() == contents
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"dataset": {"source": {"uri": "nowhere.jsonl"}}}, "nowhere.jsonl: No such file"),
+        ({"dataset": {"source": {"rows": [{"messages": []}]}}}, "spec.dataset.source.rows[0]"),
+        ({"environments": [{"name": "e", "entrypoint": "no_such:Thing"}]}, "there is no module 'no_such'"),
+        ({"generation": {"model": {"source": "/no/model"}, "engine": "Simulated"}}, "spec.workers.podTemplate"),
+        ({"workers": {"replicas": -1}}, "replicas"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(place: Place, spec: dict[str, Any], said: str) -> None:
+    place.job = job(**spec)
+    assert said in await refusal(place)
+
+
+async def test_trajectories_of_nobody_knows_what_are_refused(place: Place) -> None:
+    await place.finish(0)
+    (Path(place.output) / MANIFEST).unlink()
+    assert f"has trajectories but no {MANIFEST}" in await refusal(place)
+
+
+@pytest.mark.parametrize(("index", "said"), [("7", "shard 7 is not among"), ("", "JOB_COMPLETION_INDEX")])
+async def test_a_pod_of_no_shard_is_refused(place: Place, index: str, said: str) -> None:
+    async with place.pod(0, JOB_COMPLETION_INDEX=index) as started:
+        assert await started.end() == 78
+        assert said in started.message()["cause"]
+
+
+async def test_an_endpoint_that_does_not_come_is_tried_again_by_another_pod(place: Place) -> None:
+    place.endpoint = "http://generation.invalid:8000"
+    place.job["spec"]["startupDeadlineSeconds"] = 1
+    async with place.pod(0) as started:
+        assert await started.end() == 1
+        assert "was not ready within 1 s" in started.message()["cause"]
+
+
+async def test_an_endpoint_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    place = Place(tmp_path, f"http://127.0.0.1:{port}")
+    async with place.pod(0) as started:
+        await started.until(lambda: "0 of 9 trajectories are stored" in started.log)
+        async with Endpoint().serving(port):
+            assert await started.end() == 0, started.log
+
+
+async def test_a_pod_that_is_stopped_while_it_waits_ends_at_once(place: Place) -> None:
+    place.endpoint = "http://generation.invalid:8000"
+    async with place.pod(0) as started:
+        await started.until(lambda: "0 of 9 trajectories are stored" in started.log)
+        started.signal(signal.SIGTERM)
+        assert await started.end() == 75
+        assert started.message()["cause"] == "stopped before the work began"

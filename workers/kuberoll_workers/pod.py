@@ -1,0 +1,419 @@
+"""An environment worker pod: one shard of a job, and what the operator and Prometheus ask of it.
+
+    JOB_COMPLETION_INDEX=3 POD_IP=10.0.0.7 python -m kuberoll_workers.pod --config FILE
+
+FILE is a `pod_contract.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
+its exit code and its termination message how it ended: see docs/pods.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection import records
+from kuberoll_workers.collection.expansion import shard_of, share
+from kuberoll_workers.collection.inputs import prompt_groups, scan
+from kuberoll_workers.collection.journal import write_atomically
+from kuberoll_workers.collection.keys import KeySet
+from kuberoll_workers.collection.run_directory import (
+    MANIFEST,
+    RunManifest,
+    RunRefused,
+    differences,
+    new_manifest,
+    read_manifest,
+)
+from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
+from kuberoll_workers.pod_contract import (
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    PROGRESS_PORT,
+    ConfigRefused,
+    PodConfig,
+    encode_message,
+    leave_message,
+    log_to_stderr,
+    read_config,
+)
+from kuberoll_workers.pod_http import health_route, json_route, metrics_route, serving
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.refusals import ended_by
+from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.worker import (
+    Progress,
+    WorkerConfig,
+    environment_source,
+    part_limits,
+    trajectories_to_come,
+    tune_garbage_collector,
+    work,
+)
+
+__all__ = ["PodConfig", "PodProgress", "ShardPod", "dataset_mounted", "settle"]
+
+DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
+
+# Less than the pod's terminationGracePeriodSeconds (120), with time left to store what is finished.
+_DRAIN_SECONDS = 90.0
+_LOG_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+
+class Drained(Exception):
+    """Told to stop before there was anything to finish."""
+
+
+class PodProgress(msgspec.Struct, kw_only=True):
+    """What `/progress` says: counts since the shard began, whichever pod it was that did it.
+
+    Attributes:
+        failed: Given up by this pod; what earlier pods gave up is tried again.
+        planned: Trajectories that the shard is to come to; 0 while the dataset is being read.
+    """
+
+    shard: int
+    planned: int
+    trajectories: int
+    failed: int
+    turns: int
+    generated_tokens: int
+    reward_sum: float
+
+
+class ShardPod:
+    """One pod's work on one shard."""
+
+    def __init__(self, config: PodConfig, shard: int) -> None:
+        """Look at the job.
+
+        Raises:
+            ConfigRefused: The shard is none of the job's.
+            ValidationError: The job is not valid.
+        """
+        if not 0 <= shard < config.shard_count:
+            raise ConfigRefused(f"shard {shard} is not among the job's {config.shard_count}")
+        self.shard = shard
+        self.done = False
+        self._config = config
+        self._job = dataset_mounted(RolloutJob.model_validate(config.job))
+        self._base = Path(config.base)
+        self._planned = 0
+        self._earlier = Progress()
+        self._progress = Progress()
+        self._drain = Drain()
+        self._give_up = asyncio.Event()
+        self._metrics = RolloutMetrics(self._job.metadata.name)
+
+    def progress(self) -> PodProgress:
+        """The counts now."""
+        earlier, now = self._earlier, self._progress
+        return PodProgress(
+            shard=self.shard,
+            planned=self._planned,
+            trajectories=earlier.trajectories + now.trajectories,
+            failed=now.failed,
+            turns=earlier.turns + now.turns,
+            generated_tokens=earlier.generated_tokens + now.generated_tokens,
+            reward_sum=earlier.reward_sum + now.reward_sum,
+        )
+
+    def message(self, cause: str) -> bytes:
+        """The termination message."""
+        counts: dict[str, Any] = msgspec.to_builtins(self.progress())
+        dropped = self._earlier.dropped + self._progress.dropped
+        return encode_message({**counts, "dropped": dropped, "done": self.done, "cause": cause})
+
+    def stop(self) -> None:
+        """Finish what is in flight and end; told twice, end at once."""
+        if self._drain.is_set():
+            self._give_up.set()
+        else:
+            _log.info("stopping: finishing the trajectories in flight")
+            self._drain.set()
+            seconds = float(os.environ.get(DRAIN_SECONDS_VARIABLE) or _DRAIN_SECONDS)
+            asyncio.get_running_loop().call_later(seconds, self._give_up.set)
+
+    async def run(self, host: str) -> None:
+        """Work until the shard is done or `stop` was called.
+
+        Args:
+            host: The address to answer at.
+
+        Raises:
+            Drained: Stopped before the work began.
+        """
+        routes = [
+            metrics_route(self._metrics.registry, before=self._metrics.flush),
+            json_route("/progress", self.progress),
+            health_route(_healthy),
+        ]
+        async with serving(routes, host=host, port=PROGRESS_PORT):
+            background = [
+                asyncio.create_task(self._metrics.watch_event_loop()),
+                asyncio.create_task(self._log_progress()),
+            ]
+            try:
+                self._planned, self._earlier = await self._unless_stopped(_in_thread(self._prepare))
+                _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+                max_model_len = await self._unless_stopped(self._endpoint_ready())
+                self.done = await self._work(max_model_len)
+            finally:
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+
+    @property
+    def _stored(self) -> int:
+        return self.progress().trajectories
+
+    async def _unless_stopped(self, work: Awaitable[_Value]) -> _Value:
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self._drain.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Drained
+            return task.result()
+        finally:
+            task.cancel()
+            stopped.cancel()
+
+    def _prepare(self) -> tuple[int, Progress]:
+        """Find out what there is to do and what is done; refuse what cannot be done."""
+        job, config = self._job, self._config
+        environment = environment_source(job)
+        for spec in job.spec.environments:
+            environment(spec.name)
+        check_model_path(self._tokenizer)
+        storage = open_storage(config.output, parts=part_limits(job))
+        if isinstance(storage, DirectoryStorage):
+            storage.path.mkdir(parents=True, exist_ok=True)
+        inputs = scan(job, base=self._base, environment=environment)
+        settle(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
+        mine = sum(
+            group.keep
+            for group in prompt_groups(job, base=self._base, environment=environment)
+            if shard_of(group.task_index, config.shard_count) == self.shard
+        )
+        wanted = job.spec.rollout.groups.wanted
+        share_of_wanted = None if wanted is None else share(wanted, self.shard, config.shard_count)
+        planned = trajectories_to_come(job, mine, wanted=share_of_wanted)
+        return planned, stored_earlier(storage, self.shard, config.shard_count)
+
+    async def _endpoint_ready(self) -> int:
+        # The operator starts workers when generation is ready; after that it may be replaced at any time.
+        patience = float(self._job.spec.startup_deadline_seconds)
+        async with ServeClient(self._config.endpoint, limit=1) as client:
+            return (await client.wait_ready(patience)).max_model_len
+
+    async def _work(self, max_model_len: int) -> bool:
+        config = self._config
+        settings = WorkerConfig(
+            job=self._job.model_dump(mode="json", by_alias=True, exclude_unset=True),
+            base=config.base,
+            tokenizer=self._tokenizer,
+            endpoint=config.endpoint,
+            max_model_len=max_model_len,
+            output=config.output,
+            turns=config.turns if self._job.spec.rollout.journal_turns else None,
+            shards=[self.shard],
+            shard_count=config.shard_count,
+        )
+        working = asyncio.create_task(work(settings, metrics=self._metrics, drain=self._drain, progress=self._progress))
+        giving_up = asyncio.create_task(self._give_up.wait())
+        await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+        giving_up.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+        return not working.cancelled() and working.result()
+
+    @property
+    def _tokenizer(self) -> str:
+        model = self._job.spec.generation.model
+        return model.tokenizer or model.source
+
+    async def _log_progress(self) -> None:
+        while True:
+            await asyncio.sleep(_LOG_SECONDS)
+            _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+
+
+async def _healthy() -> str | None:
+    return None
+
+
+def _in_thread(call: Callable[[], _Value]) -> asyncio.Future[_Value]:
+    """Call in a thread that is not waited for at the end: reading from a network may take as long as it likes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Value] = loop.create_future()
+
+    def give(error: BaseException | None, value: _Value | None) -> None:
+        if not answer.done():
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)  # type: ignore[arg-type]  # a _Value that may be None
+
+    def run() -> None:
+        error, value = None, None
+        try:
+            value = call()
+        except Exception as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(give, error, value)
+
+    threading.Thread(target=run, name="kuberoll-prepare", daemon=True).start()
+    return answer
+
+
+def dataset_mounted(job: RolloutJob) -> RolloutJob:
+    """The job with a dataset in a ConfigMap or on a volume read as a file, from where it is mounted."""
+    source = job.spec.dataset.source
+    if source.config_map is not None:
+        file = source.config_map.key
+    elif source.pvc is not None:
+        file = source.pvc.path.lstrip("/")
+    else:
+        return job
+    document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    document["spec"]["dataset"]["source"] = {"uri": file}
+    return RolloutJob.model_validate(document)
+
+
+def check_model_path(source: str) -> None:
+    """See that a tokenizer's directory is mounted.
+
+    Raises:
+        ConfigRefused: It is not, or is in a place that it cannot be loaded from.
+    """
+    if "://" in source:
+        raise ConfigRefused(f"spec.generation.model: {source}: workers load tokenizers from directories or the hub")
+    if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
+        raise ConfigRefused(
+            f"spec.generation.model: there is no directory {source} in this pod: mount it by spec.workers.podTemplate, "
+            "or name a model of the hub"
+        )
+
+
+def settle(storage: Storage, manifest: RunManifest) -> None:
+    """See that what is in the output's place is of this run; who comes first writes down what the run is.
+
+    Nobody locks the place. A shard has one writer at a time: the Job has one pod for each index, and makes another
+    one only when that has ended (podReplacementPolicy Failed). Pods that write the manifest at the same moment write
+    the same one, but for the second it was made in.
+
+    Raises:
+        RunRefused: Another run is there.
+    """
+    old = read_manifest(storage)
+    if old is None:
+        shards = storage.shards()
+        # Another pod may have come, and begun, since the first look.
+        old = read_manifest(storage)
+        if old is None and shards:
+            raise RunRefused(
+                f"{storage.location} has trajectories but no {MANIFEST}, so nothing says what made them: "
+                "choose another spec.output.uri"
+            )
+    if old is None:
+        _write_manifest(storage, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+    elif changed := differences(old, manifest):
+        lines = "\n  ".join(changed)
+        raise RunRefused(
+            f"{storage.location} holds another run than this one, and their trajectories must not be mixed: undo the "
+            f"change, or choose another spec.output.uri\n  {lines}"
+        )
+
+
+def _write_manifest(storage: Storage, data: bytes) -> None:
+    if isinstance(storage, DirectoryStorage):
+        # Pods that write it together must not share the file that is renamed.
+        mine = storage.path / f".{MANIFEST}.{uuid.uuid4().hex}"
+        write_atomically(mine, data)
+        mine.replace(storage.path / MANIFEST)
+    else:
+        storage.write(MANIFEST, data)
+
+
+def stored_earlier(storage: Storage, shard: int, shard_count: int) -> Progress:
+    """What earlier pods stored of a shard.
+
+    Raises:
+        RecordError: A line is not what it should be, with file and line.
+    """
+    found, finished, dropped = Progress(), KeySet(), KeySet()
+    for record in records.trajectories(storage, records.shard_name(shard)):
+        if record.key not in finished:
+            finished.add(record.key)
+            found.add(record)
+    for unwanted in records.dropped(storage):
+        if shard_of(unwanted.task_index, shard_count) == shard and unwanted.key not in dropped:
+            dropped.add(unwanted.key)
+            found.add(unwanted)
+    return found
+
+
+async def _run(pod: ShardPod) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, pod.stop)
+    await pod.run(os.environ.get("POD_IP") or "0.0.0.0")
+
+
+def _shard() -> int:
+    index = os.environ.get("JOB_COMPLETION_INDEX", "")
+    if not index.isdecimal():
+        raise ConfigRefused(f"JOB_COMPLETION_INDEX: found {index!r}; it is the number of the shard")
+    return int(index)
+
+
+def main() -> None:
+    """The process's entry point."""
+    parser = argparse.ArgumentParser(prog="kuberoll_workers.pod", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
+    arguments = parser.parse_args()
+    log_to_stderr()
+    pod: ShardPod | None = None
+    code, cause = 0, ""
+    try:
+        config, shard = read_config(arguments.config), _shard()
+        log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
+        pod = ShardPod(config, shard)
+        tune_garbage_collector()
+        asyncio.run(_run(pod))
+        if not pod.done:
+            code, cause = EXIT_DRAINED, "stopped before the shard was done"
+    except Drained:
+        code, cause = EXIT_DRAINED, "stopped before the work began"
+    except Exception as error:
+        code, cause = ended_by(error)
+        _log.error(cause, exc_info=code == EXIT_FAILED)
+    leave_message(encode_message({"done": False, "cause": cause}) if pod is None else pod.message(cause))
+    logging.shutdown()
+    # What environments printed.
+    sys.stdout.flush()
+    # A thread may still be reading the dataset from somewhere; the interpreter would not survive its end in order.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
