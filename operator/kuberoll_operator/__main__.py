@@ -1,0 +1,93 @@
+"""`python -m kuberoll_operator`: the operator, with settings from flags and the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from kuberoll_operator.app import Operator
+from kuberoll_operator.kube.access import NoAccess
+from kuberoll_operator.settings import ENVIRONMENT_PREFIX, Settings
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line, as log collectors read them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def log_to_stderr(level: str) -> None:
+    """Has this process log JSON lines.
+
+    Raises:
+        ValueError: There is no such level.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # One line per object and event; what goes wrong is told by others too.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """One option for every setting."""
+    for name, field in reversed(Settings.model_fields.items()):
+        flag = "--" + name.replace("_", "-")
+        text = f"{field.description} [env: {ENVIRONMENT_PREFIX}{name.upper()}]"
+        if field.annotation is bool:
+            command = click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)(command)
+        else:
+            command = click.option(flag, name, multiple=isinstance(field.default, tuple), help=text)(command)
+    return command
+
+
+@click.command()
+@click.option(
+    "--kubeconfig",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Instead of KUBECONFIG, the pod's service account or ~/.kube/config.",
+)
+@_options
+def main(kubeconfig: Path | None, **given: Any) -> None:
+    """Watch RolloutJobs and do what they say."""
+    try:
+        known = {name: value for name, value in given.items() if value not in (None, ())}
+        settings = Settings.from_environment(os.environ, **known)
+        log_to_stderr(settings.log_level)
+    except ValidationError as error:
+        mistakes = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False))
+        raise click.ClickException("; ".join(mistakes)) from error
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    try:
+        status = asyncio.run(_run(settings, kubeconfig))
+    except (NoAccess, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(status)
+
+
+async def _run(settings: Settings, kubeconfig: Path | None) -> int:
+    return await Operator(settings, kubeconfig=kubeconfig).run()
+
+
+if __name__ == "__main__":
+    main()

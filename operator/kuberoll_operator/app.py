@@ -1,0 +1,168 @@
+"""The operator as a process: watches, the lease, reconciles, probes; and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from kuberoll_operator.cache import Cache
+from kuberoll_operator.health import Health, routes, serving
+from kuberoll_operator.kube.access import load_access
+from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.events import Recorder
+from kuberoll_operator.kube.lease import Elector
+from kuberoll_operator.metrics import Metrics
+from kuberoll_operator.model import Key
+from kuberoll_operator.progress import ProgressPoller
+from kuberoll_operator.queue import WorkQueue
+from kuberoll_operator.reconciler import Pool, Reconciler
+from kuberoll_operator.settings import Settings
+from kuberoll_operator.watches import Watches
+
+DRAIN_SECONDS = 20.0
+"""What reconciles under way have when the operator is told to stop; less than a pod has."""
+
+_log = logging.getLogger(__name__)
+
+
+class Operator:
+    """The operator's parts, wired; it runs once.
+
+    Attributes:
+        port: Of the probes, while it runs.
+    """
+
+    def __init__(self, settings: Settings, *, kubeconfig: Path | None = None) -> None:
+        self.settings = settings
+        self.identity = settings.identity or f"{socket.gethostname()}_{secrets.token_hex(4)}"
+        self.metrics = Metrics()
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.cache = Cache(self.queue.add)
+        self.stop = asyncio.Event()
+        self.port: int | None = None
+        self._kubeconfig = kubeconfig
+        self._elector: Elector | None = None
+        self._working = False
+
+    async def run(self, serving_at: Callable[[int], None] = lambda _: None) -> int:
+        """Works until it is told to stop, or cannot go on.
+
+        Args:
+            serving_at: Called with the port of the probes.
+
+        Returns:
+            The process's exit status: 0 where it was told to stop.
+
+        Raises:
+            NoAccess: There is no way to an API server.
+            OSError: The probes' port cannot be had.
+        """
+        settings = self.settings
+        way = await load_access(self._kubeconfig)
+        async with AsyncExitStack() as stack:
+            if settings.leader_election:
+                own = await stack.enter_async_context(Client(way, told=self.metrics.request, seconds=5.0))
+                seconds = settings.lease_seconds
+                self._elector = Elector(
+                    own,
+                    namespace=settings.lease_namespace,
+                    name=settings.lease_name,
+                    identity=self.identity,
+                    lease_seconds=seconds,
+                    renew_seconds=seconds * 2 / 3,
+                    retry_seconds=seconds * 2 / 15,
+                )
+            elector = self._elector
+            client = await stack.enter_async_context(
+                Client(way, remaining=elector.write_seconds if elector else lambda: None, told=self.metrics.request)
+            )
+            poller = await stack.enter_async_context(ProgressPoller(self.queue.add, seconds=settings.progress_seconds))
+            watches = Watches(self.cache, lambda: load_access(self._kubeconfig), namespaces=settings.namespaces)
+            recorder = Recorder(client, self.identity)
+            reconciler = Reconciler(client, self.cache, poller, recorder, self.metrics, settings)
+            pool = Pool(
+                self.queue,
+                reconciler.reconcile,
+                self.metrics,
+                size=settings.concurrency,
+                seconds=settings.reconcile_seconds,
+                resync=settings.resync_seconds,
+            )
+            health = Health(
+                watch=watches.oldest_activity,
+                unsynced=watches.unsynced,
+                queue=self.queue.oldest_age,
+                leading=lambda: self._working,
+                lease_tried=elector.tried_age if elector else lambda: None,
+                lease_seconds=settings.lease_seconds,
+            )
+            self.metrics.watch(
+                jobs=self.cache.jobs,
+                depth=self.queue.depth,
+                oldest=self.queue.oldest_age,
+                leading=lambda: self._working,
+                cached=self.cache.sizes,
+            )
+            self.port = await stack.enter_async_context(
+                serving(routes(health, self.metrics.registry), host=settings.http_host, port=settings.http_port)
+            )
+            serving_at(self.port)
+            return await self._run(watches, pool)
+
+    async def _run(self, watches: Watches, pool: Pool) -> int:
+        self._listen()
+        watching = asyncio.create_task(watches.run(self._listen), name="watches")
+        leading = asyncio.create_task(self._lead(watches, pool), name="leading")
+        told = asyncio.create_task(self.stop.wait(), name="stop")
+        try:
+            done, _ = await asyncio.wait({watching, leading, told}, return_when=asyncio.FIRST_COMPLETED)
+            asked = told in done
+            if asked:
+                _log.info("stopping: %d jobs wait, reconciles under way are finished", self.queue.depth())
+            else:
+                failed = leading if leading in done else watching
+                _log.critical("cannot go on: %s", failed.exception())
+            await pool.stop(0 if leading in done else DRAIN_SECONDS)
+        finally:
+            self._working = False
+            for task in (leading, told, watching):
+                task.cancel()
+            await asyncio.gather(leading, told, watching, return_exceptions=True)
+            if self._elector is not None:
+                await self._elector.release()
+        return 0 if asked else 1
+
+    async def _lead(self, watches: Watches, pool: Pool) -> None:
+        """Works for as long as this operator leads.
+
+        Raises:
+            LeadershipLost: It does so no more.
+        """
+        await watches.synced()
+        if self._elector is None:
+            self._working = True
+            pool.start()
+            await asyncio.Event().wait()
+            return
+        await self._elector.acquire()
+        self._working = True
+        pool.start()
+        try:
+            await self._elector.hold()
+        finally:
+            self._working = False
+
+    def _listen(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop.set)
+        except (NotImplementedError, RuntimeError, ValueError):
+            # Not in the main thread: whoever runs it there sets `stop`.
+            return

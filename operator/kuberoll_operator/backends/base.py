@@ -1,0 +1,62 @@
+"""What a generation backend is to the rest of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kuberoll_api.conditions import Reason
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.render.subject import Subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationState:
+    """How generation is.
+
+    Attributes:
+        ready: Replicas that answer.
+        desired: Replicas that are wanted; 0: not known here.
+        reason: Of the condition GenerationReady while not all of them answer; one of `conditions.Reason`.
+        message: The real cause, redacted; of the pods' own words where they have any.
+        repeats: Whether the message only says that the kubelet waits before it tries again, so that an earlier one
+            of the same reason tells more.
+        refused: The engine said that it will not start, however often it is tried.
+        gone: Nothing of it holds a GPU any more.
+    """
+
+    ready: int
+    desired: int
+    reason: str = Reason.STARTING
+    message: str = ""
+    repeats: bool = False
+    refused: str | None = None
+    gone: bool = False
+
+
+class Backend(Protocol):
+    """One way to run the policy."""
+
+    @property
+    def name(self) -> str:
+        """As in `spec.generation.backend`."""
+
+    def problem(self, job: RolloutJob) -> str | None:
+        """Why this backend cannot run the job, with the field and how to mend it."""
+
+    def endpoint(self, job: RolloutJob, namespace: str) -> str:
+        """Base URL of the policy."""
+
+    def fixtures(self, subject: Subject) -> Sequence[Object]:
+        """Children that cost nothing and are there as long as the job: Services."""
+
+    def engines(self, subject: Subject, observed: Observed) -> Sequence[Object]:
+        """Children that hold GPUs."""
+
+    def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
+        """The same, to remove them."""
+
+    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
+        """How generation is."""

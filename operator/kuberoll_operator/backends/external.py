@@ -1,0 +1,39 @@
+"""A policy that somebody else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kuberoll_api.conditions import Reason
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_operator.backends.base import GenerationState
+from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.render.subject import Subject
+
+
+class External:
+    """Nothing to render, nothing to wait for: the workers are patient with an endpoint that is not there yet."""
+
+    name = "External"
+
+    def problem(self, job: RolloutJob) -> str | None:
+        if job.spec.generation.external is None:
+            return "spec.generation.external: missing; backend External needs external.url, the endpoint to use"
+        return None
+
+    def endpoint(self, job: RolloutJob, namespace: str) -> str:  # noqa: ARG002
+        external = job.spec.generation.external
+        return "" if external is None else external.url.rstrip("/")
+
+    def fixtures(self, subject: Subject) -> Sequence[Object]:  # noqa: ARG002
+        return []
+
+    def engines(self, subject: Subject, observed: Observed) -> Sequence[Object]:  # noqa: ARG002
+        return []
+
+    def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:  # noqa: ARG002
+        return []
+
+    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:  # noqa: ARG002
+        message = f"{self.endpoint(job, '')} is run by somebody else"
+        return GenerationState(ready=0, desired=0, reason=Reason.EXTERNAL, message=message, gone=True)

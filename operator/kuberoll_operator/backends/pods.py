@@ -1,0 +1,238 @@
+"""What is the matter with pods: the scheduler's, the kubelet's and the program's own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from kuberoll_api.conditions import Reason
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+
+MESSAGE_CHARACTERS: Final = 1000
+
+_IMAGE_REASONS: Final = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    }
+)
+_POD_REASONS: Final = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "PreCreateHookError",
+        "PreStartHookError",
+        "PostStartHookError",
+    }
+)
+_REDACTED: Final = "[redacted]"
+_SECRETS: Final = re.compile(
+    r"""
+    (?<![A-Za-z0-9])(?:
+        hf_[A-Za-z0-9]{6,}
+      | sk-[A-Za-z0-9_-]{6,}
+      | gh[pousr]_[A-Za-z0-9]{16,}
+      | github_pat_[A-Za-z0-9_]{16,}
+      | glpat-[A-Za-z0-9_-]{16,}
+      | xox[a-z]-[A-Za-z0-9-]{8,}
+      | A[KS]IA[0-9A-Z]{12,}
+      | eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?
+    )
+    | (?<=://)[^\s/@:]*:[^\s/@]+(?=@)
+    """,
+    re.VERBOSE,
+)
+_BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}")
+_NAMED: Final = re.compile(
+    r"""(?i)\b([\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|signature)[\w-]*)(["']?\s*[=:]\s*["']?)"""
+    r"""(?![\s"',;&\[])([^\s"',;&]{6,})"""
+)
+
+
+class Problem(NamedTuple):
+    """Why something is not ready.
+
+    Attributes:
+        reason: One of `conditions.Reason`.
+        message: Redacted, at most `MESSAGE_CHARACTERS`.
+        repeats: The message only says that the kubelet waits before it tries again.
+    """
+
+    reason: str
+    message: str
+    repeats: bool = False
+
+
+class Ended(NamedTuple):
+    """A container that has ended.
+
+    Attributes:
+        pod: Name of its pod.
+        finished: When, as the kubelet wrote it.
+        message: What it left behind, as it is.
+    """
+
+    pod: str
+    exit_code: int
+    reason: str
+    finished: str
+    message: str
+
+
+def told(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
+    """A text of somebody else's as it may stand in a status: without secrets, and not too long."""
+    text = _SECRETS.sub(_REDACTED, text)
+    text = _BEARER.sub(rf"\1 {_REDACTED}", text)
+    text = _NAMED.sub(rf"\1\2{_REDACTED}", text)
+    text = " ".join(text.split()) if "\n" not in text.strip() else text.strip()
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def component_of(pod: Mapping[str, Any]) -> str | None:
+    """Which part of its job a pod is."""
+    found = (pod.get("metadata", {}).get("labels") or {}).get(names.COMPONENT_LABEL)
+    return None if found is None else str(found)
+
+
+def of_component(pods: Iterable[Object], component: str) -> list[Object]:
+    """The pods of a component, by name."""
+    return sorted((pod for pod in pods if component_of(pod) == component), key=_name)
+
+
+def still_there(pods: Iterable[Object]) -> bool:
+    """Whether a pod still holds what it was given: has neither succeeded nor failed."""
+    return any(pod.get("status", {}).get("phase") not in {"Succeeded", "Failed"} for pod in pods)
+
+
+def ended(pod: Mapping[str, Any], container: str) -> Ended | None:
+    """The last end of a pod's container, if it has ended once."""
+    for status in pod.get("status", {}).get("containerStatuses") or ():
+        if status.get("name") != container:
+            continue
+        for state in (status.get("state"), status.get("lastState")):
+            if found := (state or {}).get("terminated"):
+                return Ended(
+                    pod=_name(pod),
+                    exit_code=int(found.get("exitCode", 0)),
+                    reason=str(found.get("reason", "")),
+                    finished=str(found.get("finishedAt") or ""),
+                    message=str(found.get("message") or ""),
+                )
+    return None
+
+
+def is_disrupted(pod: Mapping[str, Any]) -> bool:
+    """Whether the cluster took the pod away: eviction, preemption, a lost node."""
+    return _condition(pod, "DisruptionTarget").get("status") == "True"
+
+
+def first_problem(pods: Sequence[Object], container: str) -> Problem | None:
+    """What keeps pods from being ready: of the first that has a problem, the most telling kinds first.
+
+    Args:
+        pods: In the order of their names.
+        container: The one whose end and last words count.
+    """
+    living = [pod for pod in pods if not pod.get("metadata", {}).get("deletionTimestamp")]
+    for find in (_image_problem, _pod_problem, _crash, _unscheduled):
+        for pod in living:
+            if (found := find(pod, container)) is not None:
+                return found
+    return None
+
+
+def refusal(pods: Sequence[Object], container: str) -> str | None:
+    """What a container said that will not run, however often it is started."""
+    for pod in pods:
+        if (last := ended(pod, container)) is not None and last.exit_code == names.EXIT_REFUSED:
+            return told(last.message) or f"pod {last.pod}: exit code {names.EXIT_REFUSED}, and no word"
+    return None
+
+
+def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
+    """Why the controller of a Deployment cannot make pods, from the Deployment's conditions."""
+    failure = _condition(owner, "ReplicaFailure")
+    if failure.get("status") != "True":
+        return None
+    message = told(str(failure.get("message", "")))
+    if "exceeded quota" in message:
+        return Problem(Reason.QUOTA, message)
+    return Problem(Reason.FORBIDDEN if "forbidden" in message else Reason.INVALID_TEMPLATE, message)
+
+
+def how_it_ended(last: Ended) -> str:
+    """What a container's end comes to, in words."""
+    if last.reason == "OOMKilled":
+        return told(f"out of memory (OOMKilled); raise the memory limit. {last.message}")
+    words = f"exit code {last.exit_code}" + (
+        f" ({last.reason})" if last.reason not in {"", "Error", "Completed"} else ""
+    )
+    return told(last.message) or words
+
+
+def _image_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
+    for name, reason, message in _waiting(pod):
+        if reason in _IMAGE_REASONS:
+            text = told(f"container {name}: {message or reason}")
+            return Problem(Reason.IMAGE_PULL, text, repeats=reason == "ImagePullBackOff")
+    return None
+
+
+def _pod_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
+    for name, reason, message in _waiting(pod):
+        if reason in _POD_REASONS:
+            return Problem(Reason.POD_CONFIG, told(f"container {name}: {message or reason}"))
+    return None
+
+
+def _crash(pod: Object, container: str) -> Problem | None:
+    for status in _statuses(pod):
+        name = str(status.get("name", ""))
+        last = ended({**pod, "status": {"containerStatuses": [status]}}, name)
+        # One that runs after a crash is starting, and how its predecessor ended is all that is known.
+        if last is None or last.exit_code == 0 or status.get("ready"):
+            continue
+        waiting = (status.get("state") or {}).get("waiting") or {}
+        # The count never falls, so that one that starts again and again does not change its reason each time.
+        crashing = waiting.get("reason") == "CrashLoopBackOff" or int(status.get("restartCount", 0)) > 1
+        text = how_it_ended(last) if name == container else told(f"container {name}: {how_it_ended(last)}")
+        return Problem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)
+    return None
+
+
+def _unscheduled(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
+    scheduled = _condition(pod, "PodScheduled")
+    if scheduled.get("status") != "False":
+        return None
+    return Problem(Reason.UNSCHEDULABLE, told(str(scheduled.get("message") or scheduled.get("reason") or "")))
+
+
+def _waiting(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for status in _statuses(pod):
+        waiting = (status.get("state") or {}).get("waiting")
+        if waiting:
+            yield str(status.get("name", "")), str(waiting.get("reason", "")), str(waiting.get("message", ""))
+
+
+def _statuses(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    status = pod.get("status", {})
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _condition(item: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    for condition in item.get("status", {}).get("conditions") or ():
+        if condition.get("type") == kind:
+            return condition  # type: ignore[no-any-return]
+    return {}
+
+
+def _name(pod: Mapping[str, Any]) -> str:
+    return str(pod.get("metadata", {}).get("name", ""))

@@ -1,0 +1,164 @@
+"""What the watches have told of jobs, their children and their pods: as much of each as is needed, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kuberoll_operator import names
+from kuberoll_operator.kube.apply import hashed
+from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS, Resource
+from kuberoll_operator.model import Key, Object
+
+Scope = str | None
+"""A namespace, or None: all of them."""
+
+
+class Cache:
+    """The objects of one API server as they were last seen.
+
+    A list replaces everything of its kind and scope, so that what was deleted while nobody watched is not kept; an
+    event that is older than what is known already changes nothing.
+
+    Args:
+        changed: Called with the job of every object that was changed by another than this operator.
+    """
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self._changed = changed
+        self._objects: dict[Resource, dict[tuple[str, str], Object]] = {}
+        self._of: dict[Key, dict[tuple[str, str], Object]] = {}
+        self._listed: dict[tuple[Resource, Scope], int] = {}
+        self._pages: dict[tuple[Resource, Scope], set[tuple[str, str]]] = {}
+
+    def listed(self, resource: Resource, scope: Scope, items: Iterable[Object], version: str, *, last: bool) -> None:
+        """A page of a list; after the last one, what was on none of them is gone."""
+        place = (resource, scope)
+        seen = self._pages.setdefault(place, set())
+        for item in items:
+            metadata = item["metadata"]
+            seen.add((metadata["namespace"], metadata["name"]))
+            self._put(resource, item, tell=True)
+        if not last:
+            return
+        del self._pages[place]
+        known = self._objects.get(resource, {})
+        listed = _version(version)
+        for name in [name for name in known if scope in (None, name[0]) and name not in seen]:
+            # Written by this operator after the list was made.
+            if _version_of(known[name]) <= listed:
+                self._drop(resource, name)
+        self._listed[place] = listed
+
+    def seen(self, resource: Resource, item: Object, *, deleted: bool) -> None:
+        """A watch event."""
+        metadata = item["metadata"]
+        name, version = (metadata["namespace"], metadata["name"]), _version_of(item)
+        known = self._objects.get(resource, {}).get(name)
+        if deleted:
+            if known is not None and known["metadata"]["uid"] == metadata["uid"]:
+                self._drop(resource, name)
+        elif known is not None or version > max(
+            self._listed.get((resource, None), -1), self._listed.get((resource, name[0]), -1)
+        ):
+            # What is unknown and older than the list has been deleted since.
+            self._put(resource, item, tell=True)
+
+    def written(self, resource: Resource, item: Object) -> None:
+        """What the API server answered to a write of this operator: no news."""
+        self._put(resource, item, tell=False)
+
+    def synced(self, resource: Resource, scope: Scope) -> bool:
+        """Whether everything that there is has been seen."""
+        return (resource, scope) in self._listed
+
+    def jobs(self) -> Iterable[tuple[Key, Object]]:
+        """All jobs: their metadata and phase."""
+        return [(Key(*name), item) for name, item in self._objects.get(ROLLOUT_JOBS, {}).items()]
+
+    def children(self, key: Key) -> Mapping[tuple[str, str], Object]:
+        """The children of a job by kind and name, other owners' of that label too."""
+        return {place: item for place, item in self._of.get(key, {}).items() if place[0] != PODS.kind}
+
+    def pods(self, key: Key) -> list[Object]:
+        """The pods of a job, by name."""
+        found = self._of.get(key, {})
+        return [found[place] for place in sorted(found) if place[0] == PODS.kind]
+
+    def sizes(self) -> dict[str, int]:
+        """Objects by kind."""
+        return {resource.kind: len(items) for resource, items in self._objects.items()}
+
+    def _put(self, resource: Resource, item: Object, *, tell: bool) -> None:
+        metadata = item["metadata"]
+        name = (metadata["namespace"], metadata["name"])
+        items = self._objects.setdefault(resource, {})
+        known = items.get(name)
+        if known is not None and _version_of(known) >= _version_of(item):
+            return
+        if known is not None:
+            self._forget(resource, known)
+        items[name] = trimmed = _trim(resource, item)
+        key = _key(resource, trimmed)
+        if key is None:
+            return
+        if resource != ROLLOUT_JOBS:
+            self._of.setdefault(key, {})[resource.kind, name[1]] = trimmed
+        if tell:
+            self._changed(key)
+
+    def _drop(self, resource: Resource, name: tuple[str, str]) -> None:
+        item = self._objects[resource].pop(name)
+        self._forget(resource, item)
+        if (key := _key(resource, item)) is not None:
+            self._changed(key)
+
+    def _forget(self, resource: Resource, item: Object) -> None:
+        key = _key(resource, item)
+        if key is None or resource == ROLLOUT_JOBS:
+            return
+        found = self._of.get(key, {})
+        found.pop((resource.kind, item["metadata"]["name"]), None)
+        if not found:
+            self._of.pop(key, None)
+
+
+def _key(resource: Resource, item: Object) -> Key | None:
+    metadata = item["metadata"]
+    if resource == ROLLOUT_JOBS:
+        return Key(metadata["namespace"], metadata["name"])
+    job = (metadata.get("labels") or {}).get(names.JOB_LABEL)
+    return None if job is None else Key(metadata["namespace"], job)
+
+
+def _version_of(item: Object) -> int:
+    return _version(item["metadata"].get("resourceVersion"))
+
+
+def _version(text: Any) -> int:
+    # Kubernetes promises that they are decimal and grow (KEP-5504); another server's are taken as always newer.
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return 1 << 128
+
+
+_POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
+
+
+def _trim(resource: Resource, item: Object) -> Object:
+    """An object without what nobody here reads: 10,000 pods are to fit into memory."""
+    metadata = {key: value for key, value in item["metadata"].items() if key != "managedFields"}
+    head = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata}
+    if resource == ROLLOUT_JOBS:
+        for key in ("annotations", "labels"):
+            metadata.pop(key, None)
+        return head | {"status": {"phase": (item.get("status") or {}).get("phase")}}
+    if resource == PODS:
+        status = item.get("status") or {}
+        spec = {key: item["spec"][key] for key in ("nodeName",) if key in (item.get("spec") or {})}
+        return head | {"spec": spec, "status": {key: status[key] for key in _POD_STATUS if key in status}}
+    rest = {key: value for key, value in item.items() if key not in head}
+    if resource.kind == "ConfigMap":
+        rest["data"] = {key: hashed(value) for key, value in (item.get("data") or {}).items()}
+    return head | rest

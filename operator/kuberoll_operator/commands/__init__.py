@@ -1,0 +1,1 @@
+"""The subcommands that the operator brings to the `kuberoll` command."""

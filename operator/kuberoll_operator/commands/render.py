@@ -1,0 +1,123 @@
+"""`kuberoll render`: what the operator would create, without a cluster."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kuberoll_api.manifest import ManifestError, load_job, load_jobs
+
+if TYPE_CHECKING:
+    from kuberoll_api.rolloutjob import RolloutJob
+    from kuberoll_operator.model import Object
+    from kuberoll_operator.settings import Settings
+
+UID: Final = "00000000-0000-0000-0000-000000000000"
+"""In the place of the RolloutJob's uid, which only a cluster gives."""
+
+
+@click.command()
+@click.argument("manifest", type=click.Path(path_type=Path))
+@click.option("--namespace", "-n", help="Namespace of the job.  [default: the manifest's, else default]")
+@click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; may be repeated.")
+@click.option("--all", "every", is_flag=True, help="Render all RolloutJobs of the file, not its only one.")
+def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], every: bool) -> None:
+    """Print the Kubernetes objects that the operator makes of MANIFEST.
+
+    They come in the order of the job's way, each with a comment that says when it is created. Images are the
+    operator's defaults, or KUBEROLL_GENERATION_IMAGE and KUBEROLL_WORKER_IMAGE. The exit code is 2 where a cluster
+    would refuse the job.
+    """
+    from pydantic import ValidationError
+
+    from kuberoll_operator.settings import Settings
+
+    try:
+        settings = Settings.from_environment(os.environ)
+        jobs = load_jobs(manifest, overrides) if every else [load_job(manifest, overrides)]
+    except (ManifestError, ValidationError) as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    texts = []
+    for job in jobs:
+        try:
+            texts.append(render_text(job, namespace or job.metadata.namespace or "default", settings))
+        except ValueError as error:
+            click.echo(f"{manifest}: {job.metadata.name}: {error}", err=True)
+            sys.exit(2)
+    click.echo("".join(texts), nl=False)
+
+
+def render_text(job: RolloutJob, namespace: str, settings: Settings) -> str:
+    """The children of a job as YAML documents.
+
+    Raises:
+        ValueError: The job cannot be run in a cluster; the text says why and how to mend it.
+    """
+    return "".join(f"---\n# {when}\n{to_yaml(child)}" for when, child in children_of(job, namespace, settings))
+
+
+def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tuple[str, Object]]:
+    """All children of a job, in the order in which they come to be, each with when it does.
+
+    Raises:
+        ValueError: The job cannot be run in a cluster; the text says why and how to mend it.
+    """
+    from kuberoll_operator import render as built
+    from kuberoll_operator.backends import BACKENDS, backend_of
+    from kuberoll_operator.model import Observed
+    from kuberoll_operator.plan import spec_problem
+
+    name = backend_of(job, {}, kuberay=settings.kuberay)
+    if (problem := spec_problem(job, name)) is not None:
+        raise ValueError(problem)
+    backend = BACKENDS[name]
+    subject = built.Subject(
+        job=job,
+        namespace=namespace,
+        uid=UID,
+        settings=settings,
+        endpoint=backend.endpoint(job, namespace),
+        shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
+    )
+    at_once = "created at once, and kept until the RolloutJob is deleted"
+    engine = "created at once, and whenever the job is resumed; deleted when it is suspended, done or failed"
+    worker = "created when generation is ready; suspended with the job"
+    last = "created when all shards are done"
+    found = [
+        (at_once, built.build_config(subject)),
+        *((at_once, child) for child in built.build_network_policies(subject, native=name != "External")),
+        *((at_once, child) for child in backend.fixtures(subject)),
+        (at_once, built.build_workers_service(subject)),
+        *((engine, child) for child in backend.engines(subject, Observed())),
+        (worker, built.build_workers_job(subject, suspend=False)),
+        (last, built.build_finish_job(subject)),
+    ]
+    return [(when, built.seal(child)) for when, child in found]
+
+
+def to_yaml(value: Any) -> str:
+    """YAML in block style; texts of several lines are literal."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.width = 1 << 20
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    text = io.StringIO()
+    yaml.dump(_literal(value), text)
+    return text.getvalue()
+
+
+def _literal(value: Any) -> Any:
+    from ruamel.yaml.scalarstring import LiteralScalarString
+
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return LiteralScalarString(value) if isinstance(value, str) and "\n" in value else value

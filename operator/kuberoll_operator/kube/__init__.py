@@ -1,0 +1,1 @@
+"""The edge to Kubernetes: a thin client, server-side apply, events, the lease."""

@@ -1,0 +1,115 @@
+"""The way to the API server: its address, how it is trusted, and who one is; never a password in a log."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import Configuration
+
+_SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
+
+
+class NoAccess(Exception):
+    """Neither a service account nor a kubeconfig; the message says where they were looked for."""
+
+
+class Access:
+    """An API server that sessions can be opened to.
+
+    Every request carries the credentials of that moment: service accounts' tokens are renewed on disk, those of
+    kubeconfig plug-ins by loading again when the API server answers 401.
+    """
+
+    def __init__(self, load: Callable[[], Awaitable[Configuration]], configuration: Configuration) -> None:
+        self._load = load
+        self._configuration = configuration
+        self._ssl = _trust(configuration)
+
+    @property
+    def server(self) -> str:
+        """Base URL."""
+        return str(self._configuration.host).rstrip("/")
+
+    def session(self, *, traces: Sequence[aiohttp.TraceConfig] = ()) -> aiohttp.ClientSession:
+        """A new session, for the caller to close; its requests need the whole URL."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
+            trace_configs=list(traces),
+            middlewares=(self._authorize,),
+            # aiohttp would look at the environment for every request, in a thread.
+            proxy=self._configuration.proxy or _proxy_of(self.server),
+        )
+
+    async def _authorize(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        before = await self._set_credentials(request)
+        response = await handler(request)
+        if response.status != 401:
+            return response
+        self._configuration = await self._load()
+        if await self._set_credentials(request) == before:
+            return response
+        response.release()
+        return await handler(request)
+
+    async def _set_credentials(self, request: aiohttp.ClientRequest) -> str | None:
+        settings: Any = await self._configuration.auth_settings()
+        value = settings.get("BearerToken", {}).get("value")
+        if value is None and self._configuration.username:
+            value = self._configuration.get_basic_auth_token()
+        if value is not None:
+            request.headers["Authorization"] = value
+        return None if value is None else str(value)
+
+
+async def load_access(kubeconfig: Path | None = None) -> Access:
+    """Access by the given kubeconfig, KUBECONFIG, the pod's service account or ~/.kube/config: the first that is.
+
+    Raises:
+        NoAccess: There is none of them, or it cannot be read.
+    """
+
+    async def load() -> Configuration:
+        configuration = Configuration()
+        file = str(kubeconfig) if kubeconfig is not None else os.environ.get("KUBECONFIG")
+        try:
+            if not file and os.environ.get(_SERVICE_HOST):
+                config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            else:
+                await config.load_kube_config(  # type: ignore[no-untyped-call]
+                    config_file=file or None, client_configuration=configuration, persist_config=False
+                )
+        except (config.ConfigException, OSError) as error:
+            raise NoAccess(
+                f"no way to an API server: {error} (looked at KUBECONFIG, the pod's service account, ~/.kube/config)"
+            ) from error
+        return configuration
+
+    return Access(load, await load())
+
+
+def _proxy_of(server: str) -> str | None:
+    """The proxy of the environment, unless NO_PROXY has the server."""
+    url = urlsplit(server)
+    return None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
+
+
+def _trust(configuration: Configuration) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert, cadata=configuration.ca_cert_data)
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    # Authorities of clusters are often older than RFC 5280's last word; Python 3.13 is strict where others are not.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context

@@ -1,0 +1,179 @@
+"""Leader election by a Lease: of several operators one writes, and it stops before another could begin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.errors import ApiError, Conflict
+from kuberoll_operator.kube.resources import LEASES
+from kuberoll_operator.model import Object
+
+_log = logging.getLogger(__name__)
+
+
+class LeadershipLost(Exception):
+    """The lease could not be renewed in time, or is another's."""
+
+
+class Elector:
+    """Holds, or waits for, one Lease.
+
+    The holder renews it every `retry_seconds`. It counts itself leader for `renew_seconds` from the start of the last
+    renewal that succeeded; others take the lease when they have seen no renewal for `lease_seconds`. Both are measured
+    on each one's own monotonic clock, so that clocks that differ do no harm; the difference between the two is the time
+    that writes under way have to end.
+
+    Args:
+        client: Its requests must not depend on the leadership that is decided here.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        lease_seconds: float = 15.0,
+        renew_seconds: float = 10.0,
+        retry_seconds: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not retry_seconds < renew_seconds < lease_seconds:
+            raise ValueError(f"not in this order: {retry_seconds=}, {renew_seconds=}, {lease_seconds=}")
+        self.identity = identity
+        self._client, self._namespace, self._name = client, namespace, name
+        self._lease, self._renew, self._retry = lease_seconds, renew_seconds, retry_seconds
+        self._clock = clock
+        self._renewed: float | None = None
+        self._lease_object: Object | None = None
+        # The lease as another one left it, and since when it has been like this.
+        self._seen: tuple[object, float] = (None, 0.0)
+        self._tried: float | None = None
+
+    @property
+    def leading(self) -> bool:
+        """Whether this one may write."""
+        return self.remaining() > 0
+
+    def remaining(self) -> float:
+        """Seconds for which the leadership is sure; 0 where it is not."""
+        if self._renewed is None:
+            return 0.0
+        return max(0.0, self._renewed + self._renew - self._clock())
+
+    def write_seconds(self) -> float:
+        """Seconds in which a write that begins now must have ended; 0: none may begin."""
+        return self.remaining() and self.remaining() + (self._lease - self._renew) / 2
+
+    def tried_age(self) -> float | None:
+        """Seconds since the lease was last asked for, with or without success; None: never."""
+        return None if self._tried is None else self._clock() - self._tried
+
+    async def acquire(self) -> None:
+        """Returns as the leader."""
+        while True:
+            if await self._try():
+                break
+            await asyncio.sleep(self._retry)
+        _log.info("leading as %s", self.identity)
+
+    async def hold(self) -> None:
+        """Renews the lease until it is lost.
+
+        Raises:
+            LeadershipLost: Always, while leadership is still sure or at the moment when it is not any more.
+        """
+        while self._renewed is not None:
+            await asyncio.sleep(min(self._retry, self.remaining()))
+            if not self.leading:
+                break
+            try:
+                async with asyncio.timeout(self.remaining()):
+                    held = await self._try()
+            except TimeoutError:
+                break
+            if not held and self._holder() not in (self.identity, None):
+                break
+        self._renewed = None
+        raise LeadershipLost(f"the lease {self._namespace}/{self._name} is lost")
+
+    async def release(self) -> None:
+        """Gives the lease up, so that the next leader need not wait; nothing where it is not held."""
+        leading, self._renewed = self.leading, None
+        if not leading:
+            return
+        try:
+            # Read anew: the answer to the last renewal may not have been waited for.
+            lease = await self._client.get(LEASES, self._namespace, self._name)
+            if lease is None or lease["spec"].get("holderIdentity") != self.identity:
+                return
+            spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
+            await self._client.replace({**lease, "spec": spec})
+        except ApiError as error:
+            _log.warning("the lease was not released and will expire: %s", error)
+        else:
+            _log.info("released the lease")
+
+    async def _try(self) -> bool:
+        """Gets or renews the lease, if it is to be had; errors are an answer of no."""
+        start = self._tried = self._clock()
+        try:
+            lease = await self._client.get(LEASES, self._namespace, self._name)
+            if lease is not None and not self._free(lease, start):
+                return False
+            wanted = self._wanted(lease)
+            found = await (self._client.create(wanted) if lease is None else self._client.replace(wanted))
+        except Conflict:
+            # Another one was faster; the next look says who.
+            return False
+        except ApiError as error:
+            _log.warning("the lease cannot be read or renewed: %s", error)
+            return False
+        self._lease_object, self._renewed = found, start
+        return True
+
+    def _free(self, lease: Object, now: float) -> bool:
+        spec = lease.get("spec") or {}
+        holder = spec.get("holderIdentity")
+        state = (holder, spec.get("renewTime"), spec.get("leaseTransitions"))
+        if holder in (self.identity, "", None):
+            return True
+        self._lease_object = lease
+        if state != self._seen[0]:
+            self._seen = (state, now)
+            return False
+        return now - self._seen[1] >= float(spec.get("leaseDurationSeconds") or self._lease)
+
+    def _holder(self) -> str | None:
+        return ((self._lease_object or {}).get("spec") or {}).get("holderIdentity")
+
+    def _wanted(self, lease: Object | None) -> Object:
+        before: dict[str, Any] = (lease or {}).get("spec") or {}
+        now = _now()
+        spec: dict[str, Any] = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": max(1, round(self._lease)),
+            "renewTime": now,
+            "acquireTime": now,
+            "leaseTransitions": int(before.get("leaseTransitions") or 0),
+        }
+        if before.get("holderIdentity") == self.identity:
+            spec["acquireTime"] = before.get("acquireTime") or now
+        elif lease is not None:
+            spec["leaseTransitions"] += 1
+        metadata: dict[str, Any] = {"namespace": self._namespace, "name": self._name}
+        if lease is not None:
+            metadata["resourceVersion"] = lease["metadata"]["resourceVersion"]
+        return {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": spec}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

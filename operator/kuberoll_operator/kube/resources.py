@@ -1,0 +1,72 @@
+"""The kinds that the operator reads and writes, and where the API server has them."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from kuberoll_api.rolloutjob import API_VERSION, GROUP, KIND, VERSION
+
+
+class Resource(NamedTuple):
+    """A kind and its place.
+
+    Attributes:
+        group: Empty for the core group.
+        plural: Its name in addresses.
+    """
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+
+    @property
+    def api_version(self) -> str:
+        """As objects have it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Path of an object, or of a list; without a namespace: of all namespaces."""
+        parts = ["/apis", self.group] if self.group else ["/api"]
+        parts.append(self.version)
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        return "/".join([*parts, self.plural, *filter(None, (name, subresource))])
+
+
+ROLLOUT_JOBS: Final = Resource(GROUP, VERSION, "rolloutjobs", KIND)
+PODS: Final = Resource("", "v1", "pods", "Pod")
+LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
+
+CHILDREN: Final = (
+    Resource("", "v1", "configmaps", "ConfigMap"),
+    Resource("", "v1", "services", "Service"),
+    Resource("apps", "v1", "deployments", "Deployment"),
+    Resource("batch", "v1", "jobs", "Job"),
+    Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
+)
+"""What the operator makes; all of them are watched."""
+
+_BY_KIND = {(item.api_version, item.kind): item for item in (ROLLOUT_JOBS, PODS, LEASES, EVENTS, *CHILDREN)}
+
+
+def resource_of(api_version: str, kind: str) -> Resource:
+    """Where a kind is.
+
+    Raises:
+        KeyError: The operator has nothing to do with it.
+    """
+    return _BY_KIND[api_version, kind]
+
+
+def resource_of_object(item: dict[str, Any]) -> Resource:
+    """Where an object is.
+
+    Raises:
+        KeyError: The operator has nothing to do with its kind.
+    """
+    return resource_of(item["apiVersion"], item["kind"])
+
+
+assert ROLLOUT_JOBS.api_version == API_VERSION

@@ -1,0 +1,86 @@
+"""Names, labels and annotations of what belongs to a RolloutJob; fixed, so that a restarted operator finds it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MANAGED_BY: Final = "kuberoll.io/operator"
+"""The value of `spec.managedBy` that means this operator, as does its absence."""
+
+MANAGER: Final = "kuberoll-operator"
+"""Field manager of children; `app.kubernetes.io/managed-by` of everything."""
+
+STATUS_MANAGER: Final = "kuberoll-operator-status"
+
+JOB_LABEL: Final = "kuberoll.io/job"
+COMPONENT_LABEL: Final = "app.kubernetes.io/component"
+
+DIGEST: Final = "kuberoll.io/digest"
+"""Annotation: of a child as it was rendered."""
+
+SHAPE_DIGEST: Final = "kuberoll.io/template-digest"
+"""Annotation: of the part of a child that cannot change while it runs, its pod template first of all."""
+
+CONFIG: Final = "config"
+GENERATION: Final = "generation"
+WORKERS: Final = "workers"
+FINISH: Final = "finish"
+
+CONFIG_KEY: Final = "job.json"
+
+GENERATION_PORT: Final = 8000
+RAY_METRICS_PORT: Final = 8080
+PROGRESS_PORT: Final = 9464
+
+EXIT_REFUSED: Final = 78
+"""A pod's container: the job, its dataset or its output cannot be used, and will not be by trying again."""
+
+EXIT_DRAINED: Final = 75
+"""A worker's container: told to stop before its shard was done; the next one goes on from there."""
+
+
+def config(job: str) -> str:
+    """The ConfigMap that all pods read."""
+    return f"{job}-config"
+
+
+def generation(job: str) -> str:
+    """The Deployment, its Service and its NetworkPolicy."""
+    return f"{job}-generation"
+
+
+def generation_pods(job: str) -> str:
+    """The headless Service of generation pods."""
+    return f"{job}-generation-pods"
+
+
+def workers(job: str) -> str:
+    """The Indexed Job, its headless Service and its NetworkPolicy."""
+    return f"{job}-workers"
+
+
+def finish(job: str) -> str:
+    """The Job that aggregates."""
+    return f"{job}-finish"
+
+
+def labels(job: str, component: str) -> dict[str, str]:
+    """What every child and pod of a job is labelled with."""
+    return {
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/managed-by": MANAGER,
+        "app.kubernetes.io/name": "kuberoll",
+        "app.kubernetes.io/part-of": "kuberoll",
+        JOB_LABEL: job,
+    }
+
+
+def selector(job: str, component: str) -> dict[str, str]:
+    """The labels that pods of a component are selected by."""
+    return {COMPONENT_LABEL: component, JOB_LABEL: job}
+
+
+def selector_text(job: str, component: str) -> str:
+    """The same as text, as `kubectl get pods --selector` takes it."""
+    return ",".join(f"{key}={value}" for key, value in selector(job, component).items())

@@ -1,0 +1,29 @@
+"""The children of a job as the watches have told of them.
+
+They may be a moment old, and that does no harm: names are deterministic and writes are server-side applies, so that
+what was made already and is not seen yet is made once; deletions name the uid that was seen, so that a successor is
+not meant; and whatever was decided too early is decided again when the event comes. The job itself, whose spec
+decides and whose status is written, is read live by the reconciler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kuberoll_operator.cache import Cache
+from kuberoll_operator.model import Key, Object, Observed, PodProgress
+
+Progress = Callable[[Key, Sequence[Object]], Mapping[int, PodProgress]]
+
+
+def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed:
+    """Everything that belongs to a job.
+
+    Args:
+        raw: The job, live.
+        progress: What is known of its worker pods, `ProgressPoller.latest`.
+    """
+    born = raw["metadata"].get("creationTimestamp") or ""
+    # Pods of a deleted job of the same name are on their way out, and their words are about its shards.
+    pods = [pod for pod in cache.pods(key) if (pod["metadata"].get("creationTimestamp") or born) >= born]
+    return Observed(children=cache.children(key), pods=pods, progress=progress(key, pods))

@@ -1,0 +1,591 @@
+"""Where a job is on its way, and what is to be written and removed there: pure, and the same for the same facts.
+
+What must be known after what it was read from has been removed is in the status first: a failure is recorded in one
+reconcile and cleaned up after in the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+from kuberoll_api import conditions
+from kuberoll_api.conditions import Reason
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.types import MAX_COUNT
+from kuberoll_operator import names, render
+from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of
+from kuberoll_operator.backends.pods import Ended, ended, how_it_ended, is_disrupted, of_component, still_there, told
+from kuberoll_operator.model import Object, Observed, Plan, Ref
+from kuberoll_operator.render import Subject
+from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
+from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
+from kuberoll_operator.render.output import OutputRefused, output_of
+from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
+from kuberoll_operator.settings import Settings
+
+FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
+_SHARDS_NAMED: Final = 20
+
+
+class Stage(Enum):
+    """Where a job is on its way."""
+
+    UNMANAGED = "somebody else's, or about to be deleted"
+    OVER = "Complete or Failed"
+    FAILING = "a cause is found, and what holds resources is removed"
+    CLEARING = "all is done, and the last GPUs are on their way back"
+    SUSPENDED = "stopped by the user"
+    FINISHING = "all shards are done, and are being aggregated"
+    RUNNING = "workers may run"
+    STARTING = "generation is awaited"
+
+
+class Cause(NamedTuple):
+    """Why something is as it is: a reason of `conditions.Reason`, and words for people."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The workers' Job.
+
+    Attributes:
+        count: Parts of the dataset.
+        exists: Whether the Job is there, and to stay.
+        begun: Whether it may run pods.
+        succeeded: Shards that are done.
+        failed: Shards that are given up.
+        active: Pods under way.
+        done: Whether nothing is left for the policy to do.
+        ended: Last ends of worker pods, by shard.
+        problem: Why the job fails.
+    """
+
+    count: int
+    exists: bool = False
+    begun: bool = False
+    succeeded: int = 0
+    failed: Sequence[int] = ()
+    active: int = 0
+    done: bool = False
+    ended: Mapping[int, Ended]
+    problem: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The finish Job.
+
+    Attributes:
+        message: What its pod said at the end; empty while it has said nothing.
+        done: Whether all is aggregated.
+        problem: Why the job fails.
+    """
+
+    message: Mapping[str, Any]
+    done: bool = False
+    problem: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The facts that plan and status share.
+
+    Attributes:
+        backend: Name of the generation backend.
+        ready: Whether generation is ready; it becomes so when all replicas are, and stays so while one is.
+        failure: The first cause for which the job fails or has failed.
+        taken: Why a child cannot be written: something else has its name.
+    """
+
+    stage: Stage
+    backend: str
+    endpoint: str
+    generation: GenerationState
+    ready: bool
+    shards: Shards
+    finish: Finish
+    failure: Cause | None
+    taken: Cause | None
+
+
+def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Plan:
+    """What is to be written and removed now.
+
+    `apply` always holds everything that is wanted at this stage, each with its digest: what is there already need not
+    be written again.
+
+    Args:
+        job: The validated object.
+        raw: The live object: its metadata and status.
+    """
+    here = situation(job, raw, observed, settings, now)
+    if here.stage is Stage.UNMANAGED:
+        return Plan()
+    if here.stage is Stage.OVER:
+        return Plan(delete_job=_outlived(job, status_of(raw), now))
+    if here.stage is Stage.FAILING:
+        # Not before it is written down: what tells the cause is about to go.
+        recorded = is_true(status_of(raw), conditions.FAILURE_TARGET)
+        return Plan(delete=_deletable(_disposable(job, here), job, raw, observed) if recorded else ())
+    engines = _engine_refs(job)
+    if here.stage is Stage.CLEARING:
+        return Plan(delete=_deletable(engines, job, raw, observed))
+    apply: list[Object] = []
+    # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
+    draining = here.stage is Stage.SUSPENDED and still_there(of_component(observed.pods, names.WORKERS))
+    delete: list[Ref] = [] if draining or here.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
+    if spec_problem(job, here.backend) is None:
+        wanted, outdated = _wanted(job, raw, observed, settings, here)
+        delete += outdated
+        apply = [] if here.taken else [render.seal(child) for child in wanted]
+    return Plan(apply=tuple(apply), delete=_deletable(delete, job, raw, observed))
+
+
+def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Situation:
+    """The facts about a job."""
+    status = status_of(raw)
+    name = backend_of(job, status, kuberay=settings.kuberay)
+    backend = BACKENDS.get(name)
+    generation = backend.state(job, observed) if backend else GenerationState(ready=0, desired=0, gone=True)
+    shards = _shards(job, raw, observed)
+    end = _finish(job, raw, observed)
+    ready = _is_ready(generation, status)
+    failure = _failure(job, raw, observed, name, now, generation=generation, ready=ready, shards=shards, finish=end)
+    return Situation(
+        stage=_stage(job, raw, ready=ready, shards=shards, finish=end, failure=failure),
+        backend=name,
+        endpoint=backend.endpoint(job, raw["metadata"]["namespace"]) if backend else "",
+        generation=generation,
+        ready=ready,
+        shards=shards,
+        finish=end,
+        failure=failure,
+        taken=_taken(job, raw, observed, backend),
+    )
+
+
+def spec_problem(job: RolloutJob, backend: str) -> str | None:
+    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it."""
+    try:
+        output_of(job.spec.output.uri)
+    except OutputRefused as error:
+        return str(error)
+    if backend not in BACKENDS:
+        return f"spec.generation.backend: {backend} is not there yet; use {' or '.join(sorted(BACKENDS))}"
+    return BACKENDS[backend].problem(job)
+
+
+def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation) -> Subject:
+    """What children are rendered from."""
+    return Subject(
+        job=job,
+        namespace=raw["metadata"]["namespace"],
+        uid=raw["metadata"]["uid"],
+        settings=settings,
+        endpoint=here.endpoint,
+        shards=here.shards.count,
+    )
+
+
+def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The status of an object that may have none."""
+    return raw.get("status") or {}
+
+
+def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """A condition; empty if it was never set."""
+    for item in status.get("conditions") or ():
+        if item.get("type") == kind:
+            return item  # type: ignore[no-any-return]
+    return {}
+
+
+def is_true(status: Mapping[str, Any], kind: str) -> bool:
+    """Whether a condition is True."""
+    return condition(status, kind).get("status") == "True"
+
+
+def parse_time(text: Any) -> datetime | None:
+    """A Kubernetes timestamp; None if it is none."""
+    try:
+        found = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def active_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
+    """When a job that goes on has gone on for too long."""
+    start = parse_time(status.get("startTime"))
+    seconds = job.spec.active_deadline_seconds
+    return None if seconds is None or start is None or job.spec.suspend else start + timedelta(seconds=seconds)
+
+
+def startup_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
+    """Until when generation must be ready, while it is asked for and is not; a resumed job has its time anew."""
+    found = condition(status, conditions.GENERATION_READY)
+    if job.spec.suspend or found.get("status") != "False" or found.get("reason") == Reason.RELEASED:
+        return None
+    asked = [parse_time(found.get("lastTransitionTime")), parse_time(status.get("startTime"))]
+    since = max((time for time in asked if time is not None), default=None)
+    return None if since is None else since + timedelta(seconds=job.spec.startup_deadline_seconds)
+
+
+def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
+    """When a job that is over is to be deleted."""
+    seconds = job.spec.ttl_seconds_after_finished
+    for kind in (conditions.COMPLETE, conditions.FAILED):
+        if seconds is not None and is_true(status, kind):
+            ended_at = parse_time(condition(status, kind).get("lastTransitionTime"))
+            return None if ended_at is None else ended_at + timedelta(seconds=seconds)
+    return None
+
+
+def shard_of(pod: Mapping[str, Any]) -> int | None:
+    """Which shard a worker pod is for."""
+    metadata = pod.get("metadata", {})
+    for kind in ("annotations", "labels"):
+        text = (metadata.get(kind) or {}).get("batch.kubernetes.io/job-completion-index")
+        if text is not None and str(text).isdecimal():
+            return int(text)
+    return None
+
+
+def said(message: str) -> Mapping[str, Any]:
+    """A termination message that is JSON; what is none is its cause."""
+    try:
+        found = json.loads(message)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"cause": message}
+
+
+def _outlived(job: RolloutJob, status: Mapping[str, Any], now: datetime) -> bool:
+    end = end_of_life(job, status)
+    return end is not None and now >= end
+
+
+def _stage(
+    job: RolloutJob, raw: Object, *, ready: bool, shards: Shards, finish: Finish, failure: Cause | None
+) -> Stage:
+    status = status_of(raw)
+    if job.spec.managed_by not in {None, names.MANAGED_BY} or raw["metadata"].get("deletionTimestamp"):
+        return Stage.UNMANAGED
+    if is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED):
+        return Stage.OVER
+    if failure is not None:
+        return Stage.FAILING
+    if finish.done:
+        return Stage.CLEARING
+    if job.spec.suspend:
+        return Stage.SUSPENDED
+    if shards.done:
+        return Stage.FINISHING
+    return Stage.RUNNING if ready or shards.begun else Stage.STARTING
+
+
+def _is_ready(state: GenerationState, status: Mapping[str, Any]) -> bool:
+    if state.reason == Reason.EXTERNAL or 0 < state.desired <= state.ready:
+        return True
+    return state.ready > 0 and is_true(status, conditions.GENERATION_READY)
+
+
+def _failure(
+    job: RolloutJob,
+    raw: Object,
+    observed: Observed,
+    backend: str,
+    now: datetime,
+    *,
+    generation: GenerationState,
+    ready: bool,
+    shards: Shards,
+    finish: Finish,
+) -> Cause | None:
+    """The first cause for which the job fails; once it is recorded there is no other."""
+    status = status_of(raw)
+    if is_true(status, conditions.FAILURE_TARGET):
+        found = condition(status, conditions.FAILURE_TARGET)
+        return Cause(found.get("reason", ""), found.get("message", ""))
+    if is_true(status, conditions.SUCCESS_CRITERIA_MET):
+        return None
+    for cause in (shards.problem, finish.problem):
+        if cause is not None:
+            return cause
+    if job.spec.suspend or finish.done:
+        # A suspended job can still be mended: its spec may be edited.
+        return None
+    if (problem := spec_problem(job, backend)) is not None:
+        return Cause(Reason.INVALID_SPEC, problem)
+    for (kind, name), error in sorted(observed.errors.items()):
+        if error.reason in FATAL_WRITE_ERRORS:
+            return Cause(error.reason, told(f"{kind} {name}: {error.message}"))
+    if not shards.done and generation.refused is not None:
+        return Cause(Reason.REFUSED, told(f"generation: {generation.refused}"))
+    deadline = active_deadline(job, status)
+    if deadline is not None and now >= deadline:
+        return Cause(
+            Reason.ACTIVE_DEADLINE, f"not done within activeDeadlineSeconds ({job.spec.active_deadline_seconds})"
+        )
+    deadline = startup_deadline(job, status)
+    if not shards.done and not ready and deadline is not None and now >= deadline:
+        # Before the engine has any, the last words are those of the scheduler or the kubelet.
+        last = generation.message or condition(status, conditions.GENERATION_READY).get("message", "")
+        seconds = job.spec.startup_deadline_seconds
+        return Cause(
+            Reason.STARTUP_DEADLINE,
+            told(f"generation was not ready within startupDeadlineSeconds ({seconds}): {last or 'no cause was given'}"),
+        )
+    return None
+
+
+def _wanted(
+    job: RolloutJob, raw: Object, observed: Observed, settings: Settings, here: Situation
+) -> tuple[list[Object], list[Ref]]:
+    """The children that are wanted, in the order in which they are written, and those that are outdated."""
+    backend = BACKENDS[here.backend]
+    subject = subject_of(job, raw, settings, here)
+    children = [
+        render.build_config(subject),
+        *render.build_network_policies(subject, native=here.backend != "External"),
+        *backend.fixtures(subject),
+        render.build_workers_service(subject),
+    ]
+    if here.stage in {Stage.STARTING, Stage.RUNNING}:
+        children += backend.engines(subject, observed)
+    outdated: list[Ref] = []
+    if not here.shards.done:
+        live = observed.get("Job", names.workers(subject.name))
+        wanted = render.build_workers_job(subject, suspend=here.stage is not Stage.RUNNING)
+        # Two pods of one shard would write to the same place: never a new Job while an old one's pods are there.
+        settled = not still_there(of_component(observed.pods, names.WORKERS))
+        if live is None:
+            children += [wanted] if here.stage is Stage.RUNNING and settled else []
+        elif live["spec"].get("suspend") and has_other_shape(wanted, live) and is_ours(live, job, raw):
+            outdated += [ref(wanted)] if settled and not is_dying(live) else []
+        elif not is_dying(live):
+            children.append(keep_shape(wanted, live, MUTABLE_WORKERS))
+    end = observed.get("Job", names.finish(subject.name))
+    if here.shards.done and (here.stage is Stage.FINISHING or end is not None):
+        wanted = render.build_finish_job(subject, suspend=here.stage is not Stage.FINISHING)
+        children += [] if is_dying(end) else [keep_shape(wanted, end, MUTABLE_FINISH)]
+    return children, outdated
+
+
+def is_dying(live: Mapping[str, Any] | None) -> bool:
+    """Whether an object is being deleted."""
+    return live is not None and bool(live["metadata"].get("deletionTimestamp"))
+
+
+def is_ours(live: Mapping[str, Any], job: RolloutJob, raw: Object) -> bool:
+    """Whether an object is a child of this very job."""
+    metadata = live["metadata"]
+    labelled = (metadata.get("labels") or {}).get(names.JOB_LABEL) == job.metadata.name
+    owners = metadata.get("ownerReferences") or ()
+    return labelled and any(owner.get("uid") == raw["metadata"]["uid"] for owner in owners)
+
+
+def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
+    """All children that a job may have."""
+    name = job.metadata.name
+    native = backend is not None and backend.name != "External"
+    refs = [
+        Ref("v1", "ConfigMap", names.config(name)),
+        Ref("networking.k8s.io/v1", "NetworkPolicy", names.workers(name)),
+        Ref("v1", "Service", names.workers(name)),
+        Ref("batch/v1", "Job", names.workers(name)),
+        Ref("batch/v1", "Job", names.finish(name)),
+    ]
+    if backend is not None and native:
+        refs += [
+            Ref("networking.k8s.io/v1", "NetworkPolicy", names.generation(name)),
+            Ref("v1", "Service", names.generation(name)),
+            Ref("v1", "Service", names.generation_pods(name)),
+            *backend.engine_refs(job),
+        ]
+    return refs
+
+
+def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend | None) -> Cause | None:
+    for kind, name in sorted((item.kind, item.name) for item in child_refs(job, backend)):
+        live = observed.get(kind, name)
+        if live is None or is_ours(live, job, raw):
+            continue
+        owners = [owner for owner in live["metadata"].get("ownerReferences") or () if owner.get("kind") == "RolloutJob"]
+        if any(owner.get("name") == job.metadata.name for owner in owners):
+            message = f"{kind} {name} is of a RolloutJob of this name that was deleted; waiting for its removal"
+        else:
+            message = f"{kind} {name} is there and not of this job; delete it, or give the job another name"
+        return Cause(Reason.NAME_TAKEN, message)
+    return None
+
+
+def _engine_refs(job: RolloutJob) -> list[Ref]:
+    # Of every backend: a suspended job may have been given another.
+    return [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
+
+
+def _disposable(job: RolloutJob, here: Situation) -> list[Ref]:
+    """What a failing job holds; the finish Job that failed it stays, with its logs."""
+    refs = [*_engine_refs(job), Ref("batch/v1", "Job", names.workers(job.metadata.name))]
+    if here.finish.problem is None:
+        refs.append(Ref("batch/v1", "Job", names.finish(job.metadata.name)))
+    return refs
+
+
+def _deletable(refs: Sequence[Ref], job: RolloutJob, raw: Object, observed: Observed) -> tuple[Ref, ...]:
+    """Those that are there, are ours and are not going already."""
+    found = []
+    for item in dict.fromkeys(refs):
+        live = observed.get(item.kind, item.name)
+        if live is not None and is_ours(live, job, raw) and not is_dying(live):
+            found.append(item)
+    return tuple(found)
+
+
+def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
+    status = status_of(raw)
+    live = observed.get("Job", names.workers(job.metadata.name))
+    if live is not None and (is_dying(live) or not is_ours(live, job, raw)):
+        live = None
+    spec = job.spec.workers
+    recorded = status.get("workers") or {}
+    count = recorded.get("shards") or spec.shards or max(1, spec.replicas)
+    # What was done stays done, whatever becomes of the Job.
+    done_before = condition(status, conditions.WORKERS_READY).get("reason") == Reason.SHARDS_DONE
+    ends = _ends(observed)
+    if live is None:
+        return Shards(
+            count=count, succeeded=recorded.get("succeeded", 0) if done_before else 0, done=done_before, ended=ends
+        )
+    found = live.get("status") or {}
+    count = int(live["spec"].get("completions") or count)
+    failed = indexes(str(found.get("failedIndexes") or ""))
+    succeeded = int(found.get("succeeded") or 0)
+    problem, ended_well = _verdict(live, failed, spec.max_failed_shards, ends, succeeded, count)
+    return Shards(
+        count=count,
+        exists=True,
+        begun=not live["spec"].get("suspend", False),
+        succeeded=succeeded,
+        failed=failed,
+        active=int(found.get("active") or 0),
+        done=done_before or ended_well,
+        ended=ends,
+        problem=None if done_before else problem,
+    )
+
+
+def _verdict(
+    live: Object, failed: Sequence[int], budget: int, ends: Mapping[int, Ended], succeeded: int, count: int
+) -> tuple[Cause | None, bool]:
+    """Why the workers' Job failed, and whether all its shards are done or forgiven."""
+    status = live.get("status") or {}
+    if is_true(status, "Complete") or is_true(status, "SuccessCriteriaMet") or succeeded >= count:
+        return None, True
+    verdict = next((condition(status, kind) for kind in ("FailureTarget", "Failed") if is_true(status, kind)), None)
+    if verdict is None:
+        return None, False
+    reason, words = verdict.get("reason", ""), str(verdict.get("message", ""))
+    if reason == "PodFailurePolicy":
+        refused = _first(ends, lambda end: end.exit_code == names.EXIT_REFUSED)
+        return Cause(Reason.REFUSED, refused or told(words)), False
+    if reason == "FailedIndexes" and 0 < len(failed) <= budget:
+        return None, True
+    guilty = {shard: end for shard, end in ends.items() if shard in failed} or ends
+    first = _first(guilty, lambda end: end.exit_code not in {0, names.EXIT_DRAINED}) or told(words)
+    if not failed:
+        return Cause(Reason.FAILED_SHARDS, told(f"the workers' Job failed ({reason}): {first}")), False
+    listed = ", ".join(map(str, failed[:_SHARDS_NAMED])) + (", ..." if len(failed) > _SHARDS_NAMED else "")
+    text = (
+        f"{len(failed)} of {count} shards failed ({listed}), more than workers.maxFailedShards ({budget}) allows; "
+        f"the first: {first}"
+    )
+    return Cause(Reason.FAILED_SHARDS, told(text)), False
+
+
+def _first(ends: Mapping[int, Ended], wanted: Callable[[Ended], bool]) -> str | None:
+    """The cause of the shard that failed first."""
+    found = sorted((end.finished, shard) for shard, end in ends.items() if wanted(end))
+    if not found:
+        return None
+    shard = found[0][1]
+    return told(f"shard {shard}: {cause_of(ends[shard])}")
+
+
+def cause_of(end: Ended) -> str:
+    """Why a container ended, in its own words where it had any."""
+    words = said(end.message).get("cause") if end.message else None
+    return (
+        told(str(words))
+        if words and end.reason != "OOMKilled"
+        else how_it_ended(end._replace(message=str(words or "")))
+    )
+
+
+def _ends(observed: Observed) -> dict[int, Ended]:
+    """The last end of a worker's container, by shard; one that was disrupted or drained where there is no other."""
+    found: dict[int, tuple[tuple[bool, str, str], Ended]] = {}
+    for pod in of_component(observed.pods, names.WORKERS):
+        shard, end = shard_of(pod), ended(pod, "worker")
+        if shard is None or end is None:
+            continue
+        rank = (not is_disrupted(pod) and end.exit_code != names.EXIT_DRAINED, end.finished, end.pod)
+        if shard not in found or rank > found[shard][0]:
+            found[shard] = rank, end
+    return {shard: end for shard, (_, end) in sorted(found.items())}
+
+
+def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
+    recorded = is_true(status_of(raw), conditions.SUCCESS_CRITERIA_MET)
+    live = observed.get("Job", names.finish(job.metadata.name))
+    if live is None or not is_ours(live, job, raw):
+        return Finish(message={}, done=recorded)
+    pods = of_component(observed.pods, names.FINISH)
+    ends = sorted((end for pod in pods if (end := ended(pod, "finish")) is not None), key=lambda end: end.finished)
+    status = live.get("status") or {}
+    if is_true(status, "Failed") or is_true(status, "FailureTarget"):
+        bad = [cause_of(end) for end in ends if end.exit_code != 0]
+        words = condition(status, "Failed").get("message") or condition(status, "FailureTarget").get("message", "")
+        text = told(f"aggregation failed: {bad[-1] if bad else words}")
+        return Finish(message={}, problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)
+    if not is_true(status, "Complete"):
+        return Finish(message={}, done=recorded)
+    message = next((said(end.message) for end in reversed(ends) if end.exit_code == 0 and end.message), {})
+    problem = None if recorded else _budget_problem(job, message)
+    return Finish(message=message, done=problem is None, problem=problem)
+
+
+def _budget_problem(job: RolloutJob, message: Mapping[str, Any]) -> Cause | None:
+    failed, planned = number(message.get("failed")), number(message.get("planned"))
+    budget = job.spec.rollout.max_failed_fraction
+    if failed <= budget * planned:
+        return None
+    cause = f"; the most frequent cause: {message['cause']}" if message.get("cause") else ""
+    text = f"{failed} of {planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) allows{cause}"
+    return Cause(Reason.FAILURE_BUDGET, told(text))
+
+
+def number(value: Any) -> int:
+    """A count of somebody else's; 0 where it is none."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return int(min(value, MAX_COUNT)) if usable else 0
+
+
+def indexes(text: str) -> list[int]:
+    """Kubernetes' "1,3-5" as numbers."""
+    return list(_indexes(text))
+
+
+def _indexes(text: str) -> Iterator[int]:
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

@@ -1,0 +1,21 @@
+"""The children of a job as objects: pure functions of the job and the settings, the same bytes for the same input."""
+
+from kuberoll_operator.render.config import build_config
+from kuberoll_operator.render.finish import build_finish_job
+from kuberoll_operator.render.generation import build_generation_deployment, build_generation_services
+from kuberoll_operator.render.network import build_network_policies
+from kuberoll_operator.render.objects import seal
+from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workers import build_workers_job, build_workers_service
+
+__all__ = [
+    "Subject",
+    "build_config",
+    "build_finish_job",
+    "build_generation_deployment",
+    "build_generation_services",
+    "build_network_policies",
+    "build_workers_job",
+    "build_workers_service",
+    "seal",
+]

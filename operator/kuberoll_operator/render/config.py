@@ -1,0 +1,69 @@
+"""The ConfigMap that all pods of a job read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from kuberoll_api.rolloutjob import PodOptions
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.render.output import output_of
+from kuberoll_operator.render.subject import Subject
+
+CONFIG_DIRECTORY: Final = "/etc/kuberoll"
+CONFIG_FILE: Final = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"
+DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
+STATE_DIRECTORY: Final = "/var/lib/kuberoll"
+
+# What is for the operator alone. It may change while pods run, and how the generation pods are made, their variables
+# included, is not to be read where environments run.
+_OF_THE_JOB: Final = frozenset(
+    {"suspend", "managedBy", "activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
+)
+_OF_PODS: Final = frozenset(field.alias or name for name, field in PodOptions.model_fields.items())
+_OF_WORKERS: Final = frozenset({"replicas", "retriesPerShard", "maxFailedShards"})
+
+
+def build_config(subject: Subject) -> Object:
+    """ConfigMap <job>-config with the one key job.json.
+
+    Raises:
+        OutputRefused: The output is nothing that pods can write to.
+    """
+    child = subject.child("v1", "ConfigMap", names.config(subject.name), names.CONFIG)
+    text = json.dumps(pod_config(subject), sort_keys=True, indent=1, ensure_ascii=False)
+    return {**child, "data": {names.CONFIG_KEY: f"{text}\n"}}
+
+
+def pod_config(subject: Subject) -> dict[str, Any]:
+    """What job.json says; `kuberoll_workers` reads it.
+
+    Raises:
+        OutputRefused: The output is nothing that pods can write to.
+    """
+    output = output_of(subject.job.spec.output.uri)
+    # Pods are not restarted in place: only a volume that outlives them is worth writing turns to.
+    kept = output.claim is not None and subject.job.spec.rollout.journal_turns
+    return {
+        "job": _for_pods(subject),
+        "base": DATASET_DIRECTORY,
+        "endpoint": subject.endpoint,
+        "port": names.GENERATION_PORT,
+        "shard_count": subject.shards,
+        "output": output.location,
+        "turns": output.location if kept else None,
+    }
+
+
+def _for_pods(subject: Subject) -> dict[str, Any]:
+    given = subject.job.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"status", "metadata"})
+    spec = {key: value for key, value in given["spec"].items() if key not in _OF_THE_JOB}
+    spec["generation"] = _without(spec["generation"], _OF_PODS)
+    if "workers" in spec:
+        spec["workers"] = _without(spec["workers"], _OF_PODS | _OF_WORKERS)
+    return {**given, "metadata": {"name": subject.name}, "spec": spec}
+
+
+def _without(mapping: dict[str, Any], fields: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if key not in fields}

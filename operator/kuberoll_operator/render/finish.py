@@ -1,0 +1,63 @@
+"""The Job at the end: it aggregates what the shards hold and writes the report."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.podtemplate import rename_container
+from kuberoll_operator.render.config import STATE_DIRECTORY
+from kuberoll_operator.render.objects import shaped
+from kuberoll_operator.render.pods import container, data_volumes, pod_template
+from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workers import failure_policy
+
+MUTABLE: Final = frozenset({"suspend"})
+
+GRACE_SECONDS: Final = 30
+RETRIES: Final = 3
+
+
+def build_finish_job(subject: Subject, *, suspend: bool = False) -> Object:
+    """Job <job>-finish: a pod like the workers', made by their options.
+
+    In `workers.podTemplate`, what is said of container "worker" is meant for this one's, too.
+    """
+    spec = subject.job.spec.workers
+    volumes = data_volumes(subject)
+    main = container(
+        subject,
+        spec,
+        name="finish",
+        module="kuberoll_workers.finish",
+        image=subject.settings.worker_image,
+        env=[
+            {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
+            {"name": "HOME", "value": STATE_DIRECTORY},
+        ],
+        volumes=volumes,
+        read_only=True,
+    )
+    over = None if spec.pod_template is None else rename_container(spec.pod_template, "worker", "finish")
+    template = pod_template(
+        subject,
+        spec,
+        component=names.FINISH,
+        container=main,
+        volumes=volumes,
+        grace_seconds=GRACE_SECONDS,
+        restart_policy="Never",
+        over=over,
+    )
+    child = subject.child("batch/v1", "Job", names.finish(subject.name), names.FINISH)
+    child["spec"] = {
+        "backoffLimit": RETRIES,
+        "completions": 1,
+        "parallelism": 1,
+        "podFailurePolicy": failure_policy("finish"),
+        "podReplacementPolicy": "Failed",
+        "suspend": suspend,
+        "template": template,
+    }
+    return shaped(child, MUTABLE)

@@ -1,0 +1,74 @@
+"""Digests of rendered objects, and what of a child stays as it is while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kuberoll_operator import names
+from kuberoll_operator.model import Object, Ref
+
+DIGEST_CHARACTERS = 16
+
+
+def digest(value: Any) -> str:
+    """Of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]
+
+
+def seal(rendered: Object) -> Object:
+    """The object with its digest."""
+    bare = _annotated(rendered, {names.DIGEST: None})
+    return _annotated(bare, {names.DIGEST: digest(bare)})
+
+
+def ref(rendered: Object) -> Ref:
+    """What an object is known by."""
+    return Ref(rendered["apiVersion"], rendered["kind"], rendered["metadata"]["name"])
+
+
+def shaped(rendered: Object, mutable: Collection[str]) -> Object:
+    """The object with the digest of its shape: its spec, without the fields that may change while it runs."""
+    return _annotated(rendered, {names.SHAPE_DIGEST: digest(_shape(rendered, mutable))})
+
+
+def keep_shape(rendered: Object, live: Object | None, mutable: Collection[str]) -> Object:
+    """A shaped object over one that runs: its shape stays, only the mutable fields are as rendered.
+
+    What runs is not rolled because the operator was given other default images, and a Job's template cannot change.
+    """
+    found = None if live is None else annotation(live, names.SHAPE_DIGEST)
+    if live is None or found is None or found == annotation(rendered, names.SHAPE_DIGEST):
+        return rendered
+    there = live.get("spec", {})
+    spec = {
+        key: value if key in mutable else there[key]
+        for key, value in rendered["spec"].items()
+        if key in mutable or key in there
+    }
+    return _annotated({**rendered, "spec": spec}, {names.SHAPE_DIGEST: found})
+
+
+def has_other_shape(rendered: Object, live: Object) -> bool:
+    """Whether a live object was made with a shape that the job no longer has."""
+    return annotation(live, names.SHAPE_DIGEST) != annotation(rendered, names.SHAPE_DIGEST)
+
+
+def annotation(item: Mapping[str, Any], name: str) -> str | None:
+    """An annotation of an object, if it has it."""
+    value = (item.get("metadata", {}).get("annotations") or {}).get(name)
+    return None if value is None else str(value)
+
+
+def _shape(rendered: Object, mutable: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in rendered["spec"].items() if key not in mutable}
+
+
+def _annotated(item: Object, annotations: Mapping[str, str | None]) -> Object:
+    there = {**(item["metadata"].get("annotations") or {}), **annotations}
+    kept = {key: value for key, value in sorted(there.items()) if value is not None}
+    metadata = {key: value for key, value in item["metadata"].items() if key != "annotations"}
+    return {**item, "metadata": {**metadata, **({"annotations": kept} if kept else {})}}

@@ -1,0 +1,48 @@
+"""Where a job's output goes in a cluster."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Final, NamedTuple
+
+OUTPUT_DIRECTORY: Final = "/var/lib/kuberoll-output"
+
+_CLAIM = re.compile(r"pvc://(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)(?P<path>/.*)?")
+_REMEDY: Final = "name an object store (s3://bucket/run) or a volume of this namespace (pvc://CLAIM/path)"
+
+
+class Output(NamedTuple):
+    """Where pods write.
+
+    Attributes:
+        location: Directory in the pod, or URI.
+        claim: The PersistentVolumeClaim that is mounted for it.
+    """
+
+    location: str
+    claim: str | None
+
+
+class OutputRefused(ValueError):
+    """An output that pods cannot write to; the message names the field and how to mend it."""
+
+
+def output_of(uri: str | None) -> Output:
+    """Where the output of `spec.output.uri` is for pods.
+
+    Raises:
+        OutputRefused: It is a path, or no claim is named.
+    """
+    if not uri:
+        raise OutputRefused(f"spec.output.uri: missing; in a cluster, {_REMEDY}")
+    scheme, separator, _ = uri.partition("://")
+    if not separator or scheme in {"file", "local", "memory"}:
+        raise OutputRefused(f'spec.output.uri: found "{uri}", which is lost with the pod; {_REMEDY}')
+    if scheme != "pvc":
+        return Output(uri, None)
+    found = _CLAIM.fullmatch(uri)
+    path = posixpath.normpath((found["path"] or "").strip("/") or ".") if found else ".."
+    if found is None or path.split("/")[0] == "..":
+        raise OutputRefused(f'spec.output.uri: found "{uri}"; write pvc://CLAIM or pvc://CLAIM/path')
+    return Output(posixpath.normpath(posixpath.join(OUTPUT_DIRECTORY, path)), found["claim"])

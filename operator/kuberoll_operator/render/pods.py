@@ -1,0 +1,150 @@
+"""What all pods of a job have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kuberoll_api.rolloutjob import PodOptions
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.podtemplate import merge, merge_named
+from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, STATE_DIRECTORY
+from kuberoll_operator.render.output import OUTPUT_DIRECTORY, output_of
+from kuberoll_operator.render.subject import Subject
+
+TEMPORARY_DIRECTORY: Final = "/tmp"
+
+POD_IP: Final[Mapping[str, Any]] = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+
+
+class Volumes:
+    """The volumes of a pod, and where its container sees them."""
+
+    def __init__(self) -> None:
+        self.volumes: list[Object] = []
+        self.mounts: list[Object] = []
+
+    def add(self, name: str, path: str, source: Mapping[str, Any], *, read_only: bool = False) -> None:
+        """One volume at a path."""
+        self.volumes.append({"name": name, **source})
+        self.mounts.append({"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})})
+
+
+def standard_volumes(subject: Subject) -> Volumes:
+    """The configuration, and two places to write to: for the program's state, and for everybody's scratch."""
+    volumes = Volumes()
+    volumes.add("config", CONFIG_DIRECTORY, {"configMap": {"name": names.config(subject.name)}}, read_only=True)
+    volumes.add("state", STATE_DIRECTORY, {"emptyDir": {}})
+    volumes.add("tmp", TEMPORARY_DIRECTORY, {"emptyDir": {}})
+    return volumes
+
+
+def data_volumes(subject: Subject) -> Volumes:
+    """The standard ones, the dataset's and the output's."""
+    volumes = standard_volumes(subject)
+    source = subject.job.spec.dataset.source
+    if source.config_map is not None:
+        named = {"configMap": {"name": source.config_map.name}}
+        volumes.add("dataset", DATASET_DIRECTORY, named, read_only=True)
+    if source.pvc is not None:
+        claim = {"persistentVolumeClaim": {"claimName": source.pvc.claim_name, "readOnly": True}}
+        volumes.add("dataset", DATASET_DIRECTORY, claim, read_only=True)
+    if (output := output_of(subject.job.spec.output.uri)).claim is not None:
+        volumes.add("output", OUTPUT_DIRECTORY, {"persistentVolumeClaim": {"claimName": output.claim}})
+    return volumes
+
+
+def container(
+    subject: Subject,
+    options: PodOptions,
+    *,
+    name: str,
+    module: str,
+    image: str,
+    env: Sequence[Mapping[str, Any]],
+    volumes: Volumes,
+    read_only: bool,
+    **fields: Any,
+) -> Object:
+    """The one container of a pod, which runs a Python module.
+
+    Args:
+        image: Where the job names none.
+        env: Variables, under those of the job.
+        read_only: Whether its root filesystem is.
+        fields: Further fields of the container: ports, probes.
+    """
+    security: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    if read_only:
+        security["readOnlyRootFilesystem"] = True
+    made: Object = {
+        "name": name,
+        "image": options.image or image,
+        "command": ["python", "-m", module, "--config", f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"],
+        "env": merge_named(env, _plain(options.env), "name", replace=True),
+        "volumeMounts": merge_named(volumes.mounts, _plain(options.volume_mounts), "mountPath", replace=True),
+        "securityContext": security,
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **fields,
+    }
+    if options.env_from:
+        made["envFrom"] = _plain(options.env_from)
+    if resources := options.resources.model_dump(mode="json", by_alias=True, exclude_defaults=True):
+        made["resources"] = resources
+    if subject.settings.image_pull_policy:
+        made["imagePullPolicy"] = subject.settings.image_pull_policy
+    return made
+
+
+def pod_template(
+    subject: Subject,
+    options: PodOptions,
+    *,
+    component: str,
+    container: Object,
+    volumes: Volumes,
+    grace_seconds: int,
+    restart_policy: str,
+    over: Mapping[str, Any] | None,
+) -> Object:
+    """A pod template; the job's own labels, by which its pods are found, prevail over everything.
+
+    Args:
+        over: The user's template, merged last.
+    """
+    security: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if subject.settings.fs_group is not None and any(item["name"] == "output" for item in volumes.volumes):
+        security |= {"fsGroup": subject.settings.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    spec: Object = {
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        # A Service called vllm would set VLLM_PORT, which vLLM reads.
+        "enableServiceLinks": False,
+        "restartPolicy": restart_policy,
+        "securityContext": security,
+        "terminationGracePeriodSeconds": grace_seconds,
+        "volumes": merge_named(volumes.volumes, _plain(options.volumes), "name", replace=True),
+    }
+    optional = {
+        "imagePullSecrets": _plain(options.image_pull_secrets),
+        "nodeSelector": dict(options.node_selector),
+        "priorityClassName": options.priority_class_name,
+        "runtimeClassName": options.runtime_class_name,
+        "serviceAccountName": options.service_account_name,
+        "tolerations": _plain(options.tolerations),
+    }
+    spec |= {key: value for key, value in optional.items() if value}
+    own = names.labels(subject.name, component)
+    metadata: Object = {"labels": {**options.pod_labels, **own}}
+    if options.pod_annotations:
+        metadata["annotations"] = dict(options.pod_annotations)
+    template = merge({"metadata": metadata, "spec": spec}, over or {})
+    return merge(template, {"metadata": {"labels": own}})  # type: ignore[no-any-return]
+
+
+def _plain(items: Sequence[Any]) -> list[Any]:
+    """JSON of its own, that can be changed and handed on."""
+    return json.loads(json.dumps(list(items)))  # type: ignore[no-any-return]

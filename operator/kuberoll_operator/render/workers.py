@@ -1,0 +1,84 @@
+"""The Indexed Job of environment workers, one index per shard, and the Service of their metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.render.config import STATE_DIRECTORY
+from kuberoll_operator.render.objects import shaped
+from kuberoll_operator.render.pods import POD_IP, container, data_volumes, pod_template
+from kuberoll_operator.render.subject import Subject
+
+MUTABLE: Final = frozenset({"parallelism", "suspend"})
+"""What of a Job changes while it is there."""
+
+GRACE_SECONDS: Final = 120
+
+
+def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
+    """Job <job>-workers."""
+    spec = subject.job.spec.workers
+    volumes = data_volumes(subject)
+    main = container(
+        subject,
+        spec,
+        name="worker",
+        module="kuberoll_workers.pod",
+        image=subject.settings.worker_image,
+        env=[
+            {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
+            {"name": "HOME", "value": STATE_DIRECTORY},
+            POD_IP,
+        ],
+        volumes=volumes,
+        read_only=True,
+        ports=[{"name": "metrics", "containerPort": names.PROGRESS_PORT}],
+    )
+    template = pod_template(
+        subject,
+        spec,
+        component=names.WORKERS,
+        container=main,
+        volumes=volumes,
+        grace_seconds=GRACE_SECONDS,
+        restart_policy="Never",
+        over=spec.pod_template,
+    )
+    child = subject.child("batch/v1", "Job", names.workers(subject.name), names.WORKERS)
+    child["spec"] = {
+        "backoffLimitPerIndex": spec.retries_per_shard,
+        "completionMode": "Indexed",
+        "completions": subject.shards,
+        "maxFailedIndexes": min(spec.max_failed_shards, subject.shards),
+        "parallelism": min(spec.replicas, subject.shards),
+        "podFailurePolicy": failure_policy("worker", ignored=(names.EXIT_DRAINED,)),
+        "podReplacementPolicy": "Failed",
+        "suspend": suspend,
+        "template": template,
+    }
+    return shaped(child, MUTABLE)
+
+
+def build_workers_service(subject: Subject) -> Object:
+    """Headless Service <job>-workers, of worker pods' metrics."""
+    child = subject.child("v1", "Service", names.workers(subject.name), names.WORKERS)
+    child["spec"] = {
+        "clusterIP": "None",
+        "ports": [{"name": "metrics", "port": names.PROGRESS_PORT, "targetPort": "metrics"}],
+        "selector": names.selector(subject.name, names.WORKERS),
+    }
+    return child
+
+
+def failure_policy(container: str, *, ignored: tuple[int, ...] = ()) -> Mapping[str, Any]:
+    """A refusal fails the Job at once; disruptions, and a pod that was told to stop, are nobody's failure."""
+    rules: list[Object] = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    codes = [("FailJob", (names.EXIT_REFUSED,)), ("Ignore", ignored)]
+    for action, values in codes:
+        if values:
+            on = {"containerName": container, "operator": "In", "values": list(values)}
+            rules.append({"action": action, "onExitCodes": on})
+    return {"rules": rules}

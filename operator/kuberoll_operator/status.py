@@ -1,0 +1,491 @@
+"""The status of a job: what it is doing and why, as one whole that is written only when it says something new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from kuberoll_api import conditions
+from kuberoll_api.conditions import CONDITION_TYPES, Reason
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.status import of, short
+from kuberoll_operator import names
+from kuberoll_operator.backends.pods import Problem, ended, first_problem, of_component, still_there, told
+from kuberoll_operator.model import Object, Observed
+from kuberoll_operator.plan import (
+    Cause,
+    Situation,
+    Stage,
+    active_deadline,
+    cause_of,
+    condition,
+    end_of_life,
+    is_ours,
+    is_true,
+    number,
+    parse_time,
+    said,
+    shard_of,
+    situation,
+    startup_deadline,
+    status_of,
+)
+from kuberoll_operator.settings import Settings
+
+Json = dict[str, Any]
+
+_PHASES: Final[Mapping[Stage, str]] = {
+    Stage.STARTING: "Starting",
+    Stage.RUNNING: "Running",
+    Stage.SUSPENDED: "Suspended",
+    Stage.FINISHING: "Finishing",
+    Stage.CLEARING: "Finishing",
+    Stage.FAILING: "Failed",
+}
+
+_UNDER_WAY: Final = frozenset({Stage.STARTING, Stage.RUNNING})
+
+# How much a new estimate of the remaining time counts beside the old one.
+_NEW_WEIGHT: Final = 0.4
+
+_LARGEST: Final = 1e300
+
+_Verdict = tuple[bool, str, str]
+
+
+def compute_status(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Json:
+    """The whole status of a job.
+
+    It is the old one, unchanged, where nothing new is to be said, or only numbers and words that can wait: they are
+    written at most every `settings.progress_seconds`.
+
+    Args:
+        job: The validated object.
+        raw: The live object: its metadata and old status.
+        observed: The children, and what could not be written in this reconcile.
+    """
+    old = dict(status_of(raw))
+    here = situation(job, raw, observed, settings, now)
+    if here.stage is Stage.UNMANAGED:
+        return old
+    generation = raw["metadata"].get("generation", 0)
+    if here.stage is Stage.OVER:
+        return {**old, "observedGeneration": generation}
+    time = format_time(now)
+    found = _conditions(job, raw, observed, here)
+    start = None if here.stage is Stage.SUSPENDED and "startTime" not in old else _start_time(job, old, time)
+    over = found.get(conditions.COMPLETE, (False,))[0] or found.get(conditions.FAILED, (False,))[0]
+    new: Json = {
+        "observedGeneration": generation,
+        "phase": _phase(here, observed, found),
+        **({"startTime": start} if start else {}),
+        **({"completionTime": time} if over else {}),
+        "conditions": _merged(old, found, time, generation),
+        "generation": _generation(old, here),
+        "workers": _workers(job, old, observed, here),
+        "progress": _progress(old, observed, here, now),
+    }
+    if (results := _results(job, here.finish.message) or old.get("results")) is not None:
+        new["results"] = results
+    new["summary"] = _summary(new)
+    if _without_time(new) == _without_time(old):
+        return old
+    if _pressing(new) == _pressing(old) and (soon := _next_write(old, settings.progress_seconds)) and now < soon:
+        return old
+    new["progress"]["lastUpdated"] = time
+    return new
+
+
+def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, interval: float = 15.0) -> float | None:
+    """Seconds until something is due by time alone; None: nothing is.
+
+    Args:
+        status: As `compute_status` gave it.
+        interval: Seconds between two writes of progress.
+    """
+    if is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED):
+        due = [end_of_life(job, status)]
+    elif is_true(status, conditions.FAILURE_TARGET):
+        due = []
+    else:
+        written = _next_write(status, interval)
+        if written is not None and written <= now:
+            # Whatever was kept back is written by now; only a job that runs has more to say in a while.
+            written = now + timedelta(seconds=interval) if status.get("phase") == "Running" else None
+        due = [written]
+        if not is_true(status, conditions.SUCCESS_CRITERIA_MET):
+            due += [active_deadline(job, status), startup_deadline(job, status)]
+    seconds = [(time - now).total_seconds() for time in due if time is not None]
+    return max(0.0, min(seconds)) if seconds else None
+
+
+def format_time(time: datetime) -> str:
+    """A Kubernetes timestamp, whole seconds."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _phase(here: Situation, observed: Observed, found: Mapping[str, _Verdict]) -> str:
+    if conditions.COMPLETE in found:
+        return "Succeeded"
+    if here.stage is Stage.STARTING and (here.taken or observed.errors):
+        return "Pending"
+    return _PHASES[here.stage]
+
+
+def _start_time(job: RolloutJob, old: Json, time: str) -> str:
+    """Set when the job first runs, and anew when it is resumed, as batch/v1 does."""
+    resumed = is_true(old, conditions.SUSPENDED) and not job.spec.suspend
+    return time if resumed or "startTime" not in old else str(old["startTime"])
+
+
+def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situation) -> dict[str, _Verdict]:
+    """The conditions that are known now, by type."""
+    old = status_of(raw)
+    found: dict[str, _Verdict] = {}
+    suspended = condition(old, conditions.SUSPENDED)
+    if here.stage is Stage.SUSPENDED:
+        text = "no engine and no worker runs; everything finished is kept"
+        found[conditions.SUSPENDED] = (True, Reason.JOB_SUSPENDED, text)
+    elif suspended and here.stage is not Stage.FAILING:
+        found[conditions.SUSPENDED] = (False, Reason.JOB_RESUMED, "")
+    found[conditions.GENERATION_READY] = _generation_ready(job, old, observed, here)
+    found[conditions.WORKERS_READY] = _workers_ready(job, old, observed, here)
+    settled = here.generation.gone and not still_there(observed.pods)
+    if here.stage is Stage.FINISHING:
+        found[conditions.SUCCESS_CRITERIA_MET] = _finishing(job, observed, here)
+    if here.stage is Stage.CLEARING:
+        before = condition(old, conditions.SUCCESS_CRITERIA_MET)
+        text = before.get("message", "") if before.get("status") == "True" else _outcome(here)
+        found[conditions.SUCCESS_CRITERIA_MET] = (True, Reason.TRAJECTORIES_DONE, text)
+        if settled:
+            found[conditions.COMPLETE] = (True, Reason.TRAJECTORIES_DONE, text)
+    if here.stage is Stage.FAILING and here.failure is not None:
+        found[conditions.FAILURE_TARGET] = (True, here.failure.reason, here.failure.message)
+        live = observed.get("Job", names.workers(job.metadata.name))
+        stopped = live is None or not is_ours(live, job, raw)
+        # Only what was recorded before is being cleaned up: what this reconcile has written is not observed yet.
+        if settled and stopped and is_true(old, conditions.FAILURE_TARGET):
+            found[conditions.FAILED] = (True, here.failure.reason, here.failure.message)
+    return found
+
+
+def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict:
+    state, before = here.generation, condition(old, conditions.GENERATION_READY)
+    if here.stage is Stage.FAILING:
+        return _stopped(before, here, gone=not here.ready)
+    if state.reason == Reason.EXTERNAL:
+        return True, Reason.EXTERNAL, state.message
+    if here.stage not in _UNDER_WAY:
+        why = "suspended" if here.stage is Stage.SUSPENDED else "all shards are done"
+        return False, Reason.RELEASED, f"the engines are released: {why}"
+    blocked = here.taken or _error(observed, job, names.config, names.generation, names.generation_pods)
+    count = f"{state.ready} of {state.desired} replicas are ready"
+    cause = Cause(state.reason, state.message)
+    if state.repeats and before.get("reason") == state.reason:
+        cause = cause._replace(message=str(before.get("message", "")))
+    if here.ready:
+        words = (blocked and blocked.message) or (state.ready < state.desired and cause.message)
+        return True, Reason.READY, f"{count}; {words}" if words else count
+    if blocked:
+        return False, blocked.reason, blocked.message
+    return False, cause.reason, cause.message or count
+
+
+def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict:
+    shards, before = here.shards, condition(old, conditions.WORKERS_READY)
+    count = f"{shards.succeeded} of {shards.count} shards are done"
+    if shards.done:
+        failed = f", {len(shards.failed)} failed" if shards.failed else ""
+        return False, Reason.SHARDS_DONE, f"{count}{failed}"
+    if here.stage is Stage.FAILING:
+        return _stopped(before, here, gone=not shards.exists or not shards.active)
+    if here.stage is Stage.SUSPENDED:
+        return False, Reason.JOB_SUSPENDED, count
+    parts = (names.config, names.workers) if here.ready else (names.workers,)
+    blocked = here.taken or _error(observed, job, *parts)
+    if blocked and not shards.active:
+        return False, blocked.reason, blocked.message
+    if not shards.begun:
+        text = "its workers start next" if here.ready else "workers start when generation is ready"
+        return False, Reason.WAITING_FOR_GENERATION, text
+    living = [pod for pod in of_component(observed.pods, names.WORKERS) if still_there([pod])]
+    running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
+    bad = [(end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, names.EXIT_DRAINED}]
+    last = f"; shard {max(bad)[1]} was tried again after: {cause_of(shards.ended[max(bad)[1]])}" if bad else ""
+    text = told(f"{running} workers run, {count}{last}")
+    problem = first_problem(living, "worker")
+    if running or (before.get("status") == "True" and problem is None):
+        return True, Reason.RUNNING, text
+    if problem is not None:
+        return False, *_kept(problem, before)
+    if job.spec.workers.replicas == 0:
+        return False, Reason.STARTING, f"workers.replicas is 0, {count}"
+    return False, Reason.CRASHING if bad else Reason.STARTING, text
+
+
+def _finishing(job: RolloutJob, observed: Observed, here: Situation) -> _Verdict:
+    problem = first_problem(of_component(observed.pods, names.FINISH), "finish")
+    found = here.taken or _error(observed, job, names.config, names.finish) or problem
+    return (False, found.reason, found.message) if found else (False, Reason.SHARDS_DONE, "the shards are aggregated")
+
+
+def _stopped(before: Mapping[str, Any], here: Situation, *, gone: bool) -> _Verdict:
+    """A part of a job that fails: what kept it from being ready goes on to be told."""
+    reason = here.failure.reason if here.failure else ""
+    if not before:
+        return False, reason, "not started: the job failed"
+    if before["status"] == "True" and gone:
+        return False, reason, "stopped: the job failed"
+    return before["status"] == "True", before["reason"], before.get("message", "")
+
+
+def _kept(problem: Problem, before: Mapping[str, Any]) -> tuple[str, str]:
+    """Of a problem that is told again in fewer words, the earlier ones."""
+    if problem.repeats and before.get("reason") == problem.reason:
+        return problem.reason, str(before.get("message", ""))
+    return problem.reason, problem.message
+
+
+def _outcome(here: Situation) -> str:
+    message = here.finish.message
+    text = f"{number(message.get('trajectories'))} trajectories are stored, {number(message.get('failed'))} failed"
+    return text if message else "all shards are done"
+
+
+def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
+    """The first thing of these names that could not be written."""
+    wanted = {part(job.metadata.name) for part in parts}
+    for (kind, name), error in sorted(observed.errors.items()):
+        if name in wanted:
+            return Cause(error.reason, told(f"{kind} {name}: {error.message}"))
+    return None
+
+
+def _merged(old: Json, found: Mapping[str, _Verdict], time: str, generation: int) -> list[Json]:
+    """The conditions, in the order of `CONDITION_TYPES`; none that was there goes, and only a change moves its time."""
+    known = {item["type"]: item for item in old.get("conditions") or ()}
+    for kind, (status, reason, message) in found.items():
+        before = known.get(kind, {})
+        text = "True" if status else "False"
+        known[kind] = {
+            "type": kind,
+            "status": text,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": before["lastTransitionTime"] if before.get("status") == text else time,
+            "observedGeneration": generation,
+        }
+    ours = [known.pop(kind) for kind in CONDITION_TYPES if kind in known]
+    return [*ours, *(known[kind] for kind in sorted(known))]
+
+
+def _generation(old: Json, here: Situation) -> Json:
+    before = old.get("generation") or {}
+    state = here.generation
+    wanted = state.desired if here.stage in _UNDER_WAY else 0
+    kept = {"policyVersion": before["policyVersion"]} if "policyVersion" in before else {}
+    counts = {"readyReplicas": state.ready, "desiredReplicas": wanted}
+    return {"backend": here.backend, "endpoint": here.endpoint, **counts, **kept}
+
+
+def _workers(job: RolloutJob, old: Json, observed: Observed, here: Situation) -> Json:
+    shards, before = here.shards, old.get("workers") or {}
+    pods = of_component(observed.pods, names.WORKERS)
+    there = shards.exists
+    # Until the Job is made, how many there are may still be edited.
+    settled = there or shards.done or here.stage is Stage.RUNNING or "shards" in before
+    return {
+        "desired": min(job.spec.workers.replicas, shards.count),
+        "active": shards.active,
+        "ready": sum(pod.get("status", {}).get("phase") == "Running" for pod in pods),
+        "succeeded": shards.succeeded if there else max(shards.succeeded, before.get("succeeded", 0)),
+        "failed": len(shards.failed) if there else before.get("failed", 0),
+        **({"shards": shards.count} if settled else {}),
+        "selector": names.selector_text(job.metadata.name, names.WORKERS),
+    }
+
+
+def _results(job: RolloutJob, message: Mapping[str, Any]) -> Json | None:
+    """The main numbers, as the finish pod told them."""
+    if not message:
+        return None
+    told_of = message.get("environments")
+    environments = told_of if isinstance(told_of, dict) else {}
+    listed = [
+        {"name": name, **_numbers(environments[name], ("trajectories", "failed"))}
+        for name in sorted(environment.name for environment in job.spec.environments)
+        if isinstance(environments.get(name), dict)
+    ]
+    return {**_numbers(message, ("trajectories", "failed", "dropped")), "environments": listed}
+
+
+def _numbers(found: Mapping[str, Any], counts: Iterable[str]) -> Json:
+    mean = _finite(found.get("mean_reward"))
+    return {
+        **{key: number(found.get(key)) for key in counts},
+        **({} if mean is None else {"meanReward": round(mean, 6)}),
+    }
+
+
+def _summary(status: Json) -> Json:
+    """The columns of `kubectl get`."""
+    generation, workers, progress = status["generation"], status["workers"], status["progress"]
+    external = generation["backend"] == "External"
+    results = status.get("results") or progress
+    return {
+        "generation": "-" if external else of(generation["readyReplicas"], generation["desiredReplicas"]),
+        "workers": of(workers["active"], workers["desired"]),
+        "progress": of(progress["completed"], progress["trajectories"]),
+        "meanReward": short(results.get("meanReward")),
+        "reason": _telling(status)[:64],
+    }
+
+
+def _telling(status: Json) -> str:
+    """The reason of the condition that says most: of the end, else of what is awaited."""
+    for kind in (conditions.COMPLETE, conditions.FAILED, conditions.FAILURE_TARGET, conditions.SUSPENDED):
+        if is_true(status, kind):
+            return str(condition(status, kind)["reason"])
+    last = condition(status, conditions.SUCCESS_CRITERIA_MET)
+    if last:
+        return str(last["reason"])
+    ready = is_true(status, conditions.GENERATION_READY)
+    return str(condition(status, conditions.WORKERS_READY if ready else conditions.GENERATION_READY)["reason"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """Counts of one shard."""
+
+    completed: int
+    failed: int
+    dropped: int
+    turns: int
+    tokens: int
+    reward: float
+    planned: int
+
+    @property
+    def ended(self) -> int:
+        return self.completed + self.failed + self.dropped
+
+
+def _progress(old: Json, observed: Observed, here: Situation, now: datetime) -> Json:
+    before: Json = {
+        key: value
+        for key, value in (old.get("progress") or _new_progress()).items()
+        if key != "estimatedSecondsRemaining"
+    }
+    if here.finish.message:
+        found = _settled(before, here.finish.message)
+    else:
+        found = _counted(before, _tallies(observed), here.shards.count)
+    if here.stage is Stage.RUNNING:
+        remaining = _remaining(old.get("progress") or {}, found, now)
+        found |= {} if remaining is None else {"estimatedSecondsRemaining": remaining}
+    return found
+
+
+def _new_progress() -> Json:
+    counts = ("trajectories", "completed", "failed", "dropped", "turns", "generatedTokens", "percentage")
+    return dict.fromkeys(counts, 0)
+
+
+def _counted(before: Json, tallies: list[_Tally], shards: int) -> Json:
+    """The sum of what is known of shards; what was told before, where a pod that is not heard makes it less."""
+    completed, failed = sum(tally.completed for tally in tallies), sum(tally.failed for tally in tallies)
+    if not tallies or completed + failed < before["completed"] + before["failed"]:
+        return dict(before)
+    # Shards that have not begun are taken to be as large as the others.
+    planned = round(sum(tally.planned for tally in tallies) / len(tallies) * shards)
+    reward = sum(tally.reward for tally in tallies)
+    return {
+        **before,
+        "trajectories": planned,
+        "completed": completed,
+        "failed": failed,
+        "dropped": sum(tally.dropped for tally in tallies),
+        "turns": sum(tally.turns for tally in tallies),
+        "generatedTokens": sum(tally.tokens for tally in tallies),
+        "percentage": _percentage(sum(tally.ended for tally in tallies), planned),
+        **({"meanReward": round(reward / completed, 6)} if completed and abs(reward) <= _LARGEST else {}),
+    }
+
+
+def _settled(before: Json, message: Mapping[str, Any]) -> Json:
+    """What the finish pod counted in the stored trajectories is the truth."""
+    completed, failed, dropped = (number(message.get(key)) for key in ("trajectories", "failed", "dropped"))
+    planned, mean = number(message.get("planned")), _finite(message.get("mean_reward"))
+    found = {**before, "trajectories": planned, "completed": completed, "failed": failed, "dropped": dropped}
+    found["percentage"] = _percentage(completed + failed + dropped, planned) if planned else 100
+    found.pop("meanReward", None)
+    return found if mean is None else {**found, "meanReward": round(mean, 6)}
+
+
+def _tallies(observed: Observed) -> list[_Tally]:
+    """Per shard the most that is known: of the pod that runs, or of the messages of those that have ended."""
+    known: dict[int, list[_Tally]] = {}
+    for shard, live in observed.progress.items():
+        reward = _finite(live.reward_sum) or 0.0
+        tally = _Tally(live.trajectories, live.failed, 0, live.turns, live.generated_tokens, reward, live.planned)
+        known[shard] = [tally]
+    for pod in of_component(observed.pods, names.WORKERS):
+        end, index = ended(pod, "worker"), shard_of(pod)
+        message = said(end.message) if end is not None and end.message else {}
+        if index is None or "trajectories" not in message:
+            continue
+        keys = ("trajectories", "failed", "dropped", "turns", "generated_tokens")
+        completed, failed, dropped, turns, tokens = (number(message.get(key)) for key in keys)
+        reward = _finite(message.get("reward_sum")) or 0.0
+        planned = number(message.get("planned"))
+        known.setdefault(index, []).append(_Tally(completed, failed, dropped, turns, tokens, reward, planned))
+    return [max(known[shard], key=lambda tally: (tally.ended, tally.turns, tally.tokens)) for shard in sorted(known)]
+
+
+def _remaining(before: Mapping[str, Any], found: Json, now: datetime) -> int | None:
+    """Seconds until everything planned has ended at the rate of late; the old estimate while nothing ends."""
+    earlier, since = before.get("estimatedSecondsRemaining"), parse_time(before.get("lastUpdated"))
+    gained = sum(found[key] - before.get(key, 0) for key in ("completed", "failed"))
+    seconds = (now - since).total_seconds() if since else 0.0
+    if gained <= 0 or seconds <= 0:
+        return None if earlier is None else number(earlier)
+    left = max(0, found["trajectories"] - found["completed"] - found["failed"])
+    estimate: float = left * seconds / gained
+    if earlier is not None:
+        estimate = _NEW_WEIGHT * estimate + (1 - _NEW_WEIGHT) * max(0.0, earlier - seconds)
+    return number(round(estimate))
+
+
+def _percentage(ended: int, planned: int) -> int:
+    return min(100, 100 * ended // planned) if planned > 0 else 0
+
+
+def _finite(value: Any) -> float | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return float(value) if usable else None
+
+
+def _next_write(status: Mapping[str, Any], interval: float) -> datetime | None:
+    last = parse_time((status.get("progress") or {}).get("lastUpdated"))
+    return None if last is None else last + timedelta(seconds=interval)
+
+
+def _without_time(status: Mapping[str, Any]) -> Json:
+    return {**status, "progress": _less(status.get("progress") or {}, ("lastUpdated",))}
+
+
+def _pressing(status: Mapping[str, Any]) -> Json:
+    """What is written at once: everything but numbers that count up, and words under a reason that stays."""
+    return {
+        **_less(status, ("progress", "summary")),
+        "conditions": [_less(item, ("message",)) for item in status.get("conditions") or ()],
+        "generation": _less(status.get("generation") or {}, ("readyReplicas",)),
+        "workers": _less(status.get("workers") or {}, ("active", "ready", "succeeded", "failed")),
+    }
+
+
+def _less(mapping: Mapping[str, Any], keys: Iterable[str]) -> Json:
+    left_out = set(keys)
+    return {key: value for key, value in mapping.items() if key not in left_out}

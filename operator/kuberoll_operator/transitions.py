@@ -1,0 +1,134 @@
+"""Events: one for every step of a job that its user may want to hear of, and none while nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+from kuberoll_api import conditions
+from kuberoll_api.conditions import Reason
+from kuberoll_operator.plan import condition
+
+NOTE_CHARACTERS: Final = 1000
+
+EventType = Literal["Normal", "Warning"]
+
+
+class Event(NamedTuple):
+    """An event about a RolloutJob.
+
+    Attributes:
+        reason: Why it was told: a word of the table below, or the condition's reason.
+        action: What the operator did, or does next.
+        note: Words for people, at most `NOTE_CHARACTERS`.
+    """
+
+    type: EventType
+    reason: str
+    action: str
+    note: str
+
+
+class Rule(NamedTuple):
+    """When an event is told: a condition comes to a status, with one of these reasons.
+
+    Attributes:
+        reasons: None: any.
+        name: The event's reason; None: the condition's.
+        again: Also when the reason changes and the status does not.
+    """
+
+    condition: str
+    status: Literal["True", "False"]
+    reasons: frozenset[str] | None
+    type: EventType
+    name: str | None
+    action: str
+    again: bool = False
+
+
+PROBLEMS: Final = frozenset(
+    {
+        Reason.UNSCHEDULABLE,
+        Reason.IMAGE_PULL,
+        Reason.ENGINE_FAILED,
+        Reason.CRASHING,
+        Reason.POD_CONFIG,
+        Reason.INVALID_TEMPLATE,
+        Reason.FORBIDDEN,
+        Reason.FIELD_CONFLICT,
+        Reason.NAME_TAKEN,
+        Reason.QUOTA,
+    }
+)
+"""Reasons for which something waits that somebody may have to mend."""
+
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(conditions.SUSPENDED, "True", None, "Normal", "Suspended", "Suspend"),
+    Rule(conditions.SUSPENDED, "False", None, "Normal", "Resumed", "Resume"),
+    Rule(
+        conditions.GENERATION_READY,
+        "False",
+        frozenset({Reason.STARTING}),
+        "Normal",
+        "GenerationStarting",
+        "StartGeneration",
+        again=True,
+    ),
+    Rule(conditions.GENERATION_READY, "False", PROBLEMS, "Warning", None, "StartGeneration", again=True),
+    Rule(conditions.GENERATION_READY, "True", None, "Normal", "GenerationReady", "StartWorkers"),
+    Rule(
+        conditions.GENERATION_READY,
+        "False",
+        frozenset({Reason.RELEASED}),
+        "Normal",
+        "GenerationReleased",
+        "ReleaseGeneration",
+        again=True,
+    ),
+    Rule(conditions.WORKERS_READY, "False", PROBLEMS, "Warning", None, "StartWorkers", again=True),
+    Rule(conditions.WORKERS_READY, "True", None, "Normal", "WorkersRunning", "RunWorkers"),
+    Rule(
+        conditions.WORKERS_READY,
+        "False",
+        frozenset({Reason.SHARDS_DONE}),
+        "Normal",
+        "ShardsDone",
+        "Aggregate",
+        again=True,
+    ),
+    Rule(conditions.SUCCESS_CRITERIA_MET, "False", PROBLEMS, "Warning", None, "Aggregate", again=True),
+    Rule(conditions.SUCCESS_CRITERIA_MET, "True", None, "Normal", "TrajectoriesDone", "ReleaseGeneration"),
+    Rule(conditions.FAILURE_TARGET, "True", None, "Warning", None, "StopJob"),
+    Rule(conditions.COMPLETE, "True", None, "Normal", "Completed", "Complete"),
+    Rule(conditions.FAILED, "True", None, "Warning", "Failed", "Fail"),
+)
+"""Every event there is, in the order in which those of one change are told."""
+
+
+def transitions(old_status: Mapping[str, Any] | None, new_status: Mapping[str, Any]) -> list[Event]:
+    """The events of a change of status; none where no condition came to another status or reason."""
+    old = old_status or {}
+    return [
+        _event(rule, condition(new_status, rule.condition))
+        for rule in RULES
+        if _holds(rule, condition(new_status, rule.condition)) and _is_new(rule, old, new_status)
+    ]
+
+
+def _holds(rule: Rule, found: Mapping[str, Any]) -> bool:
+    matches = rule.reasons is None or found.get("reason") in rule.reasons
+    return found.get("status") == rule.status and matches
+
+
+def _is_new(rule: Rule, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    before, after = condition(old, rule.condition), condition(new, rule.condition)
+    if before.get("status") != after.get("status"):
+        return True
+    return rule.again and before.get("reason") != after.get("reason")
+
+
+def _event(rule: Rule, found: Mapping[str, Any]) -> Event:
+    note = str(found.get("message") or found.get("reason", ""))
+    clipped = note if len(note) <= NOTE_CHARACTERS else f"{note[: NOTE_CHARACTERS - 1]}…"
+    return Event(rule.type, rule.name or str(found.get("reason", "")), rule.action, clipped)

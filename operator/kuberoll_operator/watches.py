@@ -1,0 +1,230 @@
+"""kopf as a watch engine: it lists, watches, reconnects and lists again; what it learns goes into the cache.
+
+Its handlers do nothing else. It neither patches nor annotates nor posts events, knows no finalizers and no peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import kopf
+from yarl import URL
+
+from kuberoll_operator import names
+from kuberoll_operator.cache import Cache, Scope
+from kuberoll_operator.kube.access import Access
+from kuberoll_operator.kube.resources import CHILDREN, PODS, ROLLOUT_JOBS, Resource
+
+WATCHED = (ROLLOUT_JOBS, *CHILDREN, PODS)
+SELECTOR = f"app.kubernetes.io/managed-by={names.MANAGER},{names.JOB_LABEL}"
+
+WATCH_SECONDS = 120
+PAGE = 500
+STOP_SECONDS = 5.0
+
+
+class WatchesEnded(Exception):
+    """Nothing is watched any more."""
+
+
+class Watches:
+    """The watches of all kinds, in all namespaces or in some."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        access: Callable[[], Awaitable[Access]],
+        *,
+        namespaces: tuple[str, ...] = (),
+        resources: tuple[Resource, ...] = WATCHED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache, self._access, self._clock = cache, access, clock
+        self._resources = resources
+        self.scopes: tuple[Scope, ...] = namespaces or (None,)
+        self._lists = {resource.path(scope): (resource, scope) for resource in resources for scope in self.scopes}
+        self._activity = {place: clock() for place in self._lists.values()}
+        self._synced = asyncio.Event()
+        self._sessions: list[aiohttp.ClientSession] = []
+
+    async def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Watches until it is cancelled.
+
+        Args:
+            started: Called once kopf has set its own handlers of signals, to be replaced by others.
+
+        Raises:
+            WatchesEnded: An error in a watch that is not "list again". kopf does not go on after it, nor is what it
+                leaves behind to be cleaned up; a new process is what mends it.
+        """
+        # Not kopf.operator: when it ends, it cancels every task that was created since it began, whoever's it is.
+        tasks = await kopf.spawn_tasks(
+            registry=self._registry(),
+            settings=operator_settings(self._resources),
+            standalone=True,
+            clusterwide=self.scopes == (None,),
+            namespaces=[scope for scope in self.scopes if scope is not None],
+        )
+        started()
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            errors = [task.exception() for task in done if not task.cancelled()]
+            raise WatchesEnded(f"kopf has ended: {errors}") from next(filter(None, errors), None)
+        finally:
+            await _end(tasks if not any(task.done() for task in tasks) else [])
+            # When one watch fails, kopf closes the connections of the others, which then wait for ever for new ones.
+            await _end([*tasks, *_tasks_of_kopf()])
+            for session in self._sessions:
+                await session.close()
+
+    async def synced(self) -> None:
+        """Returns when everything that there is has been seen once."""
+        await self._synced.wait()
+
+    def unsynced(self) -> list[str]:
+        """Kinds of which not everything has been seen yet."""
+        return sorted(
+            {resource.plural for resource, scope in self._lists.values() if not self._is_synced(resource, scope)}
+        )
+
+    def oldest_activity(self) -> tuple[float, str]:
+        """Seconds since the last sign of life of the watch that has given none for longest, and its kind.
+
+        A request that begins is one: an API server that is away ages nothing, a watch that hangs does.
+        """
+        since, resource = min((since, place[0].plural) for place, since in self._activity.items())
+        return self._clock() - since, resource
+
+    def _is_synced(self, resource: Resource, scope: Scope) -> bool:
+        return self._cache.synced(resource, scope)
+
+    def _registry(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            access = await self._access()
+            session = access.session(traces=[self._trace()])
+            # Logged in again: kopf has closed the last one.
+            self._sessions = [session, *(one for one in self._sessions if not one.closed)]
+            return kopf.AiohttpSession(server=access.server, aiohttp_session=session)
+
+        for resource in self._resources:
+            kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)(self._handler(resource))
+        return registry
+
+    def _handler(self, resource: Resource) -> Callable[..., Awaitable[None]]:
+        async def seen(event: Any, **_: Any) -> None:
+            item = event["object"]
+            scope = None if self.scopes == (None,) else item["metadata"]["namespace"]
+            self._activity[resource, scope] = self._clock()
+            # What a list said is in the cache already.
+            if event["type"] is not None:
+                self._cache.seen(resource, item, deleted=event["type"] == "DELETED")
+
+        seen.__name__ = f"seen_{resource.plural}"
+        return seen
+
+    def _trace(self) -> aiohttp.TraceConfig:
+        """Listens to kopf's requests.
+
+        kopf hands on single objects. That a list is whole, which is what makes deletions known that happened while
+        nobody watched, is to be seen in its requests only.
+        """
+
+        async def began(_: object, __: object, params: aiohttp.TraceRequestStartParams) -> None:
+            if (place := self._lists.get(params.url.path)) is not None:
+                self._activity[place] = self._clock()
+
+        async def read(_: object, __: object, params: aiohttp.TraceResponseChunkReceivedParams) -> None:
+            self._read(params.url, params.chunk)
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_start.append(began)
+        trace.on_response_chunk_received.append(read)
+        return trace
+
+    def _read(self, url: URL, content: bytes) -> None:
+        place = self._lists.get(url.path)
+        if place is None or "watch" in url.query:
+            return
+        try:
+            page = json.loads(content)
+        except ValueError:
+            return
+        if not isinstance(page, dict) or not str(page.get("kind", "")).endswith("List"):
+            return
+        metadata = page.get("metadata") or {}
+        last = not metadata.get("continue")
+        self._cache.listed(*place, page.get("items") or (), metadata.get("resourceVersion", ""), last=last)
+        if last and not self.unsynced():
+            self._synced.set()
+
+
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancels tasks, and waits for them a while."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        for task in (await asyncio.wait(tasks, timeout=STOP_SECONDS))[0]:
+            # Told already, or of no interest any more.
+            _ = task.cancelled() or task.exception()
+
+
+def _tasks_of_kopf() -> list[asyncio.Task[Any]]:
+    """Tasks whose coroutine is in kopf's code; nobody else's is, as kopf is called in one place."""
+    home = str(Path(kopf.__file__).parent)
+    return [task for task in asyncio.all_tasks() if _file_of(task).startswith(home)]
+
+
+def _file_of(task: asyncio.Task[Any]) -> str:
+    code = getattr(task.get_coro(), "cr_code", None)
+    return "" if code is None else str(code.co_filename)
+
+
+class _ForEver:
+    """Pauses between attempts of a request of kopf's: an API server that is away is waited for, however long."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (0.5, 1, 2, 3, 5, 8)
+        while True:
+            yield 10
+
+
+class _NoDifferences(kopf.DiffBaseStorage):
+    """What an object was when it was last handled: nothing here asks, and to note it is a third of kopf's work."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:  # noqa: ARG002
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:  # noqa: ARG002
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:  # noqa: ARG002
+        return
+
+
+def operator_settings(resources: tuple[Resource, ...] = WATCHED) -> kopf.OperatorSettings:
+    """kopf's settings."""
+    settings = kopf.OperatorSettings()
+    for resource in resources:
+        if resource != ROLLOUT_JOBS:
+            settings.watching.label_selectors[resource.group, resource.version, resource.plural] = SELECTOR
+    # A watch that says nothing is asked again, so that its age says something.
+    settings.watching.server_timeout = WATCH_SECONDS
+    settings.watching.chunk_size = PAGE
+    settings.networking.request_timeout = 60
+    settings.networking.connect_timeout = 5
+    settings.networking.error_backoffs = _ForEver()
+    settings.persistence.diffbase_storage = _NoDifferences()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.queueing.idle_timeout = 1.0
+    settings.process.ultimate_exiting_timeout = None
+    return settings

@@ -1,0 +1,222 @@
+"""Health, readiness, metrics and progress: what is said is what is so."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kuberoll_api import conditions
+from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes, serving
+from kuberoll_operator.metrics import Metrics, milestones
+from kuberoll_operator.model import Key, Object, PodProgress
+from kuberoll_operator.progress import ANSWER_BYTES, ProgressPoller
+from tests.operator.support import START, condition, raw
+
+KEY = Key("rollouts", "puzzle")
+
+
+class State:
+    """What the parts of an operator say; well unless a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.watch, self.unsynced, self.queue = (1.0, "pods"), list[str](), 0.0
+        self.leading, self.lease_tried = True, 1.0
+
+    def health(self) -> Health:
+        return Health(
+            watch=lambda: self.watch,
+            unsynced=lambda: self.unsynced,
+            queue=lambda: self.queue,
+            leading=lambda: self.leading,
+            lease_tried=lambda: self.lease_tried,
+            lease_seconds=15,
+        )
+
+
+async def answers(state: State, path: str) -> tuple[int, str]:
+    """Over HTTP."""
+    async with (
+        serving(routes(state.health(), Metrics().registry), host="127.0.0.1", port=0) as port,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}{path}") as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+async def test_an_operator_that_is_well_says_so(path: str) -> None:
+    assert await answers(State(), path) == (200, "ok")
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ({"watch": (WATCH_SECONDS + 1, "jobs")}, "/healthz", "no sign of life of jobs"),
+        ({"queue": QUEUE_SECONDS + 1}, "/healthz", "a job has waited"),
+        ({"lease_tried": 31.0}, "/healthz", "lease"),
+        ({"lease_tried": 31.0}, "/readyz", "lease"),
+        ({"unsynced": ["jobs", "pods"]}, "/readyz", "not all seen yet of jobs, pods"),
+    ],
+)
+async def test_what_is_wrong_is_named(change: dict[str, Any], path: str, words: str) -> None:
+    state = State()
+    vars(state).update(change)
+    status, text = await answers(state, path)
+    assert status == 503
+    assert words in text
+
+
+async def test_who_stands_by_may_have_a_long_queue_and_no_lease() -> None:
+    state = State()
+    state.leading, state.queue = False, 1e6
+    assert (await answers(state, "/healthz"))[0] == 200
+
+
+async def test_an_unsynced_operator_lives() -> None:
+    state = State()
+    state.unsynced = ["pods"]
+    assert (await answers(state, "/healthz"))[0] == 200
+
+
+async def test_metrics_are_shown() -> None:
+    metrics = Metrics()
+    phases = ["Running", "Running", None]
+    jobs = [(Key("n", str(number)), {"status": {"phase": phase}}) for number, phase in enumerate(phases)]
+    metrics.watch(
+        jobs=lambda: jobs, depth=lambda: 3, oldest=lambda: 2.5, leading=lambda: True, cached=lambda: {"Pod": 9}
+    )
+    metrics.reconciled("success", 0.02)
+    metrics.error("Forbidden")
+    metrics.request("patch", "Deployment", 200)
+    new = {"conditions": [condition(conditions.GENERATION_READY, True, "Ready")]}
+    created = raw(creationTimestamp=START.strftime("%Y-%m-%dT%H:%M:%SZ"))
+    metrics.status_written(created, {}, new, START + timedelta(seconds=42))
+    value = metrics.registry.get_sample_value
+    assert value("kuberoll_operator_jobs", {"phase": "Running"}) == 2
+    assert value("kuberoll_operator_jobs", {"phase": "Pending"}) == 1
+    assert value("kuberoll_operator_jobs", {"phase": "Failed"}) == 0
+    assert value("kuberoll_operator_queue_depth") == 3
+    assert value("kuberoll_operator_queue_oldest_seconds") == 2.5
+    assert value("kuberoll_operator_leader") == 1
+    assert value("kuberoll_operator_cached_objects", {"kind": "Pod"}) == 9
+    assert value("kuberoll_operator_reconciles_total", {"result": "success"}) == 1
+    assert value("kuberoll_operator_errors_total", {"reason": "Forbidden"}) == 1
+    assert value("kuberoll_operator_api_requests_total", {"verb": "patch", "kind": "Deployment", "code": "200"}) == 1
+    assert value("kuberoll_operator_milestone_seconds_sum", {"milestone": "generation_ready"}) == 42
+
+
+def test_milestones_are_come_to_once() -> None:
+    ready = condition(conditions.GENERATION_READY, True, "Ready")
+    begun = {"conditions": [ready], "progress": {"completed": 0, "failed": 0}}
+    going = {"conditions": [ready], "progress": {"completed": 3, "failed": 0}}
+    done = {"conditions": [condition(conditions.COMPLETE, True, "Done")], "progress": {"completed": 8, "failed": 0}}
+    assert milestones({}, begun) == ["generation_ready"]
+    assert milestones(begun, going) == ["first_trajectory"]
+    assert milestones(going, done) == ["complete"]
+    assert milestones(done, done) == []
+    resumed = {"conditions": [condition(conditions.SUSPENDED, False, "JobResumed"), ready]}
+    assert milestones({}, resumed) == []
+
+
+def worker(shard: int, host: str = "127.0.0.1", uid: str = "", ready: str = "True") -> Object:
+    """A worker pod."""
+    labels = {"app.kubernetes.io/component": "workers"}
+    annotations = {"batch.kubernetes.io/job-completion-index": str(shard)}
+    metadata = {"name": f"w-{shard}", "uid": uid or str(shard), "labels": labels, "annotations": annotations}
+    status = {"phase": "Running", "podIP": host, "conditions": [{"type": "Ready", "status": ready}]}
+    return {"metadata": metadata, "status": status}
+
+
+class Pods:
+    """A poller and the pod that it asks."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[Key] = asyncio.Queue()
+        self.answer: Any = {"shard": 0, "trajectories": 5, "turns": 20, "reward_sum": 2.5, "planned": 16, "new": 1}
+        self.asked = asyncio.Queue[None]()
+        self.now = 0.0
+
+    @asynccontextmanager
+    async def poller(self) -> AsyncIterator[ProgressPoller]:
+        async def progress(_: web.Request) -> web.Response:
+            self.asked.put_nowait(None)
+            if isinstance(self.answer, bytes):
+                return web.Response(body=self.answer)
+            return web.json_response(self.answer)
+
+        async with serving([web.get("/progress", progress)], host="127.0.0.1", port=0) as port:  # noqa: SIM117
+            async with ProgressPoller(self.told.put_nowait, seconds=15, clock=lambda: self.now, port=port) as poller:
+                yield poller
+
+
+async def test_pods_are_asked_in_the_background_and_no_more_often_than_told() -> None:
+    pods = Pods()
+    async with pods.poller() as poller:
+        assert poller.latest(KEY, [worker(3)]) == {}
+        assert await pods.told.get() == KEY
+        expected = PodProgress(shard=3, trajectories=5, turns=20, reward_sum=2.5, planned=16)
+        assert poller.latest(KEY, [worker(3)]) == {3: expected}
+        pods.now = 14.9
+        poller.latest(KEY, [worker(3)])
+        assert pods.asked.qsize() == 1
+        pods.now, pods.answer = 15.0, {"trajectories": 6}
+        poller.latest(KEY, [worker(3)])
+        await pods.told.get()
+        assert poller.latest(KEY, [worker(3)])[3].trajectories == 6
+        # Gone with the pod.
+        assert poller.latest(KEY, []) == {}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"no json", b"{" + b" " * ANSWER_BYTES + b"}", {"trajectories": -1}, {"turns": 1e300}, b'{"reward_sum": NaN}'],
+    ids=["text", "too much", "negative", "too many", "not a number"],
+)
+async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
+    pods = Pods()
+    pods.answer = answer
+    async with pods.poller() as poller:
+        poller.latest(KEY, [worker(0)])
+        await pods.asked.get()
+        # A poll that is believed follows, and is the first that tells.
+        while poller._tasks:
+            await asyncio.gather(*poller._tasks.values())
+        assert pods.told.empty()
+        assert poller.latest(KEY, [worker(0)]) == {}
+
+
+async def test_who_does_not_answer_is_left_out() -> None:
+    pods = Pods()
+    async with pods.poller() as poller:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.2", poller._port))
+            # Bound and not listening: refused.
+            poller.latest(KEY, [worker(0), worker(1, host="127.0.0.2")])
+            await pods.told.get()
+            assert set(poller.latest(KEY, [worker(0), worker(1, host="127.0.0.2")])) == {0}
+
+
+async def test_only_ready_pods_are_asked() -> None:
+    pods = Pods()
+    async with pods.poller() as poller:
+        going = worker(1)
+        going["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
+        assert poller.latest(KEY, [worker(0, ready="False"), going]) == {}
+        assert not poller._tasks
+
+
+async def test_forgotten_jobs_are_not_told_of() -> None:
+    pods = Pods()
+    async with pods.poller() as poller:
+        poller.latest(KEY, [worker(0)])
+        poller.forget(KEY)
+        await asyncio.gather(*poller._tasks.values())
+        assert pods.told.empty()

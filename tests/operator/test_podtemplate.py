@@ -1,0 +1,83 @@
+"""Pod templates merged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_operator.podtemplate import merge, rename_container
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 9) | st.sampled_from("abc"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "env", "containers", "volumes", "ports", "a"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+MAPPING = st.dictionaries(st.sampled_from(["env", "containers", "volumes", "a", "b"]), JSON, max_size=4)
+
+BASE: dict[str, Any] = {
+    "spec": {
+        "containers": [
+            {"name": "worker", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "args": ["x", "y"]},
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "securityContext": {"runAsNonRoot": True},
+    }
+}
+
+
+def test_containers_and_variables_are_merged_by_name() -> None:
+    over = {
+        "spec": {
+            "containers": [
+                {"name": "sidecar", "image": "i"},
+                {"name": "worker", "env": [{"name": "B", "valueFrom": {}}, {"name": "C", "value": "3"}], "args": ["z"]},
+            ]
+        }
+    }
+    worker, sidecar = merge(BASE, over)["spec"]["containers"]
+    assert [item["name"] for item in worker["env"]] == ["A", "B", "C"]
+    # A value and a source cannot be mixed.
+    assert worker["env"][1] == {"name": "B", "valueFrom": {}}
+    assert worker["args"] == ["z"]
+    assert sidecar == {"name": "sidecar", "image": "i"}
+
+
+def test_a_volume_of_the_same_name_is_replaced() -> None:
+    over = {"spec": {"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]}}
+    assert merge(BASE, over)["spec"]["volumes"] == over["spec"]["volumes"]
+
+
+def test_null_removes() -> None:
+    assert merge(BASE, {"spec": {"securityContext": {"runAsNonRoot": None}}})["spec"]["securityContext"] == {}
+    assert merge({}, {"a": {"b": None, "c": [{"d": None}]}}) == {"a": {"c": [{"d": None}]}}
+
+
+def test_what_is_no_pod_template_is_handed_on_for_the_server_to_refuse() -> None:
+    assert merge(BASE, {"spec": {"containers": "none"}})["spec"]["containers"] == "none"
+    assert merge(BASE, {"spec": {"containers": [3, {"image": "x"}]}})["spec"]["containers"][1:] == [3, {"image": "x"}]
+
+
+def test_a_container_is_renamed_for_another_pod() -> None:
+    renamed = rename_container(BASE, "worker", "finish")
+    assert [item["name"] for item in renamed["spec"]["containers"]] == ["finish"]
+    assert rename_container({"spec": "x"}, "worker", "finish") == {"spec": "x"}
+
+
+@given(base=MAPPING, over=MAPPING)
+def test_merging_changes_neither_and_twice_is_once(base: dict[str, Any], over: dict[str, Any]) -> None:
+    kept = copy.deepcopy((base, over))
+    merged = merge(base, over)
+    assert (base, over) == kept
+    assert merge(base, {}) == base
+    assert merge(merged, {}) == merged
+    for key, value in over.items():
+        if value is None:
+            assert key not in merged
+        elif isinstance(value, str | int):
+            assert merged[key] == value

@@ -1,0 +1,347 @@
+"""Reconciles against an API emulator: what is written, what is not, and when a job is looked at again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll_api import conditions
+from kuberoll_operator import names
+from kuberoll_operator.cache import Cache
+from kuberoll_operator.kube.access import load_access
+from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.events import Recorder
+from kuberoll_operator.kube.resources import CHILDREN, PODS, resource_of_object
+from kuberoll_operator.metrics import Metrics
+from kuberoll_operator.model import Key, Object
+from kuberoll_operator.observe import observe
+from kuberoll_operator.plan import condition, is_true
+from kuberoll_operator.progress import ProgressPoller
+from kuberoll_operator.queue import WorkQueue
+from kuberoll_operator.reconciler import Pool, Reconciler
+from tests.operator.emulator import Emulator, in_virtual_time
+from tests.operator.support import NAMESPACE, SETTINGS, manifest
+
+KEY = Key(NAMESPACE, "puzzle")
+
+
+@dataclass
+class Bench:
+    """A reconciler, its API server, and the time."""
+
+    server: Emulator
+    cache: Cache
+    client: Client
+    reconciler: Reconciler
+    metrics: Metrics
+    now: datetime
+
+    async def reconcile(self) -> float | None:
+        """Once, with a cache that has seen everything."""
+        for resource in (*CHILDREN, PODS):
+            items = self.server.all(resource.plural)
+            self.cache.listed(resource, None, items, str(self.server._version), last=True)
+        return await self.reconciler.reconcile(KEY)
+
+    async def settle(self) -> float | None:
+        """Until it is not called for at once."""
+        for _ in range(10):
+            if (again := await self.reconcile()) != 0:
+                return again
+        raise AssertionError("it does not settle")
+
+    @property
+    def job(self) -> Object:
+        found = self.server.get("rolloutjobs", *KEY)
+        assert found is not None
+        return found
+
+    def set_status(self, plural: str, name: str, status: Object) -> None:
+        """As a controller does."""
+        item = self.server.get(plural, NAMESPACE, name)
+        assert item is not None
+        self.server.put({**item, "status": status})
+
+    def generation_is_ready(self) -> None:
+        self.set_status("deployments", "puzzle-generation", {"observedGeneration": 1, "readyReplicas": 2})
+
+
+@asynccontextmanager
+async def bench(directory: Path, **spec: Any) -> AsyncIterator[Bench]:
+    server, cache, metrics = Emulator(), Cache(lambda _: None), Metrics()
+    server.put(manifest(**spec))
+    async with (
+        server.running(directory) as kubeconfig,
+        Client(await load_access(kubeconfig), told=metrics.request) as client,
+        ProgressPoller(lambda _: None, seconds=15) as poller,
+    ):
+        found = Bench(server, cache, client, None, metrics, datetime.now(UTC))  # type: ignore[arg-type]
+        found.reconciler = Reconciler(
+            client, cache, poller, Recorder(client, "tests"), metrics, SETTINGS, now=lambda: found.now
+        )
+        yield found
+
+
+async def test_a_new_job_gets_its_children_and_its_status_and_then_nothing_is_written(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        kinds = {item["metadata"]["name"] for plural in ("deployments", "services") for item in it.server.all(plural)}
+        assert kinds >= {"puzzle-generation", "puzzle-generation-pods"}
+        assert it.job["status"]["phase"] == "Starting"
+        for item in it.server.all("deployments"):
+            (owner,) = item["metadata"]["ownerReferences"]
+            assert owner["uid"] == it.job["metadata"]["uid"]
+        written = len(it.server.writes())
+        for _ in range(3):
+            it.now += timedelta(seconds=20)
+            await it.settle()
+        assert len(it.server.writes()) == written
+        assert {item.query.get("fieldManager") for item in it.server.writes() if item.method == "PATCH"} == {
+            names.MANAGER,
+            names.STATUS_MANAGER,
+        }
+
+
+async def test_a_restarted_operator_writes_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        written = len(it.server.writes())
+        async with ProgressPoller(lambda _: None, seconds=15) as poller:
+            cache = Cache(lambda _: None)
+            for resource in (*CHILDREN, PODS):
+                cache.listed(resource, None, it.server.all(resource.plural), "99", last=True)
+            recorder = Recorder(it.client, "tests")
+            again = Reconciler(it.client, cache, poller, recorder, Metrics(), SETTINGS, now=lambda: it.now)
+            await again.reconcile(KEY)
+        assert len(it.server.writes()) == written
+
+
+async def test_what_was_removed_is_made_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.server.remove("services", NAMESPACE, "puzzle-generation")
+        await it.settle()
+        assert it.server.get("services", NAMESPACE, "puzzle-generation")
+
+
+async def test_what_only_has_the_name_of_a_child_is_not_written_to(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        metadata = {"name": "puzzle-config", "namespace": NAMESPACE}
+        it.server.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"mine": "yes"}})
+        await it.settle()
+        found = it.server.get("configmaps", NAMESPACE, "puzzle-config")
+        assert found is not None
+        assert found["data"] == {"mine": "yes"}
+        assert "ownerReferences" not in found["metadata"]
+        ready = condition(it.job["status"], conditions.GENERATION_READY)
+        assert (ready["status"], ready["reason"]) == ("False", conditions.Reason.NAME_TAKEN)
+        assert "ConfigMap puzzle-config is there and not of this job" in ready["message"]
+        assert it.server.get("deployments", NAMESPACE, "puzzle-generation") is None
+
+
+async def test_the_way_to_the_end_writes_little_and_tells_every_step_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        it.generation_is_ready()
+        again = await it.settle()
+        workers = it.server.get("jobs", NAMESPACE, "puzzle-workers")
+        assert workers is not None
+        assert it.job["status"]["phase"] == "Running"
+        assert again is not None
+        assert again <= SETTINGS.progress_seconds
+        complete = [{"type": "Complete", "status": "True"}]
+        done = {"succeeded": 4, "completedIndexes": "0-3", "conditions": complete}
+        it.set_status("jobs", "puzzle-workers", done)
+        await it.settle()
+        # The engines are not needed any more, and the Job that aggregates is there.
+        assert it.server.get("deployments", NAMESPACE, "puzzle-generation") is None
+        assert it.job["status"]["phase"] == "Finishing"
+        it.set_status("jobs", "puzzle-finish", {"succeeded": 1, "conditions": complete})
+        await it.settle()
+        assert is_true(it.job["status"], conditions.COMPLETE)
+        assert it.job["status"]["phase"] == "Succeeded"
+        assert len(it.server.writes()) <= 25
+        reasons = [item["reason"] for item in it.server.all("events")]
+        assert len(reasons) == len(set(reasons))
+        assert {"GenerationStarting", "GenerationReady", "Completed"} <= set(reasons)
+        value = it.metrics.registry.get_sample_value
+        for milestone in ("generation_ready", "complete"):
+            assert value("kuberoll_operator_milestone_seconds_count", {"milestone": milestone}) == 1
+
+
+async def test_events_come_after_the_status_that_they_tell_of(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        kinds = [item.plural for item in it.server.writes() if item.plural in ("events", "rolloutjobs")]
+        assert kinds[0] == "rolloutjobs"
+        assert "events" in kinds
+
+
+async def test_a_job_of_another_manager_is_left_alone(tmp_path: Path) -> None:
+    async with bench(tmp_path, managedBy="kueue.x-k8s.io/multikueue") as it:
+        assert await it.reconcile() is None
+        assert it.server.writes() == []
+
+
+async def test_a_job_that_is_gone_or_going_is_left_alone(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        going = it.job
+        going["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
+        it.server.put(going)
+        assert await it.reconcile() is None
+        it.server.remove("rolloutjobs", *KEY)
+        assert await it.reconcile() is None
+        assert it.server.writes() == []
+
+
+async def test_a_job_that_cannot_be_understood_fails_with_every_mistake(tmp_path: Path) -> None:
+    async with bench(tmp_path, workers={"replicas": -1}, rollout={"maxTurn": 3}) as it:
+        assert await it.reconcile() is None
+        status = it.job["status"]
+        for kind in (conditions.FAILURE_TARGET, conditions.FAILED):
+            found = condition(status, kind)
+            assert found["reason"] == "InvalidSpec"
+            assert "spec.workers.replicas" in found["message"]
+            assert "maxTurns" in found["message"]
+        written = len(it.server.writes())
+        assert await it.reconcile() is None
+        assert len(it.server.writes()) == written
+
+
+async def test_a_job_that_runs_and_is_not_understood_any_more_is_left_as_it_is(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        newer = it.job
+        newer["spec"]["fieldOfTheFuture"] = 1
+        it.server.put(newer)
+        written = len(it.server.writes())
+        assert await it.reconcile() is None
+        assert len(it.server.writes()) == written
+
+
+async def test_a_job_whose_time_is_over_is_deleted_with_what_it_owns(tmp_path: Path) -> None:
+    async with bench(tmp_path, ttlSecondsAfterFinished=60) as it:
+        await it.settle()
+        it.generation_is_ready()
+        await it.settle()
+        complete = [{"type": "Complete", "status": "True"}]
+        it.set_status("jobs", "puzzle-workers", {"succeeded": 4, "completedIndexes": "0-3", "conditions": complete})
+        await it.settle()
+        it.set_status("jobs", "puzzle-finish", {"succeeded": 1, "conditions": complete})
+        again = await it.settle()
+        assert again is not None
+        assert 0 < again <= 60
+        it.now += timedelta(seconds=61)
+        await it.reconcile()
+        assert it.server.get("rolloutjobs", *KEY) is None
+        assert it.server.all("jobs") == []
+        (deletion,) = [item for item in it.server.writes("rolloutjobs") if item.method == "DELETE"]
+        assert deletion.body["propagationPolicy"] == "Background"
+
+
+async def test_pods_of_a_predecessor_are_not_looked_at(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        for name, created in (("old", "2026-03-01T11:59:59Z"), ("new", "2026-03-01T12:00:00Z")):
+            pod: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}}
+            pod["metadata"] |= {"labels": names.labels("puzzle", "workers"), "creationTimestamp": created}
+            it.cache.written(resource_of_object(pod), {**pod, "metadata": {**pod["metadata"], "resourceVersion": "1"}})
+        raw = {"metadata": {"creationTimestamp": "2026-03-01T12:00:00Z"}}
+        observed = observe(it.cache, KEY, raw, lambda _, pods: {})
+        assert [pod["metadata"]["name"] for pod in observed.pods] == ["new"]
+
+
+def pool(queue: WorkQueue[Key], reconcile: Any, size: int = 2, seconds: float = 60) -> Pool:
+    return Pool(queue, reconcile, Metrics(), size=size, seconds=seconds, resync=600)
+
+
+def test_a_key_is_looked_at_again_when_it_said_so_and_at_least_now_and_then() -> None:
+    async def main() -> list[float]:
+        queue: WorkQueue[Key] = WorkQueue()
+        times: list[float] = []
+
+        async def reconcile(_: Key) -> float | None:
+            times.append(asyncio.get_running_loop().time())
+            return 10.0 if len(times) < 3 else None
+
+        work = pool(queue, reconcile)
+        work.start()
+        queue.add(KEY)
+        await asyncio.sleep(1000)
+        await work.stop(1)
+        return times
+
+    times = in_virtual_time(main())
+    assert times[:3] == [0, 10, 20]
+    assert 480 <= times[3] - times[2] <= 720
+
+
+def test_failures_are_tried_again_with_growing_pauses_and_hang_nothing() -> None:
+    async def main() -> list[float]:
+        queue: WorkQueue[Key] = WorkQueue()
+        times: list[float] = []
+
+        async def reconcile(_: Key) -> float | None:
+            times.append(asyncio.get_running_loop().time())
+            if len(times) == 1:
+                raise ValueError("a mistake of ours")
+            if len(times) == 2:
+                await asyncio.Event().wait()
+            return None
+
+        work = pool(queue, reconcile)
+        work.start()
+        queue.add(KEY)
+        await asyncio.sleep(100)
+        await work.stop(1)
+        return times
+
+    first, second, third = in_virtual_time(main())
+    assert 0.25 <= second - first <= 0.5
+    assert 60.5 <= third - second <= 61
+
+
+def test_a_pool_that_stops_finishes_what_is_under_way_and_takes_no_more() -> None:
+    async def main() -> list[str]:
+        queue: WorkQueue[Key] = WorkQueue()
+        told: list[str] = []
+
+        async def reconcile(key: Key) -> float | None:
+            told.append(f"{key.name} begins")
+            await asyncio.sleep(5)
+            told.append(f"{key.name} ends")
+            return None
+
+        work = pool(queue, reconcile, size=1)
+        work.start()
+        for name in ("a", "b"):
+            queue.add(Key("n", name))
+        await asyncio.sleep(1)
+        await work.stop(20)
+        return told
+
+    assert in_virtual_time(main()) == ["a begins", "a ends"]
+
+
+def test_a_pool_that_must_stop_does() -> None:
+    async def main() -> float:
+        queue: WorkQueue[Key] = WorkQueue()
+
+        async def reconcile(_: Key) -> float | None:
+            await asyncio.Event().wait()
+            return None
+
+        work = pool(queue, reconcile, seconds=1e6)
+        work.start()
+        queue.add(KEY)
+        await asyncio.sleep(1)
+        await work.stop(20)
+        return asyncio.get_running_loop().time()
+
+    assert in_virtual_time(main()) == pytest.approx(21)

@@ -1,0 +1,201 @@
+"""Every child of a dozen jobs, as it was looked at and kept: `python -m tests.operator.test_render --update-golden`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from kuberoll_api.manifest import load_job
+from kuberoll_operator import names, render
+from kuberoll_operator.backends import BACKENDS
+from kuberoll_operator.commands.render import UID, children_of, to_yaml
+from kuberoll_operator.model import Object
+from kuberoll_operator.render import Subject, generation, seal, workers
+from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
+from kuberoll_operator.render.output import OutputRefused, output_of
+from tests.operator import support
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+
+
+def rendered(case: str) -> dict[str, str]:
+    """The children of a case, by file name, each with the comment that says when it is created."""
+    job = load_job(GOLDEN / case / "input.yaml")
+    found = {}
+    for when, child in children_of(job, str(job.metadata.namespace), support.SETTINGS):
+        suffix = child["metadata"]["name"].removeprefix(f"{job.metadata.name}-")
+        found[f"{child['kind'].lower()}-{suffix}.yaml"] = f"# {when}\n{to_yaml(child)}"
+    return found
+
+
+def children(case: str) -> list[Object]:
+    job = load_job(GOLDEN / case / "input.yaml")
+    return [child for _, child in children_of(job, str(job.metadata.namespace), support.SETTINGS)]
+
+
+def subject(**spec: Any) -> Subject:
+    job = support.job(**spec)
+    endpoint = BACKENDS["Native"].endpoint(job, support.NAMESPACE)
+    return Subject(
+        job=job, namespace=support.NAMESPACE, uid=UID, settings=support.SETTINGS, endpoint=endpoint, shards=4
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_children_are_as_they_were(case: str) -> None:
+    kept = {path.name: path.read_text() for path in (GOLDEN / case).glob("*.yaml") if path.name != "input.yaml"}
+    assert rendered(case) == kept
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kubernetes_schemas_know_all_of_it(case: str) -> None:
+    for child in children(case):
+        kubernetes_validate.validate(child, "1.31", strict=True)
+
+
+def test_two_processes_render_the_same_bytes() -> None:
+    program = "from tests.operator.test_render import CASES, rendered; print([rendered(case) for case in CASES])"
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert outputs[0] == f"{[rendered(case) for case in CASES]}\n".encode()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_are_restricted_whoever_runs_in_them(case: str) -> None:
+    for child in children(case):
+        if child["kind"] not in {"Deployment", "Job"}:
+            continue
+        pod = child["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        main = pod["containers"][0]["securityContext"]
+        assert main["allowPrivilegeEscalation"] is False
+        assert main["capabilities"] == {"drop": ["ALL"]}
+        assert main.get("readOnlyRootFilesystem", False) is (child["kind"] == "Job")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_child_is_found_and_collected_with_its_job(case: str) -> None:
+    job = load_job(GOLDEN / case / "input.yaml")
+    for child in children(case):
+        metadata = child["metadata"]
+        assert len(metadata["name"]) <= 63
+        assert metadata["labels"][names.JOB_LABEL] == job.metadata.name
+        [owner] = metadata["ownerReferences"]
+        assert owner["uid"] == UID
+        assert owner["controller"] is owner["blockOwnerDeletion"] is True
+        template = child.get("spec", {}).get("template")
+        if template is not None:
+            # The label by which a pod is found is not the user's to change.
+            assert template["metadata"]["labels"][names.JOB_LABEL] == job.metadata.name
+
+
+def test_what_environments_run_beside_does_not_know_the_engines_secrets() -> None:
+    [config] = [child for child in children("untrusted") if child["kind"] == "ConfigMap"]
+    assert "never-shown" not in config["data"]["job.json"]
+    jobs = [child for child in children("untrusted") if child["kind"] == "Job"]
+    assert "never-shown" not in json.dumps(jobs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"workers": {"replicas": 9}},
+        {"suspend": True},
+        {"activeDeadlineSeconds": 7},
+        {"ttlSecondsAfterFinished": 7},
+        {"startupDeadlineSeconds": 7},
+    ],
+)
+def test_what_may_be_edited_while_pods_run_does_not_change_what_they_read(change: dict[str, Any]) -> None:
+    assert render.build_config(subject(**change)) == render.build_config(subject())
+
+
+@pytest.mark.parametrize(
+    ("uri", "location", "claim"),
+    [
+        ("s3://bucket/run", "s3://bucket/run", None),
+        ("pvc://claim", "/var/lib/kuberoll-output", "claim"),
+        ("pvc://claim/", "/var/lib/kuberoll-output", "claim"),
+        ("pvc://claim/a/b/", "/var/lib/kuberoll-output/a/b", "claim"),
+    ],
+)
+def test_outputs(uri: str, location: str, claim: str | None) -> None:
+    assert output_of(uri) == (location, claim)
+
+
+@pytest.mark.parametrize("uri", [None, "", "runs/x", "/data", "file:///data", "pvc://", "pvc://claim/../etc"])
+def test_outputs_that_would_be_lost_are_refused(uri: str | None) -> None:
+    with pytest.raises(OutputRefused, match=r"spec\.output\.uri: .*pvc://CLAIM"):
+        output_of(uri)
+
+
+def test_sealing_twice_is_sealing_once() -> None:
+    sealed = seal(render.build_config(subject()))
+    assert seal(sealed) == sealed
+
+
+def test_what_runs_keeps_its_template_and_takes_its_numbers() -> None:
+    live = seal(render.build_workers_job(subject(), suspend=False))
+    wanted = render.build_workers_job(
+        subject(workers={"replicas": 1, "image": "example.org/new:1", "retriesPerShard": 1}), suspend=True
+    )
+    assert has_other_shape(wanted, live)
+    kept = keep_shape(wanted, live, workers.MUTABLE)
+    assert kept["spec"]["template"] == live["spec"]["template"]
+    assert kept["spec"]["backoffLimitPerIndex"] == 6
+    assert (kept["spec"]["parallelism"], kept["spec"]["suspend"]) == (1, True)
+    assert annotation(kept, names.SHAPE_DIGEST) == annotation(live, names.SHAPE_DIGEST)
+    assert keep_shape(wanted, seal(kept), workers.MUTABLE) == kept
+
+
+def test_another_default_image_does_not_restart_engines() -> None:
+    live = seal(render.build_generation_deployment(subject()))
+    wanted = render.build_generation_deployment(subject(generation={"image": "example.org/new:1"}))
+    assert keep_shape(wanted, live, generation.MUTABLE)["spec"]["template"] == live["spec"]["template"]
+
+
+def test_scaling_does_not_change_the_shape() -> None:
+    first = render.build_workers_job(subject(), suspend=False)
+    assert not has_other_shape(first, seal(render.build_workers_job(subject(workers={"replicas": 1}), suspend=True)))
+
+
+def test_a_pods_startup_may_take_as_long_as_the_job_allows() -> None:
+    made = render.build_generation_deployment(subject(startupDeadlineSeconds=1801))
+    probe = made["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] == 1810
+
+
+def _update() -> None:
+    for case in CASES:
+        wanted = rendered(case)
+        for path in (GOLDEN / case).glob("*.yaml"):
+            if path.name not in {"input.yaml", *wanted}:
+                path.unlink()
+        for name, text in wanted.items():
+            (GOLDEN / case / name).write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update-golden"]:
+        sys.exit("usage: python -m tests.operator.test_render --update-golden")
+    _update()

@@ -1,0 +1,788 @@
+"""What a job's status says, row by row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from kuberoll_api.conditions import CONDITION_TYPES
+from kuberoll_api.status import RolloutJobStatus
+from kuberoll_operator.backends.pods import told
+from kuberoll_operator.model import Object, Observed, PodProgress, WriteError
+from kuberoll_operator.status import compute_status, next_deadline
+from tests.operator.support import (
+    SETTINGS,
+    at,
+    child,
+    condition,
+    deployment,
+    finish_job,
+    job,
+    job_condition,
+    observed,
+    pod,
+    raw,
+    stamp,
+    terminated,
+    unschedulable,
+    waiting,
+    workers_job,
+)
+
+STARTING = condition("GenerationReady", False, "Starting")
+READY = condition("GenerationReady", True, "Ready")
+WAITING = condition("WorkersReady", False, "WaitingForGeneration")
+RUNNING = condition("WorkersReady", True, "Running")
+DONE = condition("WorkersReady", False, "ShardsDone")
+MET = condition("SuccessCriteriaMet", True, "TrajectoriesDone", "8 trajectories are stored, 0 failed")
+SUSPENDED = condition("Suspended", True, "JobSuspended")
+TARGET = condition("FailureTarget", True, "FailedShards", "1 of 4 shards failed")
+BEGUN = {"startTime": stamp(0), "conditions": [STARTING, WAITING]}
+WITH_WORKERS = {"startTime": stamp(0), "conditions": [READY, RUNNING]}
+FINISHING = {"startTime": stamp(0), "conditions": [READY, DONE]}
+EXTERNAL = {"generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}}
+ENDED_WELL = json.dumps({"trajectories": 8, "failed": 0, "dropped": 1, "planned": 9, "mean_reward": 0.5})
+
+
+def failed_pod(shard: int, code: int, message: str, seconds: float = 0, **more: Any) -> Object:
+    end = terminated(code, message, seconds=seconds)
+    return pod("workers", f"{shard}-{seconds:g}", phase="Failed", shard=shard, container=end, **more)
+
+
+def engine(**container: Any) -> list[Object]:
+    return [pod("generation", container=container)]
+
+
+def finished(code: int, message: str) -> list[Object]:
+    phase = "Failed" if code else "Succeeded"
+    return [pod("finish", phase=phase, container=terminated(code, message))]
+
+
+def refused(kind: str, name: str, reason: str, message: str = "the server's words") -> dict[str, Any]:
+    return {"errors": {(kind, name): WriteError(reason, message)}}
+
+
+class Row(NamedTuple):
+    """Facts, and what is said of them: a phase, and conditions as `Type=Status/Reason`, with words of a message."""
+
+    name: str
+    facts: Observed
+    phase: str
+    said: list[str]
+    words: str = ""
+    status: dict[str, Any] | None = None
+    spec: Mapping[str, Any] = MappingProxyType({})
+    seconds: float = 60
+
+
+ROWS = [
+    Row(
+        "first sight",
+        observed(),
+        "Starting",
+        ["GenerationReady=False/Starting", "WorkersReady=False/WaitingForGeneration"],
+        "0 of 2 replicas are ready",
+    ),
+    Row("first sight, suspended", observed(), "Suspended", ["Suspended=True/JobSuspended"], spec={"suspend": True}),
+    Row("external", observed(), "Running", ["GenerationReady=True/External"], "http://policy:1", spec=EXTERNAL),
+    Row(
+        "one replica of two",
+        observed(deployment(1)),
+        "Starting",
+        ["GenerationReady=False/Starting"],
+        "1 of 2 replicas are ready",
+        BEGUN,
+    ),
+    Row("both replicas", observed(deployment(2)), "Running", ["GenerationReady=True/Ready"], "2 of 2", BEGUN),
+    Row(
+        "numbers of an older generation do not count",
+        observed(deployment(2, observedGeneration=0)),
+        "Starting",
+        ["GenerationReady=False/Starting"],
+        "0 of 2",
+        BEGUN,
+    ),
+    Row(
+        "a replica lost on the way",
+        observed(deployment(1), workers_job(active=2), pods=[pod("workers", shard=0)]),
+        "Running",
+        ["GenerationReady=True/Ready", "WorkersReady=True/Running"],
+        "1 of 2",
+        WITH_WORKERS,
+    ),
+    Row(
+        "all replicas lost on the way",
+        observed(deployment(0), workers_job(active=2), pods=[pod("workers", shard=0)]),
+        "Running",
+        ["GenerationReady=False/Starting", "WorkersReady=True/Running"],
+        "0 of 2",
+        WITH_WORKERS,
+    ),
+    Row(
+        "unschedulable",
+        observed(
+            deployment(),
+            pods=[
+                pod(
+                    "generation",
+                    phase="Pending",
+                    conditions=unschedulable("0/5 nodes are available: 5 Insufficient nvidia.com/gpu."),
+                )
+            ],
+        ),
+        "Starting",
+        ["GenerationReady=False/Unschedulable"],
+        "Insufficient nvidia.com/gpu",
+        BEGUN,
+    ),
+    Row(
+        "image pull",
+        observed(deployment(), pods=engine(**waiting("ErrImagePull", "manifest unknown"))),
+        "Starting",
+        ["GenerationReady=False/ImagePullError"],
+        "container generation: manifest unknown",
+        BEGUN,
+    ),
+    Row(
+        "waiting to pull again tells what was told before",
+        observed(deployment(), pods=engine(**waiting("ImagePullBackOff", "Back-off pulling image"))),
+        "Starting",
+        ["GenerationReady=False/ImagePullError"],
+        "manifest unknown",
+        {
+            "startTime": stamp(0),
+            "conditions": [condition("GenerationReady", False, "ImagePullError", "manifest unknown")],
+        },
+    ),
+    Row(
+        "image of an init container",
+        observed(deployment(), pods=[pod("generation", init=waiting("InvalidImageName", "no such name"))]),
+        "Starting",
+        ["GenerationReady=False/ImagePullError"],
+        "container prepare: no such name",
+        BEGUN,
+    ),
+    Row(
+        "missing secret",
+        observed(deployment(), pods=engine(**waiting("CreateContainerConfigError", 'secret "hub" not found'))),
+        "Starting",
+        ["GenerationReady=False/PodConfigError"],
+        'secret "hub" not found',
+        BEGUN,
+    ),
+    Row(
+        "engine ended",
+        observed(deployment(), pods=engine(**terminated(1, "ValueError: no such quantization"))),
+        "Starting",
+        ["GenerationReady=False/EngineFailed"],
+        "ValueError: no such quantization",
+        BEGUN,
+    ),
+    Row(
+        "engine ends again and again",
+        observed(
+            deployment(),
+            pods=engine(
+                **waiting("CrashLoopBackOff", "back-off 5m0s", restartCount=4),
+                lastState=terminated(1, "CUDA out of memory")["state"],
+            ),
+        ),
+        "Starting",
+        ["GenerationReady=False/Crashing"],
+        "CUDA out of memory",
+        BEGUN,
+    ),
+    Row(
+        "while it runs after many crashes",
+        observed(
+            deployment(),
+            pods=engine(state={"running": {}}, restartCount=4, lastState=terminated(1, "CUDA out of memory")["state"]),
+        ),
+        "Starting",
+        ["GenerationReady=False/Crashing"],
+        "CUDA out of memory",
+        BEGUN,
+    ),
+    Row(
+        "killed for memory",
+        observed(deployment(), pods=engine(**terminated(137, reason="OOMKilled"))),
+        "Starting",
+        ["GenerationReady=False/EngineFailed"],
+        "raise the memory limit",
+        BEGUN,
+    ),
+    Row(
+        "silent end",
+        observed(deployment(), pods=engine(**terminated(139))),
+        "Starting",
+        ["GenerationReady=False/EngineFailed"],
+        "exit code 139",
+        BEGUN,
+    ),
+    Row(
+        "words with a secret",
+        observed(deployment(), pods=engine(**terminated(1, "401 for token hf_AbCdEfGhIjKlMnOp"))),
+        "Starting",
+        ["GenerationReady=False/EngineFailed"],
+        "401 for token [redacted]",
+        BEGUN,
+    ),
+    Row(
+        "quota of pods",
+        observed(
+            deployment(
+                conditions=[{"type": "ReplicaFailure", "status": "True", "message": "forbidden: exceeded quota: gpus"}]
+            )
+        ),
+        "Starting",
+        ["GenerationReady=False/QuotaExceeded"],
+        "exceeded quota: gpus",
+        BEGUN,
+    ),
+    Row(
+        "pod security",
+        observed(
+            deployment(
+                conditions=[
+                    {"type": "ReplicaFailure", "status": "True", "message": 'is forbidden: violates "restricted"'}
+                ]
+            )
+        ),
+        "Starting",
+        ["GenerationReady=False/Forbidden"],
+        "violates",
+        BEGUN,
+    ),
+    Row(
+        "quota of objects",
+        observed(**refused("Deployment", "puzzle-generation", "QuotaExceeded")),
+        "Pending",
+        ["GenerationReady=False/QuotaExceeded"],
+        "Deployment puzzle-generation: the server's words",
+    ),
+    Row(
+        "forbidden",
+        observed(**refused("ConfigMap", "puzzle-config", "Forbidden")),
+        "Pending",
+        ["GenerationReady=False/Forbidden"],
+        "ConfigMap puzzle-config",
+        BEGUN,
+    ),
+    Row(
+        "conflict of the workers' Job",
+        observed(deployment(2), **refused("Job", "puzzle-workers", "FieldConflict")),
+        "Running",
+        ["GenerationReady=True/Ready", "WorkersReady=False/FieldConflict"],
+        "Job puzzle-workers",
+        BEGUN,
+    ),
+    Row(
+        "invalid template",
+        observed(**refused("Deployment", "puzzle-generation", "InvalidTemplate", "spec.template.spec.containers[0]")),
+        "Failed",
+        ["FailureTarget=True/InvalidTemplate"],
+        "containers[0]",
+        BEGUN,
+    ),
+    Row(
+        "name taken by a stranger",
+        observed({**child("ConfigMap", "puzzle-config", uid="other"), "metadata": {"name": "puzzle-config"}}),
+        "Pending",
+        ["GenerationReady=False/NameTaken", "WorkersReady=False/NameTaken"],
+        "delete it, or give the job another name",
+        BEGUN,
+    ),
+    Row(
+        "name still of an earlier job",
+        observed(child("ConfigMap", "puzzle-config", uid="other")),
+        "Pending",
+        ["GenerationReady=False/NameTaken"],
+        "waiting for its removal",
+        BEGUN,
+    ),
+    Row(
+        "output is a path",
+        observed(),
+        "Failed",
+        ["FailureTarget=True/InvalidSpec", "GenerationReady=False/InvalidSpec"],
+        "spec.output.uri",
+        spec={"output": {"uri": "runs/x"}},
+    ),
+    Row(
+        "output is a path, but it may be edited",
+        observed(),
+        "Suspended",
+        ["Suspended=True/JobSuspended"],
+        spec={"output": {"uri": "runs/x"}, "suspend": True},
+    ),
+    Row(
+        "autoscaling",
+        observed(),
+        "Failed",
+        ["FailureTarget=True/InvalidSpec"],
+        "spec.generation.autoscaling",
+        spec={"generation": {"replicas": None, "autoscaling": {"maxReplicas": 4}}},
+    ),
+    Row(
+        "startup deadline",
+        observed(deployment(), pods=engine(**terminated(1, "ValueError: bad dtype"))),
+        "Failed",
+        ["FailureTarget=True/StartupDeadlineExceeded"],
+        "startupDeadlineSeconds (1800): ValueError: bad dtype",
+        BEGUN,
+        seconds=1800,
+    ),
+    Row("a second before", observed(deployment()), "Starting", ["GenerationReady=False/Starting"], "", BEGUN, {}, 1799),
+    Row(
+        "startup deadline counts from the resumption",
+        observed(deployment()),
+        "Starting",
+        ["GenerationReady=False/Starting"],
+        "",
+        {**BEGUN, "startTime": stamp(1000)},
+        seconds=2799,
+    ),
+    Row(
+        "active deadline",
+        observed(deployment(2), workers_job(active=2)),
+        "Failed",
+        ["FailureTarget=True/DeadlineExceeded"],
+        "activeDeadlineSeconds (60)",
+        WITH_WORKERS,
+        {"activeDeadlineSeconds": 60},
+    ),
+    Row(
+        "the engine refuses",
+        observed(deployment(), pods=engine(**terminated(78, "no such model: org/model"))),
+        "Failed",
+        ["FailureTarget=True/Refused"],
+        "generation: no such model: org/model",
+        BEGUN,
+    ),
+    Row(
+        "workers run",
+        observed(
+            deployment(2),
+            workers_job(active=2, succeeded=1),
+            pods=[pod("workers", "a", shard=1), pod("workers", "b", shard=2)],
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "2 workers run, 1 of 4 shards are done",
+        WITH_WORKERS,
+    ),
+    Row(
+        "workers wait for a node",
+        observed(
+            deployment(2),
+            workers_job(active=1),
+            pods=[pod("workers", shard=0, phase="Pending", conditions=unschedulable("0/5 nodes: Insufficient cpu"))],
+        ),
+        "Running",
+        ["WorkersReady=False/Unschedulable"],
+        "Insufficient cpu",
+        {"startTime": stamp(0), "conditions": [READY, WAITING]},
+    ),
+    Row(
+        "no worker is asked for",
+        observed(deployment(2), workers_job()),
+        "Running",
+        ["WorkersReady=False/Starting"],
+        "workers.replicas is 0",
+        {"startTime": stamp(0), "conditions": [READY, WAITING]},
+        {"workers": {"replicas": 0}},
+    ),
+    Row(
+        "a shard is tried again",
+        observed(deployment(2), workers_job(active=1), pods=[failed_pod(3, 1, '{"cause": "disk full"}')]),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "shard 3 was tried again after: disk full",
+        WITH_WORKERS,
+    ),
+    Row(
+        "suspended mid-run",
+        observed(workers_job(suspend=True, succeeded=1)),
+        "Suspended",
+        ["Suspended=True/JobSuspended", "GenerationReady=False/Released", "WorkersReady=False/JobSuspended"],
+        "1 of 4 shards are done",
+        WITH_WORKERS,
+        {"suspend": True},
+    ),
+    Row(
+        "resumed",
+        observed(workers_job(suspend=True)),
+        "Starting",
+        ["Suspended=False/JobResumed", "GenerationReady=False/Starting"],
+        "",
+        {"startTime": stamp(0), "conditions": [SUSPENDED, STARTING, WAITING]},
+    ),
+    Row(
+        "all shards done",
+        observed(deployment(2), workers_job(succeeded=4, conditions=job_condition("Complete"))),
+        "Finishing",
+        ["GenerationReady=False/Released", "WorkersReady=False/ShardsDone", "SuccessCriteriaMet=False/ShardsDone"],
+        "4 of 4 shards are done",
+        WITH_WORKERS,
+    ),
+    Row(
+        "a failed shard within the budget",
+        observed(workers_job(succeeded=3, failedIndexes="2", conditions=job_condition("Failed", "FailedIndexes"))),
+        "Finishing",
+        ["WorkersReady=False/ShardsDone"],
+        "3 of 4 shards are done, 1 failed",
+        WITH_WORKERS,
+        {"workers": {"maxFailedShards": 1}},
+    ),
+    Row(
+        "failed shards beyond the budget: the first cause",
+        observed(
+            deployment(2),
+            workers_job(failedIndexes="0,2-3", conditions=job_condition("Failed", "MaxFailedIndexesExceeded")),
+            pods=[
+                failed_pod(0, 1, '{"cause": "later"}', 30),
+                failed_pod(2, 1, '{"cause": "the first"}', 10),
+                failed_pod(3, 75, '{"cause": "drained"}', 1),
+            ],
+        ),
+        "Failed",
+        ["FailureTarget=True/FailedShards", "WorkersReady=False/FailedShards"],
+        "3 of 4 shards failed (0, 2, 3), more than workers.maxFailedShards (0) allows; the first: shard 2: the first",
+        WITH_WORKERS,
+    ),
+    Row(
+        "a worker refuses",
+        observed(
+            deployment(2),
+            workers_job(conditions=job_condition("FailureTarget", "PodFailurePolicy", "exit code 78")),
+            pods=[failed_pod(1, 78, '{"cause": "dataset row 7: no prompt"}')],
+        ),
+        "Failed",
+        ["FailureTarget=True/Refused"],
+        "shard 1: dataset row 7: no prompt",
+        WITH_WORKERS,
+    ),
+    Row(
+        "a worker refused, and its pod is gone",
+        observed(workers_job(conditions=job_condition("Failed", "PodFailurePolicy", "Container worker: exit code 78"))),
+        "Failed",
+        ["FailureTarget=True/Refused"],
+        "Container worker: exit code 78",
+        WITH_WORKERS,
+    ),
+    Row(
+        "aggregated, engines on their way out",
+        observed(deployment(2), workers_job(succeeded=4), finish_job(conditions=job_condition("Complete"))),
+        "Finishing",
+        ["SuccessCriteriaMet=True/TrajectoriesDone", "WorkersReady=False/ShardsDone"],
+        "",
+        FINISHING,
+    ),
+    Row(
+        "aggregated, a pod of the engines still there",
+        observed(finish_job(conditions=job_condition("Complete")), pods=[pod("generation"), *finished(0, ENDED_WELL)]),
+        "Finishing",
+        ["SuccessCriteriaMet=True/TrajectoriesDone"],
+        "8 trajectories are stored, 0 failed",
+        FINISHING,
+    ),
+    Row(
+        "complete",
+        observed(finish_job(conditions=job_condition("Complete")), pods=finished(0, ENDED_WELL)),
+        "Succeeded",
+        ["Complete=True/TrajectoriesDone", "SuccessCriteriaMet=True/TrajectoriesDone"],
+        "8 trajectories",
+        FINISHING,
+    ),
+    Row(
+        "aggregation failed",
+        observed(finish_job(conditions=job_condition("Failed", "x")), pods=finished(1, '{"cause": "no bucket"}')),
+        "Failed",
+        ["FailureTarget=True/FinishFailed"],
+        "aggregation failed: no bucket",
+        FINISHING,
+    ),
+    Row(
+        "too many trajectories failed",
+        observed(
+            finish_job(conditions=job_condition("Complete")),
+            pods=finished(0, '{"trajectories": 6, "failed": 2, "planned": 8}'),
+        ),
+        "Failed",
+        ["FailureTarget=True/FailureBudgetExceeded"],
+        "2 of 8 trajectories failed, more than rollout.maxFailedFraction (0.1) allows",
+        FINISHING,
+        {"rollout": {"maxFailedFraction": 0.1}},
+    ),
+    Row(
+        "failing until what it holds is gone",
+        observed(pods=[pod("workers", shard=0)]),
+        "Failed",
+        ["FailureTarget=True/FailedShards"],
+        "1 of 4 shards failed",
+        {**WITH_WORKERS, "conditions": [READY, RUNNING, TARGET]},
+    ),
+    Row(
+        "failed",
+        observed(child("ConfigMap", "puzzle-config")),
+        "Failed",
+        ["Failed=True/FailedShards", "GenerationReady=False/FailedShards"],
+        "1 of 4 shards failed",
+        {**WITH_WORKERS, "conditions": [READY, RUNNING, TARGET]},
+    ),
+    Row(
+        "the first cause stays",
+        observed(deployment(), workers_job(conditions=job_condition("Failed", "PodFailurePolicy"))),
+        "Failed",
+        ["FailureTarget=True/FailedShards"],
+        "1 of 4 shards failed",
+        {**WITH_WORKERS, "conditions": [READY, RUNNING, TARGET]},
+        seconds=99999,
+    ),
+    Row(
+        "shards that were done stay done, whatever becomes of their Job",
+        observed(),
+        "Finishing",
+        ["WorkersReady=False/ShardsDone"],
+        "4 of 4",
+        {**FINISHING, "workers": {"succeeded": 4, "shards": 4}},
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_table(row: Row) -> None:
+    found = compute_status(job(**row.spec), raw(row.status), row.facts, SETTINGS, at(row.seconds))
+    told_of = {f"{item['type']}={item['status']}/{item['reason']}" for item in found["conditions"]}
+    assert set(row.said) <= told_of
+    assert found["phase"] == row.phase
+    if row.words:
+        assert any(row.words in item["message"] for item in found["conditions"])
+    if "FailureTarget" not in " ".join(row.said):
+        assert not any(item["type"] == "FailureTarget" for item in found["conditions"]) or "Failed=True" in row.said[0]
+    # What an API server takes, and in one order.
+    RolloutJobStatus.model_validate(found)
+    order = [CONDITION_TYPES.index(item["type"]) for item in found["conditions"]]
+    assert order == sorted(order)
+    # Said once, it is not said again.
+    again = compute_status(job(**row.spec), raw(found), row.facts, SETTINGS, at(row.seconds))
+    if row.phase not in {"Succeeded", "Failed"}:
+        assert json.dumps(again) == json.dumps(found)
+
+
+def test_there_are_rows_enough() -> None:
+    assert len(ROWS) >= 40
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def run(status: dict[str, Any], facts: Observed, seconds: float, **spec: Any) -> dict[str, Any]:
+    return compute_status(job(**spec), raw(status), facts, SETTINGS, at(seconds))
+
+
+def running(*shards: tuple[int, int, int]) -> Observed:
+    """A running job whose shards say (shard, trajectories, planned)."""
+    progress = {
+        shard: PodProgress(
+            shard=shard,
+            trajectories=count,
+            turns=2 * count,
+            generated_tokens=10 * count,
+            reward_sum=count / 2,
+            planned=planned,
+        )
+        for shard, count, planned in shards
+    }
+    pods = [pod("workers", str(shard), shard=shard) for shard in progress]
+    return observed(deployment(2), workers_job(active=len(pods)), pods=pods, progress=progress)
+
+
+def test_progress_is_summed_and_planned_shards_are_estimated() -> None:
+    found = run(WITH_WORKERS, running((0, 3, 10), (1, 5, 10)), 60)["progress"]
+    assert found == {
+        "trajectories": 40,
+        "completed": 8,
+        "failed": 0,
+        "dropped": 0,
+        "turns": 16,
+        "generatedTokens": 80,
+        "percentage": 20,
+        "meanReward": 0.5,
+        "lastUpdated": stamp(60),
+    }
+
+
+def test_progress_is_written_at_most_every_fifteen_seconds() -> None:
+    first = run(WITH_WORKERS, running((0, 3, 10)), 60)
+    assert run(first, running((0, 4, 10)), 74.9) == first
+    later = run(first, running((0, 4, 10)), 75)
+    assert (later["progress"]["completed"], later["progress"]["lastUpdated"]) == (4, stamp(75))
+
+
+def test_what_is_not_progress_is_written_at_once_and_progress_with_it() -> None:
+    first = run(WITH_WORKERS, running((0, 3, 10)), 60)
+    later = run(first, running((0, 4, 10)), 61, suspend=True)
+    assert later["phase"] == "Suspended"
+    assert later["progress"]["completed"] == 4
+
+
+def test_progress_never_falls_when_a_pod_is_not_heard() -> None:
+    first = run(WITH_WORKERS, running((0, 3, 10), (1, 3, 10)), 60)
+    later = run(first, running((0, 4, 10)), 90)["progress"]
+    assert later == {**first["progress"], "lastUpdated": stamp(90)}
+
+
+def test_a_shard_is_counted_once_by_what_is_most() -> None:
+    message = json.dumps({"shard": 0, "trajectories": 2, "failed": 1, "dropped": 1, "reward_sum": 1, "planned": 10})
+    less = json.dumps({"shard": 0, "trajectories": 1, "planned": 10})
+    pods = [failed_pod(0, 1, less, 1), failed_pod(0, 75, message, 2)]
+    facts = observed(deployment(2), workers_job(completions=1, active=1), pods=pods)
+    found = run(WITH_WORKERS, facts, 60)["progress"]
+    assert (found["completed"], found["failed"], found["dropped"], found["percentage"]) == (2, 1, 1, 40)
+
+
+def test_messages_of_strangers_are_borne() -> None:
+    for message in (
+        "[]",
+        '"x"',
+        '{"trajectories": "many"}',
+        '{"trajectories": 1e999, "reward_sum": 1e999}',
+        "{",
+        "\x00",
+    ):
+        facts = observed(
+            deployment(2),
+            workers_job(active=1),
+            finish_job(conditions=job_condition("Complete")),
+            pods=[failed_pod(0, 1, message), *finished(0, message)],
+        )
+        RolloutJobStatus.model_validate(run(WITH_WORKERS, facts, 60))
+        RolloutJobStatus.model_validate(run(FINISHING, facts, 60))
+
+
+def test_the_finish_pod_settles_the_numbers() -> None:
+    message = json.dumps(
+        {
+            "trajectories": 30,
+            "failed": 2,
+            "dropped": 8,
+            "planned": 40,
+            "mean_reward": 0.25,
+            "environments": {
+                "sliding_puzzle": {"trajectories": 30, "failed": 2, "mean_reward": 0.25, "pass_at_1": 0.2},
+                "unknown": {"trajectories": 1},
+            },
+            "cause": "",
+        }
+    )
+    facts = observed(finish_job(conditions=job_condition("Complete")), pods=finished(0, message))
+    before = run(WITH_WORKERS, running((0, 9, 10)), 60)
+    before["conditions"] = FINISHING["conditions"]
+    found = run(before, facts, 61, rollout={"maxFailedFraction": 0.5})
+    assert found["phase"] == "Succeeded"
+    assert found["completionTime"] == stamp(61)
+    assert found["progress"]["completed"] == 30
+    assert found["progress"]["percentage"] == 100
+    assert found["progress"]["turns"] == 18
+    assert found["progress"]["meanReward"] == 0.25
+    assert found["results"] == {
+        "trajectories": 30,
+        "failed": 2,
+        "dropped": 8,
+        "meanReward": 0.25,
+        "environments": [{"name": "sliding_puzzle", "trajectories": 30, "failed": 2, "meanReward": 0.25}],
+    }
+    assert found["summary"]["progress"] == "30/40"
+
+
+def test_the_remaining_time_follows_the_pace() -> None:
+    first = run(WITH_WORKERS, running((0, 10, 100)), 60, workers={"shards": 1})
+    facts = [running((0, 20, 100)), running((0, 30, 100))]
+    for item in facts:
+        item.children["Job", "puzzle-workers"]["spec"]["completions"] = 1
+    second = run(first, facts[0], 80)
+    # 380 of 400 remain in the first look's estimate of four shards; of one shard, 80 at 10 in 20 seconds.
+    assert second["progress"]["estimatedSecondsRemaining"] == 160
+    third = run(second, facts[1], 100)
+    assert third["progress"]["estimatedSecondsRemaining"] == 140
+    assert run(third, facts[1], 500) == third
+    assert "estimatedSecondsRemaining" not in run(third, facts[1], 501, suspend=True)["progress"]
+
+
+def test_transition_times_move_with_the_status_only() -> None:
+    first = run({}, observed(), 0)
+    second = run(first, observed(deployment(), pods=engine(**waiting("ErrImagePull", "no"))), 100)
+    ready = run(second, observed(deployment(2)), 200)
+    times = [item["conditions"][0]["lastTransitionTime"] for item in (first, second, ready)]
+    assert times == [stamp(0), stamp(0), stamp(200)]
+
+
+def test_the_start_time_is_that_of_the_resumption() -> None:
+    fresh = run({}, observed(), 0, suspend=True)
+    assert "startTime" not in fresh
+    resumed = run(fresh, observed(), 50)
+    assert resumed["startTime"] == stamp(50)
+    assert run(resumed, observed(deployment(2)), 70)["startTime"] == stamp(50)
+    again = run(resumed, observed(), 80, suspend=True)
+    assert again["startTime"] == stamp(50)
+    assert run(again, observed(), 90)["startTime"] == stamp(90)
+
+
+@pytest.mark.parametrize("end", ["Complete", "Failed"])
+def test_what_is_over_says_nothing_more(end: str) -> None:
+    status = {"phase": "x", "conditions": [condition(end, True, "X")], "observedGeneration": 1}
+    assert run(status, observed(deployment(2), workers_job(active=4)), 999, suspend=True) == status
+    edited = compute_status(job(suspend=True), raw(status, generation=2), observed(), SETTINGS, at(1))
+    assert edited == {**status, "observedGeneration": 2}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"deletionTimestamp": stamp(0)}])
+def test_somebody_elses_job_is_left_alone(metadata: dict[str, Any]) -> None:
+    spec = {} if metadata else {"managedBy": "kueue.x-k8s.io/multikueue"}
+    assert compute_status(job(**spec), raw({"phase": "Any"}, **metadata), observed(), SETTINGS, at(0)) == {
+        "phase": "Any"
+    }
+
+
+def test_deadlines() -> None:
+    spec: dict[str, Any] = {"activeDeadlineSeconds": 3600, "ttlSecondsAfterFinished": 100}
+    first = run({}, observed(), 0, **spec)
+    # What was kept back for a while, then the startup, then the whole job.
+    assert next_deadline(job(**spec), first, at(1)) == 14
+    assert next_deadline(job(**spec), first, at(100)) == 1700
+    started = run(first, observed(deployment(2), workers_job(active=1)), 1700, **spec)
+    assert next_deadline(job(**spec), started, at(1800)) == 15
+    assert next_deadline(job(**spec), started, at(3599)) == 1
+    over = {"conditions": [condition("Complete", True, "X", seconds=10)]}
+    assert next_deadline(job(**spec), over, at(20)) == 90
+    assert next_deadline(job(**spec), over, at(200)) == 0
+    assert next_deadline(job(), over, at(20)) is None
+    assert next_deadline(job(**spec), {"conditions": [TARGET]}, at(20)) is None
+    suspended = run({}, observed(), 0, suspend=True, **spec)
+    assert next_deadline(job(suspend=True, **spec), suspended, at(60)) is None
+
+
+SECRETS: list[tuple[str, str]] = [
+    ("token hf_abcdefGHIJKL in use", "token [redacted] in use"),
+    ("Authorization: Bearer abc.def-123456", "Authorization: Bearer [redacted]"),
+    ("key sk-proj-abcdef123456", "key [redacted]"),
+    ("AKIAABCDEFGHIJKLMNOP", "[redacted]"),
+    ("postgres://user:pa55w0rd@db/x", "postgres://[redacted]@db/x"),
+    ("aws_secret_access_key=abcdefghij", "aws_secret_access_key=[redacted]"),
+    ('{"api_key": "0123456789"}', '{"api_key": "[redacted]"}'),
+    ("max_tokens: 512 is too many", "max_tokens: 512 is too many"),
+    ("unexpected token in JSON at position 5", "unexpected token in JSON at position 5"),
+    ("task-force of desk-lamps", "task-force of desk-lamps"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), SECRETS)
+def test_secrets_do_not_stand_in_a_status(text: str, expected: str) -> None:
+    assert told(text) == expected
+
+
+def test_long_words_are_capped() -> None:
+    assert len(told("x" * 5000)) == 1000
