@@ -1,0 +1,106 @@
+"""A small real cluster: a control plane and a kubelet whose containers are local processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes
+from tests.cluster.api import Api, ApiError
+from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server, start_controller_manager
+from tests.cluster.kubelet import Kubelet
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """etcd and kube-apiserver; skips where this machine has none."""
+    try:
+        server = start_api_server(tmp_path_factory.mktemp("control-plane"))
+    except MissingBinaries as missing:
+        pytest.skip(str(missing))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def control_plane(api_server: ApiServer) -> ApiServer:
+    """The API server with controllers: Jobs, Deployments, garbage collection, TTLs. It ends with the API server."""
+    try:
+        start_controller_manager(api_server)
+    except MissingBinaries as missing:
+        pytest.skip(str(missing))
+    return api_server
+
+
+@pytest.fixture(scope="session")
+def session_id() -> Iterator[str]:
+    """In the environment of all that the kubelet starts; ended with the tests, even when those are killed."""
+    identity = uuid.uuid4().hex
+    watchdog = subprocess.Popen(
+        [sys.executable, "-m", "kuberoll_workers.local.watchdog", identity],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ},
+    )
+    try:
+        yield identity
+    finally:
+        end_processes(identity)
+        assert watchdog.stdin is not None
+        watchdog.stdin.close()
+        watchdog.wait(60)
+
+
+@pytest.fixture(scope="session")
+def kubelet(control_plane: ApiServer, session_id: str) -> Iterator[Kubelet]:
+    """One node with 8 GPUs."""
+    kubelet = Kubelet(
+        control_plane.url,
+        control_plane.token,
+        control_plane.authority,
+        environment={
+            RUN_ID_VARIABLE: session_id,
+            # Pods may run modules of the tests.
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
+            "KUBEROLL_DRAIN_SECONDS": "3",
+        },
+    )
+    try:
+        yield kubelet
+    finally:
+        kubelet.stop()
+
+
+@pytest_asyncio.fixture
+async def api(api_server: ApiServer) -> AsyncIterator[Api]:
+    """An administrator."""
+    async with Api(api_server.url, api_server.token, api_server.authority) as api:
+        yield api
+
+
+@pytest_asyncio.fixture
+async def namespace(api: Api, control_plane: ApiServer) -> AsyncIterator[str]:
+    """A namespace of the test's own, with its service account; deleted with all that is in it."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    await api.wait("ServiceAccount", name, "default", lambda item: item is not None)
+    try:
+        yield name
+    finally:
+        await api.delete("Namespace", None, name)
+        for pod in await api.list("Pod", name):
+            try:
+                await api.delete("Pod", name, pod["metadata"]["name"], grace=0)
+            except ApiError as error:
+                if error.status != 404:
+                    raise

@@ -1,0 +1,586 @@
+"""A kubelet and a scheduler for tests: one node whose containers are processes of this machine.
+
+There are no images, namespaces or cgroups: a container's command runs as it is, `python` being the one that runs the
+tests. A pod has an address of 127.0.0.0/8 and must listen on that one (it is in `status.podIP`); volumes are
+directories, and their mount paths and the names of Services are replaced in commands, variables and ConfigMaps. The
+termination message is what is in the file that KUBEROLL_TERMINATION_LOG names. NetworkPolicies, security contexts and
+limits are not enforced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.cluster.api import Api, ApiError, Object
+from tests.cluster.containers import Container, Launch, now
+from tests.cluster.processes import end_marked, marked
+from tests.cluster.scheduling import in_use, why_not
+from tests.cluster.services import Services
+from tests.cluster.volumes import NotYet, PodFiles, expand, variables
+
+T = TypeVar("T")
+
+NODE = "test-node"
+KUBELET_PORT = 10250
+MISSING_IMAGE = "missing/"
+TERMINATION_LOG_VARIABLE = "KUBEROLL_TERMINATION_LOG"
+_INHERITED = ("LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "SSL_CERT_FILE")
+_RETRY_SECONDS = 0.2
+_LONGEST_BACKOFF_SECONDS = 10.0
+
+DEFAULT_CAPACITY: Mapping[str, str] = {
+    "cpu": "64",
+    "memory": "256Gi",
+    "ephemeral-storage": "1Ti",
+    "pods": "500",
+    "nvidia.com/gpu": "8",
+}
+
+
+class PodRunner:
+    """One pod from its binding to its end."""
+
+    def __init__(self, node: Node, pod: Object, address: str, root: Path) -> None:
+        self._node, self.pod, self.address = node, pod, address
+        self.namespace, self.name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        self.uid = pod["metadata"]["uid"]
+        claims = node.directory / "claims" / self.namespace
+        self.files = PodFiles(root, claims, node.services.resolve)
+        self._began = now()
+        self._publishing = asyncio.Lock()
+        self._published: Object | None = None
+        self._ending = False
+        self._stopped = asyncio.Event()
+        self.containers = [self._container(spec) for spec in pod["spec"]["containers"]]
+        self.init_containers = [self._container(spec) for spec in pod["spec"].get("initContainers", ())]
+        self._initialized = not self.init_containers
+        self.work = asyncio.create_task(self._run(), name=f"pod {self.namespace}/{self.name}")
+        self.end: asyncio.Task[None] | None = None
+
+    def _container(self, spec: Object) -> Container:
+        container = Container(spec, self.address, self._node.probe_seconds, self.publish)
+        container.marker = f"{self.uid}/{spec['name']}"
+        return container
+
+    # The pod's life.
+
+    async def _run(self) -> None:
+        await self.publish()
+        for container in (*self.init_containers, *self.containers):
+            if container.spec["image"].startswith(MISSING_IMAGE):
+                await self._no_image(container)
+                return
+        await self._until_there(self._make_volumes)
+        for container in self.init_containers:
+            if not await self._keep_running(container, "Never"):
+                return
+        self._initialized = True
+        policy = self.pod["spec"].get("restartPolicy", "Always")
+        async with asyncio.TaskGroup() as tasks:
+            for container in self.containers:
+                tasks.create_task(self._keep_running(container, policy))
+
+    async def _make_volumes(self) -> None:
+        await self.files.make(self.pod, self._find)
+        for container in (*self.init_containers, *self.containers):
+            self.files.fill(self.pod, container.spec)
+
+    async def _find(self, kind: str, name: str) -> Object | None:
+        return await self._node.api.find(kind, self.namespace, name)
+
+    async def _until_there(self, step: Callable[[], Coroutine[Any, Any, T]], container: Container | None = None) -> T:
+        while True:
+            try:
+                return await step()
+            except NotYet as missing:
+                if container is not None:
+                    container.state = {"waiting": {"reason": "CreateContainerConfigError", "message": str(missing)}}
+                    await self.publish()
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _no_image(self, container: Container) -> None:
+        image = container.spec["image"]
+        error = (
+            f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": pull access denied, '
+            "repository does not exist or may require authorization"
+        )
+        container.state = {"waiting": {"reason": "ErrImagePull", "message": error}}
+        await self.publish()
+        await asyncio.sleep(_RETRY_SECONDS)
+        message = f'Back-off pulling image "{image}": ErrImagePull: {error}'
+        container.state = {"waiting": {"reason": "ImagePullBackOff", "message": message}}
+        await self.publish()
+
+    async def _keep_running(self, container: Container, policy: str) -> bool:
+        """Runs it until it is not to be started again; tells whether it ended well."""
+        backoff = self._node.backoff_seconds
+        while True:
+            launch = await self._until_there(lambda: self._launch(container), container)
+            if self._ending:
+                return False
+            code = await container.run(launch)
+            if self._ending or policy == "Never" or (policy == "OnFailure" and code == 0):
+                return code == 0
+            message = (
+                f"back-off {backoff:g}s restarting failed container={container.name} "
+                f"pod={self.name}_{self.namespace}({self.uid})"
+            )
+            container.last_state, container.restarts = container.state, container.restarts + 1
+            container.state = {"waiting": {"reason": "CrashLoopBackOff", "message": message}}
+            await self.publish()
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
+
+    async def _launch(self, container: Container) -> Launch:
+        spec = container.spec
+        root = self.files.root
+        termination_log = root / f"{container.name}.termination"
+        temporary = self.files.temporary(spec)
+        given = await variables(self._with_address(), spec, self._find)
+        environment = {
+            **{name: os.environ[name] for name in _INHERITED if name in os.environ},
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(temporary),
+            "TMPDIR": str(temporary),
+            "HOSTNAME": self.name,
+            **self._node.environment,
+            **{name: self.files.translate(value, spec) for name, value in given.items()},
+            TERMINATION_LOG_VARIABLE: str(termination_log),
+        }
+        words = [*spec.get("command", ()), *spec.get("args", ())]
+        command = [self.files.translate(expand(word, given), spec) for word in words]
+        if not command:
+            raise NotYet(f"the test kubelet has no images; container {container.name} needs a command")
+        if command[0] in ("python", "python3"):
+            command[0] = sys.executable
+        directory = Path(self.files.translate(spec["workingDir"], spec)) if spec.get("workingDir") else temporary
+        return Launch(command, environment, directory, termination_log, self._node.log(self, container.name))
+
+    def _with_address(self) -> Object:
+        # What the downward API gives is what the kubelet knows, not what it has already written.
+        status = {"podIP": self.address, "hostIP": self._node.address, "podIPs": [{"ip": self.address}]}
+        return {**self.pod, "status": {**self.pod.get("status", {}), **status}}
+
+    # Its end.
+
+    def terminate(self, grace: float) -> None:
+        """Once: SIGTERM, SIGKILL after so many seconds, then the pod is no more."""
+        if self.end is None:
+            self.end = asyncio.create_task(self._terminate(grace), name=f"end of {self.namespace}/{self.name}")
+
+    async def _terminate(self, grace: float) -> None:
+        self._ending = True
+        for container in (*self.init_containers, *self.containers):
+            container.signal(signal.SIGTERM)
+        running = asyncio.gather(*(self._gone(item) for item in (*self.init_containers, *self.containers)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running, grace)
+        await self.kill()
+        await self.publish()
+        with contextlib.suppress(ApiError):
+            await self._node.api.delete("Pod", self.namespace, self.name, grace=0, uid=self.uid)
+
+    async def _gone(self, container: Container) -> None:
+        if container.process is not None:
+            # It ends itself: this waits for the one who waits for the process.
+            await asyncio.wait({self.work})
+
+    async def kill(self) -> None:
+        """SIGKILL to everything; returns when all is gone and the last state is known."""
+        self._ending = True
+        for container in (*self.init_containers, *self.containers):
+            if container.process is not None:
+                container.signal(signal.SIGKILL)
+            await end_marked(container.marker)
+        if any(container.process is not None for container in self.containers):
+            await asyncio.wait({self.work}, timeout=10)
+        self.work.cancel()
+        await asyncio.wait({self.work})
+        for container in (*self.init_containers, *self.containers):
+            await end_marked(container.marker)
+
+    # Its status.
+
+    async def publish(self) -> None:
+        """Writes the status if it changed."""
+        async with self._publishing:
+            status = self._status()
+            if status == self._published:
+                return
+            body = {"metadata": {"uid": self.uid}, "status": status}
+            try:
+                self.pod = await self._node.api.patch(
+                    "Pod", self.namespace, self.name, body, subresource="status", how="strategic-merge"
+                )
+            except ApiError as error:
+                # 404: the pod is gone; 409: another one has its name.
+                if error.status not in (404, 409):
+                    raise
+            self._published = status
+
+    def _status(self) -> Object:
+        containers = self.containers
+        codes = [container.exit_code for container in containers]
+        init_failed = any(container.exit_code for container in self.init_containers)
+        restarts = self.pod["spec"].get("restartPolicy", "Always") == "Always"
+        ended = all(code is not None for code in codes) and (self._ending or not restarts)
+        if init_failed or (ended and any(codes)):
+            phase = "Failed"
+        elif ended:
+            phase = "Succeeded"
+        elif any("running" in item.state or item.restarts or item.exit_code is not None for item in containers):
+            phase = "Running"
+        else:
+            phase = "Pending"
+        ready = all(container.ready for container in containers)
+        unready = [container.name for container in containers if not container.ready]
+        why_unready = (
+            {"reason": "PodCompleted"}
+            if phase in ("Succeeded", "Failed")
+            else {
+                "reason": "ContainersNotReady",
+                "message": f"containers with unready status: [{' '.join(unready)}]",
+            }
+        )
+        return {
+            "phase": phase,
+            "hostIP": self._node.address,
+            "podIP": self.address,
+            "podIPs": [{"ip": self.address}],
+            "startTime": self._began,
+            "conditions": [
+                _condition("PodScheduled", True),
+                _condition("Initialized", self._initialized),
+                _condition("ContainersReady", ready, **({} if ready else why_unready)),
+                _condition("Ready", ready, **({} if ready else why_unready)),
+            ],
+            "containerStatuses": [container.status() for container in containers],
+            "initContainerStatuses": [container.status() for container in self.init_containers],
+        }
+
+
+def _condition(kind: str, value: bool, **more: str) -> Object:
+    # Null removes what an earlier state said.
+    return {"type": kind, "status": str(value), "reason": None, "message": None, **more}
+
+
+class Node:
+    """The node's work, within one event loop. `Kubelet` is its face to the tests."""
+
+    def __init__(
+        self,
+        api: Api,
+        directory: Path,
+        *,
+        capacity: Mapping[str, str],
+        environment: Mapping[str, str],
+        probe_seconds: float,
+        backoff_seconds: float,
+    ) -> None:
+        self.api, self.directory, self.environment = api, directory, dict(environment)
+        self.probe_seconds, self.backoff_seconds = probe_seconds, backoff_seconds
+        self.capacity = dict(capacity)
+        self.pods: dict[str, Object] = {}
+        self.runners: dict[str, PodRunner] = {}
+        self._lock, self._network = _own_network()
+        self.address = f"127.{self._network}.0.1"
+        self.services = Services(self._network, lambda: list(self.pods.values()))
+        self._addresses = 0
+        self._reschedule = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Registers the node and begins."""
+        await self.api.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": NODE, "labels": {"kubernetes.io/hostname": NODE}},
+            }
+        )
+        await self.set_capacity(self.capacity)
+        # Admission gives every new node the taint of one that is not ready.
+        await self.api.patch("Node", None, NODE, {"spec": {"taints": None}})
+        for work in (self._watch_services(), self._watch_pods(), self._schedule()):
+            self._tasks.append(asyncio.create_task(work))
+
+    async def stop(self) -> None:
+        """Ends all pods' processes; the API server is told nothing."""
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for runner in self.runners.values():
+            if runner.end is not None:
+                runner.end.cancel()
+        await asyncio.gather(*(runner.kill() for runner in self.runners.values()), return_exceptions=True)
+        await self.services.close()
+        self._lock.close()
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+
+    async def set_capacity(self, capacity: Mapping[str, str]) -> None:
+        self.capacity = dict(capacity)
+        status = {
+            "capacity": self.capacity,
+            "allocatable": self.capacity,
+            "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": now()}],
+            "addresses": [{"type": "InternalIP", "address": self.address}],
+        }
+        await self.api.patch("Node", None, NODE, {"status": status}, subresource="status")
+        self._reschedule.set()
+
+    def log(self, runner: PodRunner, container: str) -> Path:
+        logs = self.directory / "logs"
+        logs.mkdir(exist_ok=True)
+        return logs / f"{runner.namespace}_{runner.name}_{container}.log"
+
+    async def _watch_services(self) -> None:
+        async for kind, item in self.api.changes("Service"):
+            if kind == "SYNC":
+                await self.services.keep({_key(service) for service in item["items"]})
+                for service in item["items"]:
+                    await self.services.changed(service)
+            elif kind == "DELETED":
+                await self.services.removed(*_key(item))
+            else:
+                await self.services.changed(item)
+
+    async def _watch_pods(self) -> None:
+        async for kind, item in self.api.changes("Pod"):
+            if kind == "SYNC":
+                left = {pod["metadata"]["uid"] for pod in item["items"]}
+                for uid in set(self.pods) - left:
+                    await self._removed(uid)
+                for pod in item["items"]:
+                    self._changed(pod)
+            elif kind == "DELETED":
+                await self._removed(item["metadata"]["uid"])
+            else:
+                self._changed(item)
+
+    def _changed(self, pod: Object) -> None:
+        uid = pod["metadata"]["uid"]
+        self.pods[uid] = pod
+        self._reschedule.set()
+        if pod["spec"].get("nodeName") != NODE:
+            return
+        phase = pod.get("status", {}).get("phase")
+        if uid not in self.runners and phase not in ("Succeeded", "Failed"):
+            self._addresses += 1
+            number = self._addresses
+            root = self.directory / f"{number:x}"
+            root.mkdir()
+            address = f"127.{self._network}.{1 + number // 250 % 127}.{1 + number % 250}"
+            self.runners[uid] = PodRunner(self, pod, address, root)
+        runner = self.runners.get(uid)
+        if runner is not None and "deletionTimestamp" in pod["metadata"]:
+            runner.terminate(pod["metadata"].get("deletionGracePeriodSeconds", 30))
+
+    async def _removed(self, uid: str) -> None:
+        self.pods.pop(uid, None)
+        self._reschedule.set()
+        if (runner := self.runners.pop(uid, None)) is not None:
+            # Forced: nobody waits for its processes any more, but they are not to stay.
+            runner.end = runner.end or asyncio.create_task(runner.kill())
+
+    async def _schedule(self) -> None:
+        while True:
+            # What a pod waits for may be something that is not watched here: a claim, a label of the node.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._reschedule.wait(), _RETRY_SECONDS if self._unplaced() else None)
+            self._reschedule.clear()
+            for pod in list(self.pods.values()):
+                if not pod["spec"].get("nodeName") and "deletionTimestamp" not in pod["metadata"]:
+                    try:
+                        await self._place(pod)
+                    except ApiError as error:
+                        if error.status not in (404, 409):
+                            raise
+
+    def _unplaced(self) -> bool:
+        return any(not pod["spec"].get("nodeName") for pod in self.pods.values())
+
+    async def _place(self, pod: Object) -> None:
+        namespace, name = _key(pod)
+        if pod["spec"].get("schedulingGates"):
+            return
+        node = await self.api.get("Node", None, NODE)
+        claims = [item["metadata"]["name"] for item in await self.api.list("PersistentVolumeClaim", namespace)]
+        message = why_not(pod, node, in_use(self.pods.values()), claims)
+        if message is not None:
+            said = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+            known = pod.get("status", {}).get("conditions", ())
+            if not any(item["type"] == "PodScheduled" and item.get("message") == message for item in known):
+                body = {"status": {"conditions": [said]}}
+                await self.api.patch("Pod", namespace, name, body, subresource="status", how="strategic-merge")
+            return
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": name, "namespace": namespace},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
+        }
+        await self.api.request("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/binding", binding)
+        # The watch will say the same a little later; the next pod must not take the same place.
+        pod["spec"]["nodeName"] = NODE
+
+
+def _key(item: Object) -> tuple[str, str]:
+    return item["metadata"]["namespace"], item["metadata"]["name"]
+
+
+def _own_network() -> tuple[socket.socket, int]:
+    """The second number of this kubelet's addresses, and the socket that keeps others from it."""
+    for number in range(1 + os.getpid() % 100, 250):
+        lock = socket.socket()
+        try:
+            lock.bind((f"127.{number}.0.1", KUBELET_PORT))
+            lock.listen()
+        except OSError:
+            lock.close()
+            continue
+        return lock, number
+    raise RuntimeError("no free network in 127.0.0.0/8: are test kubelets left over?")
+
+
+class Kubelet:
+    """A running test kubelet, in a thread of its own. Its methods are for other threads."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        authority: Path,
+        *,
+        capacity: Mapping[str, str] = DEFAULT_CAPACITY,
+        environment: Mapping[str, str] | None = None,
+        probe_seconds: float = 0.5,
+        backoff_seconds: float = 0.3,
+    ) -> None:
+        # Not pytest's directory: the paths of sockets below it would be too long.
+        self.directory = Path(tempfile.mkdtemp(prefix="k", dir="/tmp"))
+        self._loop = asyncio.new_event_loop()
+        self._stop: Future[None] = Future()
+        self._started: Future[None] = Future()
+        self._api = Api(url, token, authority)
+        self._options: dict[str, Any] = {
+            "capacity": capacity,
+            "environment": environment or {},
+            "probe_seconds": probe_seconds,
+            "backoff_seconds": backoff_seconds,
+        }
+        self._node: Node | None = None
+        self._thread = threading.Thread(target=self._main, name="kubelet")
+        self._thread.start()
+        self._started.result(60)
+
+    def _main(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._live())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+            raise
+
+    async def _live(self) -> None:
+        async with self._api:
+            self._node = Node(self._api, self.directory, **self._options)
+            await self._node.start()
+            self._started.set_result(None)
+            try:
+                await asyncio.wrap_future(self._stop)
+            finally:
+                await self._node.stop()
+
+    @property
+    def node(self) -> Node:
+        assert self._node is not None
+        return self._node
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def set_capacity(self, **changed: str) -> None:
+        """Changes what the node has: `set_capacity(**{"nvidia.com/gpu": "1"})`."""
+        self._do(self.node.set_capacity({**self.node.capacity, **changed}))
+
+    def used(self, resource: str) -> int:
+        """How much of a resource the node's pods hold."""
+
+        async def ask() -> Decimal:
+            return in_use(self.node.pods.values()).get(resource, Decimal())
+
+        return int(self._do(ask()))
+
+    def crash(self, namespace: str, pod: str, container: str | None = None) -> None:
+        """SIGKILL to a container's processes, as the kernel does when memory is short."""
+
+        async def kill() -> None:
+            for runner in self.node.runners.values():
+                if (runner.namespace, runner.name) == (namespace, pod):
+                    for item in runner.containers:
+                        if container in (None, item.name):
+                            await end_marked(item.marker)
+
+        self._do(kill())
+
+    def evict(self, namespace: str, pod: str) -> None:
+        """Through the API, as a drain of the node does: condition DisruptionTarget, then deletion."""
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        self._do(self._api.request("POST", path, body))
+
+    def claim(self, namespace: str, name: str) -> Path:
+        """The directory of a PersistentVolumeClaim."""
+        path = self.directory / "claims" / namespace / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def resolve(self, text: str) -> str:
+        """The text with names of Services as addresses of this machine."""
+
+        async def ask() -> str:
+            return self.node.services.resolve(text)
+
+        return self._do(ask())
+
+    def logs(self, namespace: str, pod_prefix: str = "") -> str:
+        """What the containers of pods wrote, one after the other."""
+        found = sorted((self.directory / "logs").glob(f"{namespace}_{pod_prefix}*.log"))
+        return "".join(f"--- {path.name}\n{path.read_text(errors='replace')}\n" for path in found)
+
+    def running(self, namespace: str) -> list[str]:
+        """Names of containers of a namespace that have processes: `pod/container`."""
+
+        async def ask() -> list[str]:
+            markers = {
+                container.marker: f"{runner.name}/{container.name}"
+                for runner in self.node.runners.values()
+                if runner.namespace == namespace
+                for container in (*runner.init_containers, *runner.containers)
+            }
+            return [name for marker, name in markers.items() if any(True for _ in marked(marker))]
+
+        return self._do(ask())
+
+    def stop(self) -> None:
+        """Ends everything that it started."""
+        if not self._stop.done():
+            self._stop.set_result(None)
+        self._thread.join()
+        shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,170 @@
+"""What kube-proxy and the cluster's DNS do: an address of its own for every Service, forwarded to its ready pods."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import re
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Object = dict[str, Any]
+
+_NAME = re.compile(
+    r"\b(?P<service>[a-z][-a-z0-9]*)\.(?P<namespace>[a-z0-9][-a-z0-9]*)\.svc(?:\.cluster\.local)?\b(?::(?P<port>\d+))?"
+)
+
+# Added to the ports of Services: a pod may listen at all addresses, which here are the machine's.
+PORT_OFFSET = 20000
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod takes requests."""
+    conditions = pod.get("status", {}).get("conditions", ())
+    return "deletionTimestamp" not in pod["metadata"] and any(
+        item["type"] == "Ready" and item["status"] == "True" for item in conditions
+    )
+
+
+def selects(service: Object, pod: Object) -> bool:
+    """Whether a pod is behind a Service."""
+    selector: Mapping[str, str] = service["spec"].get("selector") or {}
+    labels = pod["metadata"].get("labels", {})
+    same = pod["metadata"]["namespace"] == service["metadata"]["namespace"]
+    return bool(selector) and same and all(labels.get(name) == value for name, value in selector.items())
+
+
+def target_port(port: Object, pod: Object) -> int | None:
+    """The number of the pod's port that a port of a Service leads to."""
+    target = port.get("targetPort", port["port"])
+    if isinstance(target, int):
+        return target
+    for container in pod["spec"]["containers"]:
+        for named in container.get("ports", ()):
+            if named.get("name") == target:
+                return int(named["containerPort"])
+    return None
+
+
+class Services:
+    """Listeners for Services, within 127.NETWORK.128.0/17.
+
+    Args:
+        network: The second number of all addresses.
+        pods: All pods, as last seen.
+    """
+
+    def __init__(self, network: int, pods: Callable[[], list[Object]]) -> None:
+        self._network, self._pods = network, pods
+        self._services: dict[tuple[str, str], Object] = {}
+        self._listeners: dict[tuple[str, str], list[asyncio.Server]] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def address(self, namespace: str, name: str) -> str:
+        """The same for the same name, so that a Service that is made again is where it was."""
+        number = int.from_bytes(hashlib.sha256(f"{namespace}/{name}".encode()).digest()[:4], "big")
+        return f"127.{self._network}.{128 + number % 127}.{1 + number // 127 % 254}"
+
+    def resolve(self, text: str) -> str:
+        """The text with names of Services, and their ports, replaced; a headless one by a pod of it if there is one."""
+
+        def address(match: re.Match[str]) -> str:
+            service = self._services.get((match["namespace"], match["service"]))
+            if service is not None and service["spec"].get("clusterIP") == "None":
+                pods = [pod for pod in self._pods() if selects(service, pod) and pod.get("status", {}).get("podIP")]
+                pods.sort(key=is_ready, reverse=True)
+                port = f":{match['port']}" if match["port"] else ""
+                return pods[0]["status"]["podIP"] + port if pods else match[0]
+            port = f":{int(match['port']) + PORT_OFFSET}" if match["port"] else ""
+            return self.address(match["namespace"], match["service"]) + port
+
+        return _NAME.sub(address, text)
+
+    async def changed(self, service: Object) -> None:
+        """A Service was made or changed."""
+        key = (service["metadata"]["namespace"], service["metadata"]["name"])
+        before = self._services.get(key)
+        self._services[key] = service
+        if service["spec"].get("clusterIP") == "None" or not service["spec"].get("selector"):
+            return
+        if before is not None and before["spec"].get("ports") == service["spec"].get("ports"):
+            return
+        await self._close(key)
+        self._listeners[key] = [
+            await self._listen(key, port) for port in service["spec"].get("ports", ()) if port["protocol"] == "TCP"
+        ]
+
+    async def removed(self, namespace: str, name: str) -> None:
+        """A Service is no more."""
+        self._services.pop((namespace, name), None)
+        await self._close((namespace, name))
+
+    async def keep(self, keys: set[tuple[str, str]]) -> None:
+        """Only these are left."""
+        for key in set(self._services) - keys:
+            await self.removed(*key)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections."""
+        await self.keep(set())
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _close(self, key: tuple[str, str]) -> None:
+        for server in self._listeners.pop(key, ()):
+            server.close()
+
+    async def _listen(self, key: tuple[str, str], port: Object) -> asyncio.Server:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._connections.add(task)
+            try:
+                await self._forward(key, port, reader, writer)
+            except asyncio.CancelledError:
+                pass
+            finally:
+                self._connections.discard(task)
+
+        return await asyncio.start_server(accept, self.address(*key), port["port"] + PORT_OFFSET, reuse_address=True)
+
+    async def _forward(
+        self, key: tuple[str, str], port: Object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        service = self._services.get(key)
+        pods = [pod for pod in self._pods() if service and selects(service, pod) and is_ready(pod)]
+        number = target_port(port, random.choice(pods)) if pods else None
+        if number is None:
+            _reset(writer)
+            return
+        try:
+            back, forth = await asyncio.open_connection(random.choice(pods)["status"]["podIP"], number)
+        except OSError:
+            _reset(writer)
+            return
+        try:
+            await asyncio.gather(_copy(reader, forth), _copy(back, writer))
+        finally:
+            forth.close()
+            writer.close()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    # What a client sees that kube-proxy has no endpoint for.
+    raw = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
