@@ -19,7 +19,9 @@ CHILD_KINDS = ("ConfigMap", "Deployment", "Service", "Job", "NetworkPolicy", "Po
 def light_engine() -> Object:
     """A pod template that puts the engine without Ray in the engine's place; probed as the real one."""
     command = ["python", "-m", "tests.cluster.engine_pod", "--config", "/etc/kuberoll/job.json"]
-    return {"spec": {"containers": [{"name": "generation", "command": command}]}}
+    # All pods share the machine's addresses: each has to keep to its own.
+    address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    return {"spec": {"containers": [{"name": "generation", "command": command, "env": [address]}]}}
 
 
 def rollout_job(

@@ -16,7 +16,6 @@ from tests.cluster.api_proxy import ApiProxy, Write
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.jobs import (
     CLAIM,
-    TINY,
     children,
     contents,
     make_claim,
@@ -30,8 +29,8 @@ from tests.cluster.operator_process import CRD, OperatorProcess, install
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 150.0
 
-# A run to Complete writes about twenty times; afterwards there is nothing to be killed in.
-KILLED_AFTER = range(1, 26)
+# Events included; the last ones may be more than there are, and are skipped then.
+KILLED_AFTER = range(1, 31)
 
 
 class Cluster:
@@ -204,7 +203,8 @@ async def test_a_job_from_apply_to_complete(cluster: Cluster) -> None:
     assert left == [], "GPUs are money"
     assert cluster.kubelet.running(cluster.namespace) == []
     writes = len(cluster.proxy.writes)
-    assert writes <= 25 + 10, cluster.proxy.writes  # ten are events
+    # Progress is written far more often here than in a cluster.
+    assert sum("/events" not in write.path for write in cluster.proxy.writes) <= 25, cluster.proxy.writes
     # Level-triggered, but not restless: what is over is not touched again.
     operator.kill()
     operator.start()
@@ -303,7 +303,7 @@ async def test_an_image_that_is_not_there(cluster: Cluster) -> None:
 async def test_an_engine_that_does_not_start(cluster: Cluster) -> None:
     """The real pod, for it is its own words that are to come through."""
     cluster.operator()
-    generation = {"model": {"source": "/no/such/model", "tokenizer": str(TINY)}}
+    generation = {"model": {"source": "/no/such/model"}}
     await cluster.create(rollout_job(cluster.namespace, light=False, generation=generation))
     item = await cluster.job(lambda item: "/no/such/model" in json.dumps(item.get("status", {}).get("conditions")))
     said = message(item, "GenerationReady") + message(item, "FailureTarget") + message(item, "Failed")
