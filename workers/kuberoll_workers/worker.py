@@ -62,6 +62,7 @@ class WorkerConfig:
         output: The run's directory, which must exist, or URI.
         turns: Directory of the turn log; None: turns are not journaled.
         shards: The shards to run, out of `shard_count`.
+        tasks: How many the dataset has; None: not known.
     """
 
     job: dict[str, Any]
@@ -73,6 +74,7 @@ class WorkerConfig:
     turns: str | None
     shards: list[int]
     shard_count: int
+    tasks: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,6 +200,7 @@ async def work(
             turns=None if config.turns is None else Path(config.turns),
             seconds=metrics.journal_seconds,
             stored=progress.add,
+            tasks=config.tasks,
         )
         stack.push_async_callback(store.close)
         progress.resumed = len(store.state.stored) + len(store.state.filtered)

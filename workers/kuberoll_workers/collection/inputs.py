@@ -26,6 +26,7 @@ class InputSummary:
     """What a dataset comes to: counts, and a digest of what all rows say, in order, in whatever container they are."""
 
     rows: int
+    tasks: int
     trajectories: int
     trajectories_of: dict[str, int]
     digest: str
@@ -114,14 +115,21 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
             digest.update(row.content)
             yield row
 
-    rows = 0
+    rows = tasks = 0
     counts = {item.name: 0 for item in job.spec.environments}
     for group in expand(watched(_rows(job, base, environment)), repeats_of(job)):
         rows += 1
+        tasks = max(tasks, group.task_index + 1)
         counts[group.row.task_name] += group.keep
     if rows == 0:
         raise DatasetError("spec.dataset: there is not a single row")
-    return InputSummary(rows=rows, trajectories=sum(counts.values()), trajectories_of=counts, digest=digest.hexdigest())
+    return InputSummary(
+        rows=rows,
+        tasks=tasks,
+        trajectories=sum(counts.values()),
+        trajectories_of=counts,
+        digest=digest.hexdigest(),
+    )
 
 
 def _rows(job: RolloutJob, base: Path, environment: EnvironmentSource) -> Iterator[Row]:

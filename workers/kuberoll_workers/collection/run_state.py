@@ -56,12 +56,14 @@ def read_state(
     shard_count: int,
     repeats: Mapping[str, int],
     logs: Mapping[int, TurnLog],
+    tasks: int | None = None,
 ) -> RunState:
     """Read what a run's storage holds of some shards.
 
     Args:
         repeats: Samples of a whole group, by environment.
         logs: The turn logs of the shards, where turns are journaled.
+        tasks: How many the dataset has; None: not known.
 
     Raises:
         RecordError: A line is not what it should be, with file and line.
@@ -70,7 +72,7 @@ def read_state(
     of_task: Counter[tuple[int, str]] = Counter()
     for shard in shards:
         for where, record in records.located_trajectories(storage, records.shard_name(shard)):
-            _refuse_foreign(record, where, shard=shard, shard_count=shard_count, task_names=repeats)
+            _refuse_foreign(record, where, shard=shard, shard_count=shard_count, task_names=repeats, tasks=tasks)
             if record.key in state.stored:
                 state.duplicates += 1
             else:
@@ -96,13 +98,24 @@ def read_state(
 
 
 def _refuse_foreign(
-    record: TrajectoryRecord, where: str, *, shard: int, shard_count: int, task_names: Collection[str]
+    record: TrajectoryRecord,
+    where: str,
+    *,
+    shard: int,
+    shard_count: int,
+    task_names: Collection[str],
+    tasks: int | None,
 ) -> None:
     own = record.task_index % shard_count
     if own != shard:
         raise RecordError(
             f"{where}: task_index {record.task_index} belongs into {records.shard_name(own)} of {shard_count}: "
             "files of runs must not be renamed or put together; merge what they hold with `kuberoll aggregate`"
+        )
+    if tasks is not None and record.task_index >= tasks:
+        raise RecordError(
+            f"{where}: task_index {record.task_index} is none of the dataset's {tasks} tasks: the line is of another "
+            "run; move the file away and resume, or choose another --output"
         )
     if record.task_name not in task_names:
         raise RecordError(

@@ -278,6 +278,8 @@ class _LocalRun:
             turns=str(self._local.resolve()) if self._job.spec.rollout.journal_turns else None,
             shards=shards,
             shard_count=self._shards,
+            # With --force, what was stored may be of a longer dataset.
+            tasks=None if self._options.force else self._preflight.inputs.tasks,
         )
 
     def _place(self) -> str:
