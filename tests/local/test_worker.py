@@ -162,11 +162,11 @@ async def test_what_the_machines_failed_goes_on_and_has_a_new_attempt(
 
 async def test_a_deadline_ends_a_turn_and_its_request(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
     _, output = outputs
-    document = job(rollout={"timeouts": {"turnSeconds": 0.3}})
+    document = job(rollout={"timeouts": {"turnSeconds": 3}})
     endpoint.holds = lambda request: request.session_id == "0-0-0"
     progress = await run(endpoint, output, document)
     (failure,) = read_failures(DirectoryStorage(output))
-    assert failure.cause == "the turn took longer than rollout.timeouts.turnSeconds (0.3 s)"
+    assert failure.cause == "the turn took longer than rollout.timeouts.turnSeconds (3 s)"
     assert (progress.trajectories, progress.failed) == (17, 1)
     await until(lambda: not endpoint.waiting)
 

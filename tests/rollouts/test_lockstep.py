@@ -45,7 +45,7 @@ async def test_a_deadline_at_the_barrier_does_not_open_it() -> None:
             policy=Slow(),
             concurrency=3,
             scheduling="Lockstep",
-            trajectory_seconds=0.2,
+            trajectory_seconds=2,
         )
     )
     results = await running

@@ -95,7 +95,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "cause"), FAULTS)
 def test_environment_faults(run: Any, fault: Any, cause: str, caplog: pytest.LogCaptureFixture) -> None:
     environment = Faulty(fault)
-    limits = RolloutLimits(step_seconds=0.2 if fault is hang else 60.0, backoff_seconds=0.0)
+    limits = RolloutLimits(step_seconds=1.5 if fault is hang else 60.0, backoff_seconds=0.0)
     with caplog.at_level(logging.ERROR, "kuberoll_workers.rollouts.nemo_rl.rollout"):
         try:
             final, metrics = roll(run, environment=environment, limits=limits)
@@ -306,7 +306,7 @@ def test_an_asynchronous_policy_that_hangs_is_cancelled() -> None:
                 cancelled.extend(self._prompts(data))
             yield 0, self._output(data)
 
-    limits = RolloutLimits(generation_seconds=0.1, generation_attempts=2, backoff_seconds=0.0)
+    limits = RolloutLimits(generation_seconds=1.5, generation_attempts=2, backoff_seconds=0.0)
     the_failure(roll(run_async_multi_turn_rollout, Hanging(), limits=limits)[0])
     assert cancelled.count("prompt 1") == 2
 
@@ -315,12 +315,12 @@ def test_an_asynchronous_policy_that_hangs_is_cancelled() -> None:
 def test_trajectory_deadline(run: Any) -> None:
     environment = Faulty(hang)
     try:
-        final, _ = roll(run, environment=environment, limits=RolloutLimits(trajectory_seconds=0.3))
+        final, _ = roll(run, environment=environment, limits=RolloutLimits(trajectory_seconds=2))
     finally:
         environment.release.set()
     # In lockstep all were in the call that hung.
     assert final["stop_reason"][1] == "failed"
-    assert "trajectorySeconds (0.3 s)" in final["failure"][1].cause
+    assert "trajectorySeconds (2 s)" in final["failure"][1].cause
 
 
 @FACES
