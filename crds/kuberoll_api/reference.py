@@ -54,7 +54,7 @@ def page() -> str:
     root = schema()["properties"]
     parts = [
         _INTRODUCTION.format(
-            workers=", ".join(f"`workers.{name}`" for name in WORKERS_AT_ANY_TIME),
+            workers=", ".join(["`weights`", *(f"`workers.{name}`" for name in WORKERS_AT_ANY_TIME)]),
             suspended=", ".join(f"`{name}`" for name in ONLY_SUSPENDED),
         )
     ]

@@ -22,7 +22,8 @@ from kuberoll_api.types import (
     MAX_SECONDS,
     MAX_SEED,
     PVC_PATTERN,
-    URL_PATTERN,
+    VARIABLE_PATTERN,
+    VERSION_PATTERN,
     Annotations,
     DnsLabel,
     DnsName,
@@ -35,6 +36,7 @@ from kuberoll_api.types import (
     Seconds,
     StopString,
     TrackingName,
+    Url,
     keyed_by,
 )
 
@@ -138,6 +140,12 @@ class Autoscaling(Model):
     target_ongoing_requests: float = Field(
         default=64, gt=0, le=100_000, description="Running and waiting requests per replica to aim at."
     )
+    upscale_delay_seconds: float = Field(
+        default=10, ge=0, le=86_400, description="How long more replicas must be called for until there are more."
+    )
+    downscale_delay_seconds: float = Field(
+        default=120, ge=0, le=86_400, description="How long fewer replicas must do until there are fewer."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -148,11 +156,40 @@ class Autoscaling(Model):
         return self
 
 
+class Weights(Model):
+    """Weights in place of the model's own; they may change while the job runs, and no trajectory is lost by it."""
+
+    uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
+        description="Where the replicas read them, in the model's own format: a directory that they have mounted, or "
+        "an s3:// or gs:// URI."
+    )
+    version: Annotated[str, StringConstraints(pattern=VERSION_PATTERN, max_length=63)] = Field(
+        description="What the trajectories call them: every generated token is recorded with the version that made "
+        "it. Other weights need another version; 0 is the model's own."
+    )
+
+
 class External(Model):
     """A policy endpoint that somebody else runs."""
 
-    url: Annotated[str, StringConstraints(pattern=URL_PATTERN, max_length=2048)] = Field(
-        description="Base URL of a KubeRoll generation endpoint."
+    url: Url = Field(description="Base URL of the endpoint.")
+    urls: list[Url] = Field(
+        default_factory=list,
+        max_length=256,
+        description="Base URLs of further replicas of the same policy; a trajectory's turns stay with one of them.",
+    )
+    api: Literal["Auto", "KubeRoll", "OpenAI"] = Field(
+        default="Auto",
+        description="KubeRoll's own, or that of any OpenAI-compatible server (/v1/completions with token ids as "
+        "prompt); Auto: ask the endpoint.",
+    )
+    model: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="The model's name at an OpenAI-compatible server; absent: the first that it lists."
+    )
+    api_key_variable: Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None = Field(
+        default=None,
+        description="Environment variable of the workers that holds the endpoint's API key (workers.env or envFrom, "
+        "from a Secret).",
     )
 
 
@@ -247,6 +284,13 @@ class Generation(PodOptions):
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are sampled.")
     replicas: int | None = Field(default=None, ge=1, le=1024, description="Engine replicas; absent: 1.")
     autoscaling: Autoscaling | None = Field(default=None, description="Replicas that follow the load instead.")
+    gpus_per_replica: float | None = Field(
+        default=None,
+        gt=0,
+        le=1024,
+        description="GPUs of one engine replica; absent: tensor_parallel_size times pipeline_parallel_size of "
+        "engineArgs. A fraction lets replicas share a GPU (backend KubeRay).",
+    )
     max_ongoing_requests: int = Field(
         default=512, ge=1, le=100_000, description="Requests that one replica accepts at once."
     )
@@ -605,6 +649,10 @@ class RolloutJobSpec(Model):
         default=None, ge=0, le=MAX_SECONDS, description="The job is deleted so long after its end; absent: never."
     )
     generation: Generation = Field(description="The policy that generates.")
+    weights: Weights | None = Field(
+        default=None,
+        description="Weights to load in place of the model's own; may change at any time, while the job runs.",
+    )
     environments: list[Environment] = Field(
         min_length=1, max_length=64, json_schema_extra=keyed_by("name"), description="The environments."
     )
@@ -623,6 +671,8 @@ class RolloutJobSpec(Model):
                 name = names[repeats.index(1)]
                 message = f"the groups of {name} are of one sample, so all their rewards are equal; raise its repeats"
                 raise _contradiction(message, "rollout", "groups", "dropEqualRewards")
+        if self.weights is not None and self.generation.backend == "External":
+            raise _contradiction("is not for backend External, whose weights are somebody else's; remove it", "weights")
         generator = self.dataset.source.generator
         for index, name in enumerate(generator.environments if generator else ()):
             if name not in names:

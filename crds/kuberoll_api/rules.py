@@ -122,6 +122,11 @@ _RULES: Final[dict[str, tuple[Rule, ...]]] = {
             "rollout.groups.dropEqualRewards",
         ),
         Rule(
+            "!has(self.weights) || self.generation.backend != 'External'",
+            "is not for backend External, whose weights are somebody else's; remove it",
+            "weights",
+        ),
+        Rule(
             "!has(self.dataset.source.generator) || !has(self.dataset.source.generator.environments) || "
             "self.dataset.source.generator.environments.all(name, self.environments.exists(item, item.name == name))",
             "each must be the name of an environment of this job",

@@ -54,7 +54,9 @@ class GenerationStatus(Model):
     )
     ready_replicas: Pods = Field(default=0, description="Replicas that answer.")
     desired_replicas: Pods = Field(default=0, description="Replicas that are wanted now; 0 once they are released.")
-    policy_version: Count | None = Field(default=None, description="Version of the weights that are served.")
+    policy_version: Annotated[str, StringConstraints(max_length=63)] | None = Field(
+        default=None, description="Version of the weights that all replicas serve; absent while it is not known."
+    )
 
 
 class WorkersStatus(Model):

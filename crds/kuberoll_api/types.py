@@ -23,12 +23,15 @@ JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
 ENTRYPOINT_PATTERN = r"^[\p{L}\p{M}\p{N}_.]+:[\p{L}\p{M}\p{N}_.]+$"
 URL_PATTERN = r"^https?://"
+VERSION_PATTERN = r"^[A-Za-z0-9]([-._+A-Za-z0-9]*[A-Za-z0-9])?$"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 # No part of the path is "." or "..".
 PVC_PATTERN = r"^pvc://[a-z0-9]([-.a-z0-9]*[a-z0-9])?(/([^./]|[.][^./]|[.][.][^/])[^/]*)*/?$"
 QUANTITY_PATTERN = r"^[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
 
 DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
 DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]
+Url = Annotated[str, StringConstraints(pattern=URL_PATTERN, max_length=2048)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, min_length=1, max_length=63)]
 ShortText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Text = Annotated[str, StringConstraints(max_length=4096)]

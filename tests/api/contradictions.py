@@ -63,6 +63,14 @@ REFUSED: dict[str, Contradiction] = {
         {"spec.generation.external": {"url": "http://a"}},
         "spec.generation.external: Invalid value: is only for backend External; set backend: External, or remove it",
     ),
+    "weights of somebody else's endpoint": Contradiction(
+        {
+            "spec.generation.backend": "External",
+            "spec.generation.external": {"url": "http://a"},
+            "spec.weights": {"uri": "s3://a/b", "version": "1"},
+        },
+        "spec.weights: Invalid value: is not for backend External, whose weights are somebody else's; remove it",
+    ),
     "replicas and autoscaling": Contradiction(
         {"spec.generation.replicas": 1, "spec.generation.autoscaling": {"maxReplicas": 2}},
         "spec.generation.replicas: Invalid value: excludes autoscaling; remove one of the two",
@@ -152,6 +160,16 @@ REFUSED: dict[str, Contradiction] = {
 ACCEPTED: dict[str, dict[str, Any]] = {
     "nothing but what is required": {},
     "the longest name": {"metadata.name": "a" + "-" * 38 + "1"},
+    "weights": {"spec.weights": {"uri": "s3://bucket/step-100", "version": "step-100"}},
+    "several endpoints": {
+        "spec.generation.backend": "External",
+        "spec.generation.external": {
+            "url": "https://a",
+            "urls": ["https://b"],
+            "api": "OpenAI",
+            "apiKeyVariable": "KEY",
+        },
+    },
     "External": {"spec.generation.backend": "External", "spec.generation.external": {"url": "https://a/b"}},
     "autoscaling": {"spec.generation.autoscaling": {"minReplicas": 2, "maxReplicas": 2}},
     "autoscaling by default from one": {"spec.generation.autoscaling": {"maxReplicas": 1}},

@@ -117,7 +117,13 @@ def test_every_rule_is_of_a_model_that_is_there() -> None:
 
 
 def test_every_field_of_a_running_job_is_settled_or_known_to_change() -> None:
-    at_any_time = {"suspend", "activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
+    at_any_time = {
+        "suspend",
+        "activeDeadlineSeconds",
+        "startupDeadlineSeconds",
+        "ttlSecondsAfterFinished",
+        "weights",
+    }
     settled = {rule.path for rule in rules.rules_of(RolloutJobSpec.__name__) if "oldSelf" in rule.rule}
     spec = {str(field.alias) for field in RolloutJobSpec.model_fields.values()}
     workers = {f"workers.{field.alias}" for field in Workers.model_fields.values()}
@@ -199,7 +205,7 @@ STATUS: dict[str, Any] = {
         "endpoint": "http://job-generation.default.svc:8000",
         "readyReplicas": 1,
         "desiredReplicas": 2,
-        "policyVersion": 0,
+        "policyVersion": "step-100",
     },
     "workers": {
         "desired": 4,

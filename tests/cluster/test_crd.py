@@ -319,6 +319,7 @@ async def test_a_suspended_job_can_change_and_be_resumed_with_it(
         {"spec.activeDeadlineSeconds": 60},
         {"spec.startupDeadlineSeconds": 60},
         {"spec.ttlSecondsAfterFinished": 0},
+        {"spec.weights": {"uri": "/models/step-2", "version": "step-2"}},
         {"metadata.labels": {"a": "b"}},
     ],
     ids=str,
@@ -330,7 +331,14 @@ async def test_what_may_change_at_any_time(api: Api, running: Object, change: di
 def test_the_table_has_every_settled_field() -> None:
     settled = {path.split(",")[0] for path in SETTLED}
     assert {f"workers.{field.alias}" for name, field in Workers.model_fields.items() if name != "replicas"} <= settled
-    changing = {"suspend", "managedBy", "activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
+    changing = {
+        "suspend",
+        "managedBy",
+        "activeDeadlineSeconds",
+        "startupDeadlineSeconds",
+        "ttlSecondsAfterFinished",
+        "weights",
+    }
     spec = {str(field.alias) for field in RolloutJobSpec.model_fields.values()}
     assert {path.split(".")[0].split("[")[0] for path in settled} == spec - changing
 
