@@ -150,6 +150,5 @@ def test_every_row_about_nemo_rl_names_a_test() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    text = re.sub(r"`[^`\n]+`", "", (ROOT / page).read_text())
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target

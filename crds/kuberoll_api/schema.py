@@ -19,6 +19,8 @@ from kuberoll_api.types import (
     NAME_PATTERN,
     QUANTITY_PATTERN,
     URL_PATTERN,
+    VARIABLE_PATTERN,
+    VERSION_PATTERN,
 )
 
 Schema = dict[str, Any]
@@ -32,6 +34,8 @@ _FORMS = {
     ENTRYPOINT_PATTERN: "of the form package.module:Class",
     QUANTITY_PATTERN: "a quantity as Kubernetes writes it (500m, 2.5, 16Gi)",
     URL_PATTERN: "beginning with http:// or https://",
+    VARIABLE_PATTERN: "only letters, digits and _, not beginning with a digit",
+    VERSION_PATTERN: "only letters, digits and ._+-, beginning and ending with a letter or digit",
 }
 
 
