@@ -5,7 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo crd test lint format clean
+IMAGES ?= docker build
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+.PHONY: help install demo crd images test lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -24,9 +28,15 @@ $(STAMP): pyproject.toml scripts/install.py
 demo: install ## Play 256 sliding puzzles with a tiny policy on this machine's CPU.
 	$(BIN)/kuberoll run examples/sliding-puzzle/rolloutjob.yaml --output runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-crd: install ## Make the CRD and the reference of its fields from the model.
+crd: install ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml
 	$(BIN)/kuberoll crd --reference > docs/rolloutjob.md
+	$(BIN)/python scripts/chart.py
+
+images: ## Build the three images; IMAGES="podman build" or "buildah bud" where there is no Docker.
+	$(IMAGES) --target operator --build-arg REVISION=$(REVISION) -t kuberoll/operator:$(VERSION) .
+	$(IMAGES) --target worker --build-arg REVISION=$(REVISION) -t kuberoll/worker:$(VERSION) .
+	$(IMAGES) --target serve --build-arg REVISION=$(REVISION) -t kuberoll/generation:$(VERSION) .
 
 test: install lint ## Check and test everything.
 	$(BIN)/pytest

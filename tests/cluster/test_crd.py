@@ -108,6 +108,8 @@ async def test_applied_twice_it_is_not_written_again(api: Api, installed: Object
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=[str(path.relative_to(ROOT)) for path in MANIFESTS])
 async def test_the_examples_are_accepted(api: Api, manifest: Path) -> None:
     for document in read_documents(manifest):
+        if document.value["kind"] != RolloutJob.__name__:
+            continue
         made = await try_to_create(api, document.value)
         assert RolloutJob.model_validate(made) == RolloutJob.model_validate(
             document.value | {"metadata": made["metadata"], "status": made.get("status")}

@@ -1,0 +1,92 @@
+# The images of KubeRoll; `make images` builds all three.
+#
+#   docker build --target operator -t kuberoll/operator:0.1.0 .
+#   docker build --target worker   -t kuberoll/worker:0.1.0 .
+#   docker build --target serve    -t kuberoll/generation:0.1.0 .                          # NVIDIA GPUs
+#   docker build --target serve    -t kuberoll/generation:0.1.0-cpu --build-arg ENGINE=cpu .
+#
+# Any of docker, podman and buildah will do. docs/images.md: sizes, users, how to use your own environments' packages.
+ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
+# vLLM's own image: it has CUDA's libraries, and the C compiler that Triton's kernels are started with.
+ARG GPU_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
+ARG ENGINE=gpu
+
+# ---- dependencies, each in a virtual environment that is copied as it is
+FROM ${PYTHON_IMAGE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /src
+RUN python3 -m venv /opt/kuberoll
+ENV PATH=/opt/kuberoll/bin:$PATH
+COPY pyproject.toml scripts/requirements.py ./
+# The script looks for pyproject.toml one level above itself.
+RUN mkdir scripts && mv requirements.py scripts/
+
+FROM build AS build-operator
+RUN python scripts/requirements.py operator > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+COPY . .
+RUN pip install --no-deps . && pip uninstall -y pip setuptools
+
+FROM build AS build-worker
+RUN python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+COPY . .
+# Without pip: packages of environments are added in a stage like this one (docs/images.md).
+RUN pip install --no-deps .
+
+FROM build AS build-serve-cpu
+COPY . .
+RUN pip install packaging && python scripts/install.py && pip install --no-deps --force-reinstall . \
+    && python scripts/requirements.py s3 gcs > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+
+# ---- what runs
+FROM ${PYTHON_IMAGE} AS base
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="KubeRoll" \
+      org.opencontainers.image.description="Reinforcement-learning rollouts on Kubernetes" \
+      org.opencontainers.image.source="https://github.com/kuberoll/kuberoll" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+ENV PATH=/opt/kuberoll/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+WORKDIR /tmp
+USER 65532:65532
+
+FROM base AS operator
+COPY --from=build-operator /opt/kuberoll /opt/kuberoll
+EXPOSE 8080
+ENTRYPOINT ["python", "-m", "kuberoll_operator"]
+
+FROM base AS worker
+COPY --from=build-worker /opt/kuberoll /opt/kuberoll
+COPY examples/models /opt/kuberoll/models
+EXPOSE 9464
+CMD ["python", "-m", "kuberoll_workers.pod", "--config", "/etc/kuberoll/job.json"]
+
+FROM base AS serve-cpu
+COPY --from=build-serve-cpu /opt/kuberoll /opt/kuberoll
+
+FROM ${GPU_IMAGE} AS serve-gpu
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="KubeRoll generation" \
+      org.opencontainers.image.source="https://github.com/kuberoll/kuberoll" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+ENV PYTHONUNBUFFERED=1 HOME=/tmp VLLM_NO_USAGE_STATS=1
+COPY pyproject.toml /tmp/src/
+COPY scripts/requirements.py /tmp/src/scripts/
+# vLLM, PyTorch and transformers stay as their image has them.
+RUN python3 /tmp/src/scripts/requirements.py workers s3 gcs | grep -v '^transformers' > /tmp/requirements.txt \
+    && pip freeze | grep -i -E '^(torch|vllm|transformers|numpy)==' > /tmp/constraints.txt \
+    && pip install --no-cache-dir -r /tmp/requirements.txt -c /tmp/constraints.txt && rm -r /tmp/src /tmp/*.txt
+COPY . /tmp/src
+RUN pip install --no-cache-dir --no-deps /tmp/src && rm -r /tmp/src
+WORKDIR /tmp
+USER 65532:65532
+ENTRYPOINT []
+
+FROM serve-${ENGINE} AS serve
+COPY examples/models /opt/kuberoll/models
+EXPOSE 8000 8080
+CMD ["python3", "-m", "kuberoll_workers.policy.pod", "--config", "/etc/kuberoll/job.json"]

@@ -1,0 +1,83 @@
+"""The chart, rendered by Helm itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from helm_python import Chart
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "kuberoll"
+RELEASE = "kuberoll"
+NAMESPACE = "kuberoll-system"
+
+Object = dict[str, Any]
+
+
+def complete_chart(directory: Path, version: str | None = None) -> Path:
+    """A copy of the chart with a stand-in for KubeRay's, which has to be fetched from its repository.
+
+    Args:
+        version: Of the copy; None: the chart's own.
+    """
+    copy = directory / "kuberoll"
+    shutil.copytree(CHART, copy)
+    ray = copy / "charts" / "kuberay-operator"
+    (ray / "templates").mkdir(parents=True)
+    (ray / "Chart.yaml").write_text("apiVersion: v2\nname: kuberay-operator\nversion: 1.7.0\n")
+    (ray / "templates" / "stand-in.yaml").write_text(
+        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: kuberay-stand-in}\n"
+    )
+    if version is not None:
+        file = copy / "Chart.yaml"
+        lines = [
+            f"version: {version}" if line.startswith("version:") else line for line in file.read_text().split("\n")
+        ]
+        file.write_text("\n".join(lines))
+    return copy
+
+
+@contextmanager
+def loaded(path: Path = CHART) -> Iterator[Chart]:
+    """The chart as Helm has read it."""
+    chart = Chart.load(path)
+    try:
+        yield chart
+    finally:
+        chart.close()
+
+
+def rendered(values: Mapping[str, Any] | None = None, path: Path = CHART, namespace: str = NAMESPACE) -> list[Object]:
+    """The objects that Helm makes of these values, those of hooks among them."""
+    with loaded(path) as chart:
+        files = chart.render(dict(values or {}), name=RELEASE, namespace=namespace)
+    yaml = YAML(typ="safe")
+    return [
+        item
+        for name, text in sorted(files.items())
+        if name.endswith(".yaml")
+        for item in yaml.load_all(text)
+        if item is not None
+    ]
+
+
+def notes(values: Mapping[str, Any] | None = None) -> str:
+    """What Helm prints after an installation."""
+    with loaded() as chart:
+        return chart.render(dict(values or {}), name=RELEASE, namespace=NAMESPACE)["kuberoll/templates/NOTES.txt"]
+
+
+def of_kind(objects: list[Object], kind: str) -> list[Object]:
+    """Those of one kind."""
+    return [item for item in objects if item["kind"] == kind]
+
+
+def one(objects: list[Object], kind: str, name: str | None = None) -> Object:
+    """The only one of its kind, or of its kind and name."""
+    [found] = [item for item in of_kind(objects, kind) if name in (None, item["metadata"]["name"])]
+    return found

@@ -1,0 +1,261 @@
+"""The Helm chart over a matrix of values, rendered by Helm itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from helm_python import HelmError, chart
+from ruamel.yaml import YAML
+
+from kuberoll_api import crd
+from kuberoll_operator.settings import Settings
+from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, complete_chart, notes, of_kind, one, rendered
+
+MONITORED = {
+    "operator": {"serviceMonitor": {"enabled": True, "additionalLabels": {"release": "prometheus"}}},
+    "workers": {"podMonitor": {"enabled": True}},
+    "generation": {"podMonitor": {"enabled": True, "interval": ""}},
+    "prometheusRule": {"enabled": True, "alertLabels": {"team": "post-training"}},
+    "dashboards": {"enabled": True, "namespace": "grafana", "annotations": {"grafana_folder": "KubeRoll"}},
+}
+MATRIX: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "namespaces": {"watch": {"namespaces": ["team-a", "team-b"]}},
+    "replicas": {"operator": {"replicas": 3}},
+    "monitored": {"monitoring": MONITORED},
+    "monitored namespaces": {"monitoring": MONITORED, "watch": {"namespaces": ["team-a"]}},
+    "locked down": {"networkPolicy": {"enabled": True, "apiServerPorts": [6443]}, "operator": {"hostUsers": False}},
+    "OpenShift": {
+        "jobs": {"fsGroup": None},
+        "operator": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
+    },
+    "images": {
+        "image": {
+            "registry": "registry.example.com",
+            "digest": f"sha256:{'0' * 64}",
+            "pullSecrets": [{"name": "pull"}],
+        },
+        "jobs": {"imagePullPolicy": "Always", "generationImage": "mine/engine:1"},
+    },
+    "without": {
+        "crds": {"enabled": False},
+        "rbac": {"create": False},
+        "serviceAccount": {"create": False, "name": "mine"},
+    },
+    "everything of a pod": {
+        "operator": {
+            "extraArgs": ["--no-leader-election"],
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "annotations": {"a": "b"},
+            "podAnnotations": {"a": "b"},
+            "podLabels": {"a": "b"},
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"key": "a", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+            "topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
+            ],
+            "priorityClassName": "high",
+            "runtimeClassName": "gvisor",
+        },
+        "commonLabels": {"owner": "me"},
+        "service": {"annotations": {"a": "b"}, "port": 80},
+        "serviceAccount": {"annotations": {"a": "b"}},
+        "nameOverride": "rolls",
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}},
+        ],
+    },
+}
+FOREIGN_GROUPS = ("monitoring.coreos.com/", "apiextensions.k8s.io/")
+
+
+@pytest.fixture(params=MATRIX.values(), ids=MATRIX)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+def test_what_is_made_of_the_values_and_the_crd_is_there() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "chart.py", "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_lint_finds_nothing(values: dict[str, Any], tmp_path: Path) -> None:
+    report = chart.lint(complete_chart(tmp_path), values, strict=True, namespace=NAMESPACE)
+    assert report["errors"] == []
+    assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
+
+
+def test_kubernetes_schemas_know_all_of_it(values: dict[str, Any]) -> None:
+    objects = rendered(values)
+    assert objects
+    for item in objects:
+        if not item["apiVersion"].startswith(FOREIGN_GROUPS):
+            kubernetes_validate.validate(item, "1.31", strict=True)
+
+
+def test_every_object_is_named_and_labelled_once(values: dict[str, Any]) -> None:
+    objects = rendered(values)
+    places = [(item["kind"], item["metadata"].get("namespace"), item["metadata"]["name"]) for item in objects]
+    assert len(places) == len(set(places))
+    for item in objects:
+        if item["metadata"]["name"] == f"{RELEASE}-more":
+            continue
+        labels = item["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == RELEASE
+        assert labels["helm.sh/chart"] == "kuberoll-0.1.0"
+        if "commonLabels" in values:
+            assert labels["owner"] == "me"
+
+
+def test_pods_are_restricted(values: dict[str, Any]) -> None:
+    objects = rendered(values)
+    pods = [one(objects, "Deployment")["spec"]["template"]["spec"], one(objects, "Pod")["spec"]]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not set(pod) & {"hostNetwork", "hostPID", "hostIPC"}
+        assert {next(iter(set(volume) - {"name"})) for volume in pod.get("volumes", [])} <= {"emptyDir"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            }
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_the_operator_understands_its_environment(values: dict[str, Any]) -> None:
+    container = one(rendered(values), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    given = {item["name"]: item.get("value", "from the pod") for item in container["env"]}
+    known = {f"KUBEROLL_{name.upper()}" for name in Settings.model_fields}
+    assert {name for name in given if name.startswith("KUBEROLL_")} <= known
+    settings = Settings.from_environment(given)
+    assert list(settings.namespaces) == values.get("watch", {}).get("namespaces", [])
+    assert settings.fs_group == values.get("jobs", {"fsGroup": 65532}).get("fsGroup", 65532)
+    assert settings.egress_ports == (443,)
+
+
+def test_images() -> None:
+    def images(values: dict[str, Any]) -> tuple[str, str, str]:
+        container = one(rendered(values), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        settings = Settings.from_environment({item["name"]: item.get("value", "") for item in container["env"]})
+        return container["image"], settings.generation_image, settings.worker_image
+
+    assert images({}) == ("kuberoll/operator:0.1.0", "kuberoll/generation:0.1.0", "kuberoll/worker:0.1.0")
+    assert images(MATRIX["images"]) == (
+        f"registry.example.com/kuberoll/operator:0.1.0@sha256:{'0' * 64}",
+        "mine/engine:1",
+        "registry.example.com/kuberoll/worker:0.1.0",
+    )
+
+
+def test_one_replica_is_replaced_and_several_take_turns() -> None:
+    assert one(rendered(), "Deployment")["spec"]["strategy"] == {"type": "Recreate"}
+    assert of_kind(rendered(), "PodDisruptionBudget") == []
+    several = rendered({"operator": {"replicas": 2}})
+    assert one(several, "Deployment")["spec"]["strategy"]["type"] == "RollingUpdate"
+    assert one(several, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    with pytest.raises(HelmError, match=r"operator\.leaderElection\.enabled"):
+        rendered({"operator": {"replicas": 2, "leaderElection": {"enabled": False}}})
+
+
+def test_the_crd_is_the_generated_one() -> None:
+    found = one(rendered(), "CustomResourceDefinition")
+    assert found["spec"] == json.loads(json.dumps(crd.definition()["spec"]))
+    assert found["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert "annotations" not in one(rendered({"crds": {"keep": False}}), "CustomResourceDefinition")["metadata"]
+
+
+RULES = YAML(typ="safe").load((CHART / "files" / "rules" / "operator.yaml").read_text())
+
+
+def test_rights_are_exactly_these() -> None:
+    verbs = {(group, resource): set(rule["verbs"]) for rule in RULES for group in rule["apiGroups"]
+             for resource in rule["resources"]}  # fmt: skip
+    children = {"get", "list", "watch", "create", "patch", "delete"}
+    assert verbs == {
+        ("kuberoll.io", "rolloutjobs"): {"get", "list", "watch", "delete"},
+        ("kuberoll.io", "rolloutjobs/status"): {"get", "patch"},
+        ("kuberoll.io", "rolloutjobs/finalizers"): {"update"},
+        ("batch", "jobs"): children,
+        ("apps", "deployments"): children,
+        ("", "services"): children,
+        ("", "configmaps"): children,
+        ("networking.k8s.io", "networkpolicies"): children,
+        ("ray.io", "rayservices"): children,
+        ("", "pods"): {"get", "list", "watch"},
+        ("events.k8s.io", "events"): {"create", "patch"},
+    }
+
+
+def test_rights_are_for_the_watched_namespaces_only() -> None:
+    everywhere = rendered()
+    assert one(everywhere, "ClusterRole", "kuberoll-operator")["rules"] == RULES
+    assert one(everywhere, "ClusterRoleBinding")["subjects"] == [
+        {"kind": "ServiceAccount", "name": "kuberoll-operator", "namespace": NAMESPACE}
+    ]
+    some = rendered(MATRIX["namespaces"])
+    assert of_kind(some, "ClusterRoleBinding") == []
+    assert {item["metadata"]["name"] for item in of_kind(some, "ClusterRole")} == {"kuberoll-viewer", "kuberoll-editor"}
+    for namespace in ("team-a", "team-b"):
+        [role] = [item for item in of_kind(some, "Role") if item["metadata"]["namespace"] == namespace]
+        assert role["rules"] == RULES
+    assert one(some, "Role", "kuberoll-operator-lease")["metadata"]["namespace"] == NAMESPACE
+
+
+def test_nothing_reads_secrets_or_runs_in_pods() -> None:
+    for item in [*of_kind(rendered(), "ClusterRole"), *of_kind(rendered(), "Role")]:
+        for rule in item["rules"]:
+            assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])
+            assert not set(rule["resources"]) & {"secrets", "pods/exec", "pods/attach", "nodes", "roles"}
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"operator": {"replicaz": 2}}, "replicaz"),
+        ({"watch": {"namespaces": "team-a"}}, "/watch/namespaces"),
+        ({"image": {"digest": "latest"}}, "/image/digest"),
+        ({"operator": {"logLevel": "loud"}}, "/operator/logLevel"),
+        ({"monitoring": {"workers": {"podMonitor": {"interval": "15"}}}}, "/monitoring/workers/podMonitor/interval"),
+        ({"kuberay": {"enabled": "yes"}}, "/kuberay/enabled"),
+    ],
+)
+def test_mistakes_in_values_are_named(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(HelmError, match=field):
+        rendered(values)
+
+
+def test_kuberay_comes_with_it_when_asked_for(tmp_path: Path) -> None:
+    path = complete_chart(tmp_path)
+    assert all(item["metadata"]["name"] != "kuberay-stand-in" for item in rendered({}, path))
+    assert one(rendered({"kuberay": {"enabled": True}}, path), "ConfigMap", "kuberay-stand-in")
+
+
+def test_monitors_find_what_they_scrape() -> None:
+    objects = rendered(MATRIX["monitored namespaces"])
+    service = one(objects, "Service")
+    monitor = one(objects, "ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    for item in of_kind(objects, "PodMonitor"):
+        assert item["spec"]["namespaceSelector"] == {"matchNames": ["team-a"]}
+    assert one(rendered(MATRIX["monitored"]), "PodMonitor", "kuberoll-workers")["spec"]["namespaceSelector"] == {
+        "any": True
+    }
+
+
+def test_the_notes_say_what_is_next() -> None:
+    text = notes(MATRIX["namespaces"])
+    assert "kubectl -n kuberoll-system rollout status deployment/kuberoll-operator" in text
+    assert "kubectl -n team-a get rlj -w" in text
+    for name in [word for word in text.split() if word.startswith("examples/")]:
+        assert (ROOT / name).is_file()
