@@ -76,7 +76,7 @@ MATRIX: dict[str, dict[str, Any]] = {
 FOREIGN_GROUPS = ("monitoring.coreos.com/", "apiextensions.k8s.io/")
 
 
-@pytest.fixture(params=MATRIX.values(), ids=MATRIX)
+@pytest.fixture(params=list(MATRIX.values()), ids=list(MATRIX))
 def values(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 

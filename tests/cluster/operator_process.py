@@ -37,7 +37,12 @@ async def install(api: Api) -> str:
     await api.wait("CustomResourceDefinition", None, crd["metadata"]["name"], _is_established)
     for item in yaml.load((HERE / "rbac.yaml").read_text())["items"]:
         await api.apply(item)
-    path = f"/api/v1/namespaces/{SYSTEM_NAMESPACE}/serviceaccounts/{SERVICE_ACCOUNT}/token"
+    return await token_of(api, SYSTEM_NAMESPACE, SERVICE_ACCOUNT)
+
+
+async def token_of(api: Api, namespace: str, account: str) -> str:
+    """A token of a service account, good for a day."""
+    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 86400}}
     token = await api.request("POST", path, body)
     return str(token["status"]["token"])

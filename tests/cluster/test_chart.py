@@ -1,0 +1,134 @@
+"""The chart on a real API server: installed, upgraded with a job under way, uninstalled and installed again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from helm_python import Config
+
+from tests.charts.rendering import NAMESPACE, RELEASE, complete_chart
+from tests.cluster.api import Api, ApiError, Object, condition
+from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server
+from tests.cluster.jobs import children, rollout_job
+from tests.cluster.operator_process import OperatorProcess, token_of
+
+pytestmark = pytest.mark.timeout(300)
+JOBS = "research"
+# No pods run here: the operator is a process of this machine, with the account that the chart makes.
+VALUES = {"watch": {"namespaces": [JOBS]}, "operator": {"replicas": 0}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server of these tests' own: a CRD belongs to one release."""
+    try:
+        server = start_api_server(tmp_path_factory.mktemp("chart-server"))
+    except MissingBinaries as missing:
+        pytest.skip(str(missing))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest_asyncio.fixture
+async def api(server: ApiServer) -> AsyncIterator[Api]:
+    async with Api(server.url, server.token, server.authority) as api:
+        yield api
+
+
+@pytest.fixture
+def helm(server: ApiServer) -> Iterator[Config]:
+    config = Config(kubeconfig_path=server.kubeconfig, namespace=NAMESPACE)
+    try:
+        yield config
+    finally:
+        config.close()
+
+
+async def uids(api: Api) -> dict[str, str]:
+    """What belongs to jobs, each with its identity."""
+    found = {}
+    for place in await children(api, JOBS):
+        kind, name = place.split("/")
+        item = await api.get(kind, JOBS, name)
+        assert item is not None
+        found[place] = str(item["metadata"]["uid"])
+    return found
+
+
+async def starting(api: Api) -> Object:
+    """The job, as soon as its engine is awaited."""
+    found = await api.wait(
+        "RolloutJob",
+        JOBS,
+        "puzzles",
+        lambda item: item is not None and bool(condition(item, "GenerationReady")),
+        seconds=60,
+    )
+    assert found is not None
+    return found
+
+
+async def test_installed_upgraded_uninstalled_and_installed_again(
+    server: ApiServer, api: Api, helm: Config, tmp_path: Path
+) -> None:
+    await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": JOBS}})
+    first = complete_chart(tmp_path / "first", version="0.0.9")
+    release = helm.install(first, RELEASE, VALUES, create_namespace=True)
+    assert release["status"] == "deployed"
+    for role, right in (("viewer", "list"), ("editor", "create")):
+        item = await api.get("ClusterRole", None, f"kuberoll-{role}")
+        assert item is not None
+        assert right in {verb for rule in item["rules"] for verb in rule["verbs"]}
+
+    async def operator() -> OperatorProcess:
+        token = await token_of(api, NAMESPACE, "kuberoll-operator")
+        settings = {"lease_namespace": NAMESPACE}
+        made = OperatorProcess(
+            tmp_path, server.url, token, namespace=JOBS, authority=server.authority, lease="kuberoll-operator",
+            settings=settings,
+        )  # fmt: skip
+        made.start()
+        return made
+
+    running = await operator()
+    try:
+        await api.create(rollout_job(JOBS, light=False, gpus=0))
+        await starting(api)
+        before = await uids(api)
+        assert any(place.startswith("Deployment/") for place in before)
+
+        second = complete_chart(tmp_path / "second")
+        upgraded = helm.upgrade(second, RELEASE, {**VALUES, "commonLabels": {"team": "post-training"}})
+        assert (upgraded["status"], len(helm.history(RELEASE))) == ("deployed", 2)
+        crd = await api.get("CustomResourceDefinition", None, "rolloutjobs.kuberoll.io")
+        assert crd is not None
+        assert crd["metadata"]["labels"]["team"] == "post-training"
+        assert await uids(api) == before
+        # Rights were not interrupted either.
+        await api.patch("RolloutJob", JOBS, "puzzles", {"spec": {"startupDeadlineSeconds": 3000}})
+
+        helm.uninstall(RELEASE)
+    finally:
+        running.stop()
+    await api.get("CustomResourceDefinition", None, "rolloutjobs.kuberoll.io")
+    with pytest.raises(ApiError, match="not found"):
+        await api.get("ServiceAccount", NAMESPACE, "kuberoll-operator")
+    assert await uids(api) == before
+
+    again = helm.install(second, RELEASE, VALUES)
+    assert again["status"] == "deployed"
+    running = await operator()
+    try:
+        # The operator that comes later goes on with what it finds, and ends what is deleted meanwhile.
+        await api.patch("RolloutJob", JOBS, "puzzles", {"spec": {"suspend": True}})
+        await api.wait("Deployment", JOBS, "puzzles-generation", lambda item: item is None, seconds=60)
+        after = await uids(api)
+        assert {place: before[place] for place in after} == after
+    finally:
+        running.stop()
+        helm.uninstall(RELEASE)
