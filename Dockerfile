@@ -13,6 +13,7 @@ ARG ENGINE=gpu
 
 # ---- dependencies, each in a virtual environment that is copied as it is
 FROM ${PYTHON_IMAGE} AS build
+ARG PIP_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /src
 RUN python3 -m venv /opt/kuberoll
@@ -22,17 +23,20 @@ COPY pyproject.toml scripts/requirements.py ./
 RUN mkdir scripts && mv requirements.py scripts/
 
 FROM build AS build-operator
+ARG PIP_INDEX_URL
 RUN python scripts/requirements.py operator > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
 COPY . .
 RUN pip install --no-deps . && pip uninstall -y pip setuptools
 
 FROM build AS build-worker
+ARG PIP_INDEX_URL
 RUN python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
 COPY . .
 # Without pip: packages of environments are added in a stage like this one (docs/images.md).
 RUN pip install --no-deps .
 
 FROM build AS build-serve-cpu
+ARG PIP_INDEX_URL
 COPY . .
 RUN pip install packaging && python scripts/install.py && pip install --no-deps --force-reinstall . \
     && python scripts/requirements.py s3 gcs > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
@@ -73,6 +77,7 @@ LABEL org.opencontainers.image.title="KubeRoll generation" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+ARG PIP_INDEX_URL
 ENV PYTHONUNBUFFERED=1 HOME=/tmp VLLM_NO_USAGE_STATS=1
 COPY pyproject.toml /tmp/src/
 COPY scripts/requirements.py /tmp/src/scripts/
