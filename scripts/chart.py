@@ -2,7 +2,7 @@
 
     python scripts/chart.py [--check]
 
-Also copies the CRD into the chart. With --check nothing is written, and the exit code is 1 where a file is stale.
+Also copies the CRD and the alerts into the chart. With --check nothing is written, and the exit code is 1 where a file is stale.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 ROOT: Final = Path(__file__).resolve().parents[1]
 CHART: Final = ROOT / "charts" / "kuberoll"
 CRD: Final = "rolloutjobs.kuberoll.io.yaml"
+ALERTS: Final = ROOT / "workers" / "kuberoll_workers" / "monitor" / "alerts.yaml"
 
 _BEGIN, _END = "<!-- values: made by scripts/chart.py -->", "<!-- end of values -->"
 _PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -150,6 +151,7 @@ def files() -> dict[Path, str]:
         CHART / "README.md": f"{head}{_BEGIN}\n{table(text)}\n{_END}{tail}",
         CHART / "values.schema.json": json.dumps(schema(text), indent=2) + "\n",
         CHART / "files" / "crds" / CRD: (ROOT / "crds" / CRD).read_text(),
+        CHART / "files" / ALERTS.name: ALERTS.read_text(),
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,21 +28,21 @@ def complete_chart(directory: Path, version: str | None = None) -> Path:
     Args:
         version: Of the copy; None: the chart's own.
     """
-    copy = directory / "kuberoll"
-    shutil.copytree(CHART, copy)
-    ray = copy / "charts" / "kuberay-operator"
+    place = directory / "kuberoll"
+    shutil.copytree(CHART, place)
+    ray = place / "charts" / "kuberay-operator"
     (ray / "templates").mkdir(parents=True)
     (ray / "Chart.yaml").write_text("apiVersion: v2\nname: kuberay-operator\nversion: 1.7.0\n")
     (ray / "templates" / "stand-in.yaml").write_text(
         "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: kuberay-stand-in}\n"
     )
     if version is not None:
-        file = copy / "Chart.yaml"
+        file = place / "Chart.yaml"
         lines = [
             f"version: {version}" if line.startswith("version:") else line for line in file.read_text().split("\n")
         ]
         file.write_text("\n".join(lines))
-    return copy
+    return place
 
 
 @contextmanager
@@ -54,8 +57,13 @@ def loaded(path: Path = CHART) -> Iterator[Chart]:
 
 def rendered(values: Mapping[str, Any] | None = None, path: Path = CHART, namespace: str = NAMESPACE) -> list[Object]:
     """The objects that Helm makes of these values, those of hooks among them."""
+    return copy.deepcopy(_rendered(json.dumps(values or {}), path, namespace))
+
+
+@functools.cache
+def _rendered(values: str, path: Path, namespace: str) -> list[Object]:
     with loaded(path) as chart:
-        files = chart.render(dict(values or {}), name=RELEASE, namespace=namespace)
+        files = chart.render(json.loads(values), name=RELEASE, namespace=namespace)
     yaml = YAML(typ="safe")
     return [
         item

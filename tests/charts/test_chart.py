@@ -81,8 +81,9 @@ def values(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-def test_what_is_made_of_the_values_and_the_crd_is_there() -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "chart.py", "--check"], capture_output=True, text=True)
+@pytest.mark.parametrize("script", ["chart.py", "dashboards.py"])
+def test_what_is_made_is_there(script: str) -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -251,6 +252,34 @@ def test_monitors_find_what_they_scrape() -> None:
     assert one(rendered(MATRIX["monitored"]), "PodMonitor", "kuberoll-workers")["spec"]["namespaceSelector"] == {
         "any": True
     }
+
+
+def test_alerts_have_your_labels_and_a_runbook() -> None:
+    rule = one(rendered(MATRIX["monitored"]), "PrometheusRule")
+    page = (ROOT / "docs" / "alerts.md").read_text().lower()
+    found = [item for group in rule["spec"]["groups"] for item in group["rules"]]
+    assert len(found) == 7
+    for item in found:
+        assert item["labels"]["team"] == "post-training"
+        assert item["labels"]["severity"] in {"warning", "critical"}
+        assert "{{ $" in item["annotations"]["summary"] or item["alert"].startswith("KuberollOperator")
+        url, _, anchor = item["annotations"]["runbook_url"].partition("#")
+        assert url.endswith("docs/alerts.md")
+        assert f"## {anchor}\n" in page
+
+
+def test_dashboards_are_found_by_the_sidecar() -> None:
+    found = [
+        item for item in of_kind(rendered(MATRIX["monitored"]), "ConfigMap") if "dashboard" in item["metadata"]["name"]
+    ]
+    assert len(found) == 3
+    for item in found:
+        assert item["metadata"]["namespace"] == "grafana"
+        assert item["metadata"]["labels"]["grafana_dashboard"] == "1"
+        [text] = item["data"].values()
+        assert json.loads(text)["uid"].startswith("kuberoll-")
+        # Of one object, which an API server takes up to 1 MiB.
+        assert len(text) < 500_000
 
 
 def test_the_notes_say_what_is_next() -> None:
