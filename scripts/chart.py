@@ -2,7 +2,8 @@
 
     python scripts/chart.py [--check]
 
-Also copies the CRD and the alerts into the chart. With --check nothing is written, and the exit code is 1 where a file is stale.
+Also copies the CRD and the alerts into the chart. With --check nothing is written, and the exit code is 1 where a file
+is stale.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Final
 SUSPENDED: Final = "Suspended"
 GENERATION_READY: Final = "GenerationReady"
 WORKERS_READY: Final = "WorkersReady"
+WEIGHTS_SERVED: Final = "WeightsServed"
 SUCCESS_CRITERIA_MET: Final = "SuccessCriteriaMet"
 FAILURE_TARGET: Final = "FailureTarget"
 COMPLETE: Final = "Complete"
@@ -16,6 +17,7 @@ CONDITION_TYPES: Final = (
     SUSPENDED,
     GENERATION_READY,
     WORKERS_READY,
+    WEIGHTS_SERVED,
     SUCCESS_CRITERIA_MET,
     FAILURE_TARGET,
     COMPLETE,
@@ -43,6 +45,9 @@ class Reason:
     WAITING_FOR_GENERATION: Final = "WaitingForGeneration"
     RUNNING: Final = "Running"
     SHARDS_DONE: Final = "ShardsDone"
+    # WeightsServed
+    WEIGHTS_LOADING: Final = "WeightsLoading"
+    WEIGHTS_CURRENT: Final = "WeightsCurrent"
     # SuccessCriteriaMet, Complete
     TRAJECTORIES_DONE: Final = "TrajectoriesDone"
     # FailureTarget, Failed

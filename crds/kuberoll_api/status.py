@@ -30,7 +30,8 @@ class Condition(Model):
     """One thing that is so, is not so, or is not known, as in metav1.Condition."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)] = Field(
-        description="Suspended, GenerationReady, WorkersReady, SuccessCriteriaMet, FailureTarget, Complete or Failed."
+        description="Suspended, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, FailureTarget, "
+        "Complete or Failed."
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether it is so.")
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=256)] = Field(
@@ -141,7 +142,8 @@ class RolloutJobStatus(Model):
         default_factory=list,
         max_length=16,
         json_schema_extra=keyed_by("type"),
-        description="Suspended, GenerationReady, WorkersReady, SuccessCriteriaMet, FailureTarget, Complete, Failed.",
+        description="Suspended, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, FailureTarget, "
+        "Complete, Failed.",
     )
     generation: GenerationStatus | None = Field(default=None, description="The policy's replicas.")
     workers: WorkersStatus | None = Field(default=None, description="The environment workers and their shards.")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
-from kuberoll_operator.app import Operator
+from kuberoll_operator.app import AGAIN, Operator
 from kuberoll_operator.kube.access import NoAccess
 from kuberoll_operator.settings import ENVIRONMENT_PREFIX, Settings
 
@@ -49,11 +49,13 @@ def log_to_stderr(level: str) -> None:
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """One option for every setting."""
+    """One option for every setting that may stand in a list of processes."""
     for name, field in reversed(Settings.model_fields.items()):
+        if field.annotation == SecretStr | None:
+            continue
         flag = "--" + name.replace("_", "-")
         text = f"{field.description} [env: {ENVIRONMENT_PREFIX}{name.upper()}]"
-        if field.annotation is bool:
+        if field.annotation in (bool, bool | None):
             command = click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)(command)
         else:
             command = click.option(flag, name, multiple=isinstance(field.default, tuple), help=text)(command)
@@ -86,7 +88,9 @@ def main(kubeconfig: Path | None, **given: Any) -> None:
 
 
 async def _run(settings: Settings, kubeconfig: Path | None) -> int:
-    return await Operator(settings, kubeconfig=kubeconfig).run()
+    while (status := await Operator(settings, kubeconfig=kubeconfig).run()) == AGAIN:
+        pass
+    return status
 
 
 if __name__ == "__main__":

@@ -7,26 +7,32 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from kuberoll_operator.cache import Cache
+from kuberoll_operator.discovery import kuberay_changes, serves_kuberay
 from kuberoll_operator.health import Health, routes, serving
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.events import Recorder
 from kuberoll_operator.kube.lease import Elector
+from kuberoll_operator.kube.resources import RAY_SERVICES
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key
 from kuberoll_operator.progress import ProgressPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
 from kuberoll_operator.settings import Settings
-from kuberoll_operator.watches import Watches
+from kuberoll_operator.watches import WATCHED, Watches
 
 DRAIN_SECONDS = 20.0
 """What reconciles under way have when the operator is told to stop; less than a pod has."""
+
+AGAIN = -1
+"""In the place of an exit status: what the cluster serves has changed, and watches are to be made anew."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class Operator:
         self.port: int | None = None
         self._kubeconfig = kubeconfig
         self._elector: Elector | None = None
+        self._watches: Watches | None = None
         self._working = False
 
     async def run(self, serving_at: Callable[[int], None] = lambda _: None) -> int:
@@ -57,7 +64,7 @@ class Operator:
             serving_at: Called with the port of the probes.
 
         Returns:
-            The process's exit status: 0 where it was told to stop.
+            The process's exit status: 0 where it was told to stop; AGAIN where another Operator is to go on.
 
         Raises:
             NoAccess: There is no way to an API server.
@@ -82,21 +89,9 @@ class Operator:
             client = await stack.enter_async_context(
                 Client(way, remaining=elector.write_seconds if elector else lambda: None, told=self.metrics.request)
             )
-            poller = await stack.enter_async_context(ProgressPoller(self.queue.add, seconds=settings.progress_seconds))
-            watches = Watches(self.cache, lambda: load_access(self._kubeconfig), namespaces=settings.namespaces)
-            recorder = Recorder(client, self.identity)
-            reconciler = Reconciler(client, self.cache, poller, recorder, self.metrics, settings)
-            pool = Pool(
-                self.queue,
-                reconciler.reconcile,
-                self.metrics,
-                size=settings.concurrency,
-                seconds=settings.reconcile_seconds,
-                resync=settings.resync_seconds,
-            )
             health = Health(
-                watch=watches.oldest_activity,
-                unsynced=watches.unsynced,
+                watch=self._oldest_activity,
+                unsynced=self._unsynced,
                 queue=self.queue.oldest_age,
                 leading=lambda: self._working,
                 lease_tried=elector.tried_age if elector else lambda: None,
@@ -113,16 +108,65 @@ class Operator:
                 serving(routes(health, self.metrics.registry), host=settings.http_host, port=settings.http_port)
             )
             serving_at(self.port)
-            return await self._run(watches, pool)
+            asked = settings.kuberay is None
+            if asked:
+                settings = settings.model_copy(update={"kuberay": await self._discovered(client)})
+                if self.stop.is_set():
+                    return 0
+            poller = await stack.enter_async_context(
+                ProgressPoller(self.queue.add, seconds=settings.progress_seconds, token=settings.token_of)
+            )
+            self._watches = watches = Watches(
+                self.cache,
+                lambda: load_access(self._kubeconfig),
+                namespaces=settings.namespaces,
+                resources=(*WATCHED, RAY_SERVICES) if settings.kuberay else WATCHED,
+            )
+            recorder = Recorder(client, self.identity)
+            reconciler = Reconciler(client, self.cache, poller, recorder, self.metrics, settings)
+            pool = Pool(
+                self.queue,
+                reconciler.reconcile,
+                self.metrics,
+                size=settings.concurrency,
+                seconds=settings.reconcile_seconds,
+                resync=settings.resync_seconds,
+            )
+            return await self._run(watches, pool, self._changes(client, settings) if asked else asyncio.Event().wait())
 
-    async def _run(self, watches: Watches, pool: Pool) -> int:
+    def _oldest_activity(self) -> tuple[float, str]:
+        return (0.0, "") if self._watches is None else self._watches.oldest_activity()
+
+    def _unsynced(self) -> list[str]:
+        # Which kinds there are to be watched is found out first.
+        return [RAY_SERVICES.plural] if self._watches is None else self._watches.unsynced()
+
+    async def _discovered(self, client: Client) -> bool:
+        """Whether there is KubeRay; False where it is told to stop while it waits for the answer."""
+        self._listen()
+        asking = asyncio.create_task(serves_kuberay(client), name="discovery")
+        told = asyncio.create_task(self.stop.wait(), name="stop")
+        try:
+            await asyncio.wait({asking, told}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.done() and asking.result()
+        finally:
+            for task in (asking, told):
+                task.cancel()
+            await asyncio.gather(asking, told, return_exceptions=True)
+
+    async def _changes(self, client: Client, settings: Settings) -> None:
+        found = await kuberay_changes(client, bool(settings.kuberay))
+        _log.info("KubeRay was %s: beginning anew", "installed" if found else "removed")
+
+    async def _run(self, watches: Watches, pool: Pool, changes: Coroutine[Any, Any, object]) -> int:
         self._listen()
         watching = asyncio.create_task(watches.run(self._listen), name="watches")
         leading = asyncio.create_task(self._lead(watches, pool), name="leading")
         told = asyncio.create_task(self.stop.wait(), name="stop")
+        changed = asyncio.create_task(changes, name="discovery")
         try:
-            done, _ = await asyncio.wait({watching, leading, told}, return_when=asyncio.FIRST_COMPLETED)
-            asked = told in done
+            done, _ = await asyncio.wait({watching, leading, told, changed}, return_when=asyncio.FIRST_COMPLETED)
+            asked = told in done or changed in done
             if asked:
                 _log.info("stopping: %d jobs wait, reconciles under way are finished", self.queue.depth())
             else:
@@ -131,12 +175,14 @@ class Operator:
             await pool.stop(0 if leading in done else DRAIN_SECONDS)
         finally:
             self._working = False
-            for task in (leading, told, watching):
+            for task in (changed, leading, told, watching):
                 task.cancel()
-            await asyncio.gather(leading, told, watching, return_exceptions=True)
+            await asyncio.gather(changed, leading, told, watching, return_exceptions=True)
             if self._elector is not None:
                 await self._elector.release()
-        return 0 if asked else 1
+        if not asked:
+            return 1
+        return 0 if told in done else AGAIN
 
     async def _lead(self, watches: Watches, pool: Pool) -> None:
         """Works for as long as this operator leads.

@@ -73,7 +73,7 @@ class Cache:
         return (resource, scope) in self._listed
 
     def jobs(self) -> Iterable[tuple[Key, Object]]:
-        """All jobs: their metadata and phase."""
+        """All jobs: their metadata, phase and replicas."""
         return [(Key(*name), item) for name, item in self._objects.get(ROLLOUT_JOBS, {}).items()]
 
     def children(self, key: Key) -> Mapping[tuple[str, str], Object]:
@@ -153,7 +153,8 @@ def _trim(resource: Resource, item: Object) -> Object:
     if resource == ROLLOUT_JOBS:
         for key in ("annotations", "labels"):
             metadata.pop(key, None)
-        return head | {"status": {"phase": (item.get("status") or {}).get("phase")}}
+        status = item.get("status") or {}
+        return head | {"status": {key: status.get(key) for key in ("phase", "generation")}}
     if resource == PODS:
         status = item.get("status") or {}
         spec = {key: item["spec"][key] for key in ("nodeName",) if key in (item.get("spec") or {})}

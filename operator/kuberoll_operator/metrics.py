@@ -61,6 +61,14 @@ class Metrics:
             buckets=_MILESTONE_BUCKETS,
             registry=self.registry,
         )
+        self._scalings = Counter(
+            "kuberoll_operator_scalings",
+            "Changes of the number of replicas that jobs want, up or down, between their first and their release.",
+            ["direction"],
+            registry=self.registry,
+        )
+        for direction in ("up", "down"):
+            self._scalings.labels(direction)
         for result in ("success", "retry", "error"):
             self._reconciles.labels(result)
 
@@ -95,11 +103,21 @@ class Metrics:
 
     def status_written(self, raw: Object, old: Mapping[str, Any], new: Mapping[str, Any], now: datetime) -> None:
         """A job's status changed."""
+        if (direction := scaling(old, new)) is not None:
+            self._scalings.labels(direction).inc()
         created = parse_time(raw["metadata"].get("creationTimestamp"))
         if created is None:
             return
         for milestone in milestones(old, new):
             self._milestones.labels(milestone).observe(max(0.0, (now - created).total_seconds()))
+
+
+def scaling(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Whether a job was given more or fewer replicas: up, down; None: neither, or all or none of them."""
+    before, after = (int((status.get("generation") or {}).get("desiredReplicas") or 0) for status in (old, new))
+    if not before or not after or before == after:
+        return None
+    return "up" if after > before else "down"
 
 
 def milestones(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -125,6 +143,9 @@ def _turned(old: Mapping[str, Any], new: Mapping[str, Any], kind: str) -> bool:
     return is_true(new, kind) and not is_true(old, kind)
 
 
+_UNDER_WAY = frozenset({"Starting", "Running"})
+
+
 class _Now(Collector):
     """Gauges that are read when they are asked for."""
 
@@ -148,6 +169,7 @@ class _Now(Collector):
         for phase in PHASES:
             jobs.add_metric([phase], phases[phase])
         yield jobs
+        yield self._replicas()
         cached = GaugeMetricFamily("kuberoll_operator_cached_objects", "Objects in the cache.", labels=["kind"])
         for kind, count in sorted(self._cached().items()):
             cached.add_metric([kind], count)
@@ -159,3 +181,18 @@ class _Now(Collector):
             self._oldest(),
         )
         yield GaugeMetricFamily("kuberoll_operator_leader", "1 while this operator leads.", int(self._leading()))
+
+    def _replicas(self) -> Metric:
+        found = GaugeMetricFamily(
+            "kuberoll_operator_generation_replicas",
+            "Replicas of the policy, ready and desired, of jobs that start or run.",
+            labels=["namespace", "job", "state"],
+        )
+        for key, item in self._jobs():
+            status = item.get("status") or {}
+            generation = status.get("generation") or {}
+            if status.get("phase") not in _UNDER_WAY or generation.get("backend") == "External":
+                continue
+            for state in ("ready", "desired"):
+                found.add_metric([key.namespace, key.name, state], int(generation.get(f"{state}Replicas") or 0))
+        return found

@@ -39,7 +39,12 @@ class WriteError(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodProgress:
-    """What a worker pod says of itself at `/progress`: counts since its shard began, resumed ones included."""
+    """What a worker pod says of itself at `/progress`: counts since its shard began, resumed ones included.
+
+    Attributes:
+        generating: Turns that wait for a response now.
+        policy_version: The newest version of the weights that it has seen in a response.
+    """
 
     shard: int
     trajectories: int = 0
@@ -48,6 +53,33 @@ class PodProgress:
     generated_tokens: int = 0
     reward_sum: float = 0.0
     planned: int = 0
+    generating: int = 0
+    policy_version: str | None = None
+
+
+class Served(NamedTuple):
+    """The weights of one replica of the policy.
+
+    Attributes:
+        version: None: it does not say.
+        problem: Why it has not those that are wanted; None: it has, or loads them.
+    """
+
+    version: str | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What pods of a job have said of themselves, those that answered.
+
+    Attributes:
+        progress: Of workers, by shard.
+        served: By replicas of the policy, which are called by their own ids.
+    """
+
+    progress: Mapping[int, PodProgress] = field(default_factory=dict)
+    served: Mapping[str, Served] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +90,14 @@ class Observed:
         children: By kind and name.
         pods: All pods of the job.
         progress: Of worker pods that answered, by shard.
+        served: Weights of replicas that answered, by replica.
         errors: What could not be written in this reconcile, by kind and name.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
     pods: Sequence[Object] = ()
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
+    served: Mapping[str, Served] = field(default_factory=dict)
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
 
     def get(self, kind: str, name: str) -> Object | None:

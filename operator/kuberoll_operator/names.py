@@ -21,6 +21,9 @@ DIGEST: Final = "kuberoll.io/digest"
 SHAPE_DIGEST: Final = "kuberoll.io/template-digest"
 """Annotation: of the part of a child that cannot change while it runs, its pod template first of all."""
 
+AUTOSCALING: Final = "kuberoll.io/autoscaling"
+"""Annotation: of the Deployment, how many replicas are called for and since when, while it has another number."""
+
 CONFIG: Final = "config"
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
@@ -31,6 +34,11 @@ CONFIG_KEY: Final = "job.json"
 GENERATION_PORT: Final = 8000
 RAY_METRICS_PORT: Final = 8080
 PROGRESS_PORT: Final = 9464
+
+REPLICA_PORTS: Final = (30000, 31000)
+"""Where Serve's replicas listen themselves, the first and the last, with backend KubeRay."""
+
+RAY_DASHBOARD_PORT: Final = 8265
 
 EXIT_REFUSED: Final = 78
 """A pod's container: the job, its dataset or its output cannot be used, and will not be by trying again."""
@@ -45,8 +53,13 @@ def config(job: str) -> str:
 
 
 def generation(job: str) -> str:
-    """The Deployment, its Service and its NetworkPolicy."""
+    """The Deployment of backend Native; generation's Service and NetworkPolicy."""
     return f"{job}-generation"
+
+
+def ray_service(job: str) -> str:
+    """The RayService; KubeRay's own names begin with it, and leave it 47 characters."""
+    return f"{job}-gen"
 
 
 def generation_pods(job: str) -> str:

@@ -8,12 +8,12 @@ decides and whose status is written, is read live by the reconciler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from kuberoll_operator.cache import Cache
-from kuberoll_operator.model import Key, Object, Observed, PodProgress
+from kuberoll_operator.model import Heard, Key, Object, Observed
 
-Progress = Callable[[Key, Sequence[Object]], Mapping[int, PodProgress]]
+Progress = Callable[[Key, Object, Sequence[Object]], Heard]
 
 
 def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed:
@@ -21,9 +21,10 @@ def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed
 
     Args:
         raw: The job, live.
-        progress: What is known of its worker pods, `ProgressPoller.latest`.
+        progress: What its pods have said, `ProgressPoller.latest`.
     """
     born = raw["metadata"].get("creationTimestamp") or ""
     # Pods of a deleted job of the same name are on their way out, and their words are about its shards.
     pods = [pod for pod in cache.pods(key) if (pod["metadata"].get("creationTimestamp") or born) >= born]
-    return Observed(children=cache.children(key), pods=pods, progress=progress(key, pods))
+    heard = progress(key, raw, pods)
+    return Observed(children=cache.children(key), pods=pods, progress=heard.progress, served=heard.served)

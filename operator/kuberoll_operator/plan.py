@@ -19,7 +19,16 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.types import MAX_COUNT
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of
-from kuberoll_operator.backends.pods import Ended, ended, how_it_ended, is_disrupted, of_component, still_there, told
+from kuberoll_operator.backends.pods import (
+    Ended,
+    ended,
+    how_it_ended,
+    is_disrupted,
+    of_component,
+    shard_of,
+    still_there,
+    told,
+)
 from kuberoll_operator.model import Object, Observed, Plan, Ref
 from kuberoll_operator.render import Subject
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
@@ -142,8 +151,8 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
     # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
     draining = here.stage is Stage.SUSPENDED and still_there(of_component(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or here.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
-    if spec_problem(job, here.backend) is None:
-        wanted, outdated = _wanted(job, raw, observed, settings, here)
+    if spec_problem(job, here.backend, kuberay=settings.kuberay) is None:
+        wanted, outdated = _wanted(job, raw, observed, settings, here, now)
         delete += outdated
         apply = [] if here.taken else [render.seal(child) for child in wanted]
     return Plan(apply=tuple(apply), delete=_deletable(delete, job, raw, observed))
@@ -158,7 +167,9 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
     shards = _shards(job, raw, observed)
     end = _finish(job, raw, observed)
     ready = _is_ready(generation, status)
-    failure = _failure(job, raw, observed, name, now, generation=generation, ready=ready, shards=shards, finish=end)
+    failure = _failure(
+        job, raw, observed, name, settings, now, generation=generation, ready=ready, shards=shards, finish=end
+    )
     return Situation(
         stage=_stage(job, raw, ready=ready, shards=shards, finish=end, failure=failure),
         backend=name,
@@ -172,14 +183,21 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
     )
 
 
-def spec_problem(job: RolloutJob, backend: str) -> str | None:
-    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it."""
+def spec_problem(job: RolloutJob, backend: str, *, kuberay: bool | None) -> str | None:
+    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it.
+
+    Args:
+        kuberay: Whether the cluster serves RayServices; None: not known.
+    """
     try:
         output_of(job.spec.output.uri)
     except OutputRefused as error:
         return str(error)
-    if backend not in BACKENDS:
-        return f"spec.generation.backend: {backend} is not there yet; use {' or '.join(sorted(BACKENDS))}"
+    if backend == "KubeRay" and kuberay is False:
+        return (
+            "spec.generation.backend: KubeRay is not installed (the cluster does not serve ray.io/v1 rayservices); "
+            "install it, or set Native"
+        )
     return BACKENDS[backend].problem(job)
 
 
@@ -191,6 +209,7 @@ def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation
         uid=raw["metadata"]["uid"],
         settings=settings,
         endpoint=here.endpoint,
+        backend=here.backend,
         shards=here.shards.count,
     )
 
@@ -249,16 +268,6 @@ def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
     return None
 
 
-def shard_of(pod: Mapping[str, Any]) -> int | None:
-    """Which shard a worker pod is for."""
-    metadata = pod.get("metadata", {})
-    for kind in ("annotations", "labels"):
-        text = (metadata.get(kind) or {}).get("batch.kubernetes.io/job-completion-index")
-        if text is not None and str(text).isdecimal():
-            return int(text)
-    return None
-
-
 def said(message: str) -> Mapping[str, Any]:
     """A termination message that is JSON; what is none is its cause."""
     try:
@@ -293,7 +302,7 @@ def _stage(
 
 
 def _is_ready(state: GenerationState, status: Mapping[str, Any]) -> bool:
-    if state.reason == Reason.EXTERNAL or 0 < state.desired <= state.ready:
+    if state.reason == Reason.EXTERNAL or (state.settled and 0 < state.desired <= state.ready):
         return True
     return state.ready > 0 and is_true(status, conditions.GENERATION_READY)
 
@@ -303,6 +312,7 @@ def _failure(
     raw: Object,
     observed: Observed,
     backend: str,
+    settings: Settings,
     now: datetime,
     *,
     generation: GenerationState,
@@ -323,7 +333,7 @@ def _failure(
     if job.spec.suspend or finish.done:
         # A suspended job can still be mended: its spec may be edited.
         return None
-    if (problem := spec_problem(job, backend)) is not None:
+    if (problem := spec_problem(job, backend, kuberay=settings.kuberay)) is not None:
         return Cause(Reason.INVALID_SPEC, problem)
     for (kind, name), error in sorted(observed.errors.items()):
         if error.reason in FATAL_WRITE_ERRORS:
@@ -348,20 +358,21 @@ def _failure(
 
 
 def _wanted(
-    job: RolloutJob, raw: Object, observed: Observed, settings: Settings, here: Situation
+    job: RolloutJob, raw: Object, observed: Observed, settings: Settings, here: Situation, now: datetime
 ) -> tuple[list[Object], list[Ref]]:
     """The children that are wanted, in the order in which they are written, and those that are outdated."""
     backend = BACKENDS[here.backend]
     subject = subject_of(job, raw, settings, here)
     children = [
         render.build_config(subject),
-        *render.build_network_policies(subject, native=here.backend != "External"),
+        *render.build_network_policies(subject),
         *backend.fixtures(subject),
         render.build_workers_service(subject),
     ]
-    if here.stage in {Stage.STARTING, Stage.RUNNING}:
-        children += backend.engines(subject, observed)
     outdated: list[Ref] = []
+    if here.stage in {Stage.STARTING, Stage.RUNNING}:
+        children += backend.engines(subject, observed, now)
+        outdated += backend.outdated(job, observed)
     if not here.shards.done:
         live = observed.get("Job", names.workers(subject.name))
         wanted = render.build_workers_job(subject, suspend=here.stage is not Stage.RUNNING)

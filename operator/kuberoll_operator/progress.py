@@ -1,21 +1,25 @@
-"""What worker pods say of themselves at `/progress`: asked now and then, in the background, and believed in bounds."""
+"""What pods say of themselves, asked now and then, in the background, and believed in bounds.
+
+Workers tell of their progress at `/progress`, replicas of the policy at `/weights` which weights they serve; with
+backend KubeRay it is Serve that knows its replicas.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Self
+from collections.abc import Callable, Sequence
+from typing import Annotated, Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from kuberoll_api import conditions
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import of_component
-from kuberoll_operator.model import Key, Object, PodProgress
-from kuberoll_operator.plan import shard_of
+from kuberoll_operator.backends.pods import of_component, shard_of
+from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served
+from kuberoll_operator.plan import is_true, status_of
 
 ANSWER_SECONDS = 2.0
 ANSWER_BYTES = 64 * 1024
@@ -25,22 +29,71 @@ MOST = 10**15
 _log = logging.getLogger(__name__)
 
 _Count = Annotated[int, Field(ge=0, le=MOST)]
+_Version = Annotated[str, StringConstraints(max_length=63)]
+_Said = TypeVar("_Said", bound=BaseModel)
 
 
 class _Answer(BaseModel):
-    # Whatever runs in a worker pod may answer here.
+    # Whatever runs in a pod may answer here.
     model_config = ConfigDict(extra="ignore")
 
+
+class _Progress(_Answer):
     trajectories: _Count = 0
     failed: _Count = 0
     turns: _Count = 0
     generated_tokens: _Count = 0
     reward_sum: float = Field(default=0.0, allow_inf_nan=False)
     planned: _Count = 0
+    generating: _Count = 0
+    policy_version: _Version | None = None
+
+
+class _Weights(_Answer):
+    """Of one replica."""
+
+    served: _Version | None = None
+    problem: str | None = None
+
+
+class _ServeWeights(_Answer):
+    """Of all replicas, as Serve's app tells it."""
+
+    replicas: dict[str, _Version | None] = Field(max_length=4096)
+    problems: dict[str, str] = Field(default_factory=dict, max_length=4096)
+
+
+class _Questions:
+    """Whom to ask of a job.
+
+    Attributes:
+        workers: Shard and host of worker pods, by uid.
+        engines: Hosts of replicas that are pods, by uid.
+        serve: URL of Serve's app.
+        token: What it wants to be shown.
+    """
+
+    def __init__(self, raw: Object, pods: Sequence[Object], token: Callable[[str], str | None]) -> None:
+        status = status_of(raw)
+        generation = status.get("generation") or {}
+        backend = generation.get("backend")
+        self.workers = {
+            pod["metadata"]["uid"]: (shard, host)
+            for pod in of_component(pods, names.WORKERS)
+            if (host := _host(pod)) is not None and (shard := shard_of(pod)) is not None
+        }
+        engines = of_component(pods, names.GENERATION) if backend == "Native" else []
+        self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
+        ready = backend == "KubeRay" and is_true(status, conditions.GENERATION_READY)
+        self.serve = f"{generation['endpoint']}/v1/weights" if ready and generation.get("endpoint") else None
+        self.token = token(raw["metadata"]["uid"]) if self.serve else None
+
+    def __bool__(self) -> bool:
+        return bool(self.workers or self.engines or self.serve)
 
 
 class ProgressPoller:
-    """Polls the worker pods of jobs, and tells when something new was said; an async context manager.
+    """Polls the pods of jobs, and tells when something new was said; an async context manager.
 
     A pod that does not answer is left out: its last answer counts until it is gone.
 
@@ -48,7 +101,9 @@ class ProgressPoller:
         told: Called with a job of which something new is known.
         seconds: Shortest time between two polls of a job.
         clock: Seconds; None: the running loop's.
-        port: Of the pods.
+        port: Of worker pods.
+        weights_port: Of generation pods.
+        token: What the policy of a job with this uid wants to be shown.
     """
 
     def __init__(
@@ -58,11 +113,15 @@ class ProgressPoller:
         seconds: float,
         clock: Callable[[], float] | None = None,
         port: int = names.PROGRESS_PORT,
+        weights_port: int = names.RAY_METRICS_PORT,
+        token: Callable[[str], str | None] = lambda _: None,
     ) -> None:
-        self._told, self._seconds, self._port = told, seconds, port
+        self._told, self._seconds, self._port, self._weights_port = told, seconds, port, weights_port
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._token = token
         self._polled: dict[Key, float] = {}
         self._known: dict[Key, dict[str, PodProgress]] = {}
+        self._served: dict[Key, dict[str, Served]] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(CONCURRENCY)
         self._session: aiohttp.ClientSession | None = None
@@ -81,53 +140,87 @@ class ProgressPoller:
         if self._session is not None:
             await self._session.close()
 
-    def latest(self, key: Key, pods: Sequence[Object]) -> Mapping[int, PodProgress]:
-        """What is known of a job's shards, without waiting; asks the pods again if it is time to.
+    def latest(self, key: Key, raw: Object, pods: Sequence[Object]) -> Heard:
+        """What is known of a job, without waiting; asks again if it is time to.
 
         Args:
+            raw: The job, live.
             pods: All pods of the job.
         """
-        there = {pod["metadata"]["uid"]: pod for pod in of_component(pods, names.WORKERS)}
+        there = {pod["metadata"]["uid"] for pod in pods}
         known = {uid: item for uid, item in self._known.get(key, {}).items() if uid in there}
         if key in self._known:
             self._known[key] = known
-        reachable = {uid: found for uid, pod in there.items() if (found := _address(pod)) is not None}
+        questions = _Questions(raw, pods, self._token)
+        served = self._served.get(key, {})
+        if questions.serve is None:
+            served = {uid: item for uid, item in served.items() if uid in there}
         due = self._clock() - self._polled.get(key, -self._seconds) >= self._seconds
-        if reachable and due and key not in self._tasks:
+        if questions and due and key not in self._tasks:
             self._polled[key] = self._clock()
-            self._tasks[key] = asyncio.create_task(self._poll(key, reachable))
+            self._tasks[key] = asyncio.create_task(self._poll(key, questions))
         progress: dict[int, PodProgress] = {}
         for item in known.values():
             # A shard's pod and its successor may both be there for a moment.
             if item.shard not in progress or item.trajectories > progress[item.shard].trajectories:
                 progress[item.shard] = item
-        return progress
+        return Heard(progress=progress, served=served)
 
     def forget(self, key: Key) -> None:
         """The job is gone, or over."""
         self._polled.pop(key, None)
         self._known.pop(key, None)
+        self._served.pop(key, None)
 
-    async def _poll(self, key: Key, addresses: Mapping[str, tuple[int, str]]) -> None:
+    async def _poll(self, key: Key, questions: _Questions) -> None:
         try:
-            answers = await asyncio.gather(*(self._ask(shard, host) for shard, host in addresses.values()))
-            before = self._known.get(key, {})
-            found = {uid: answer for uid, answer in zip(addresses, answers, strict=True) if answer is not None}
-            if key in self._polled and any(before.get(uid) != answer for uid, answer in found.items()):
+            shards = dict(questions.workers)
+            answers, served = await asyncio.gather(
+                asyncio.gather(*(self._progress(shard, host) for shard, host in shards.values())),
+                self._weights(questions),
+            )
+            if key not in self._polled:
+                return
+            before, had = self._known.get(key, {}), self._served.get(key, {})
+            found = {uid: answer for uid, answer in zip(shards, answers, strict=True) if answer is not None}
+            # Serve tells of all that there are, a pod of itself.
+            served = served if questions.serve and served else {**had, **served}
+            if any(before.get(uid) != answer for uid, answer in found.items()) or served != had:
                 self._known[key] = {**before, **found}
+                self._served[key] = served
                 self._told(key)
         finally:
             del self._tasks[key]
 
-    async def _ask(self, shard: int, host: str) -> PodProgress | None:
+    async def _progress(self, shard: int, host: str) -> PodProgress | None:
+        said = await self._ask(f"http://{host}:{self._port}/progress", _Progress)
+        return None if said is None else PodProgress(shard=shard, **said.model_dump())
+
+    async def _weights(self, questions: _Questions) -> dict[str, Served]:
+        """Of the replicas that answered."""
+        if questions.serve is not None:
+            said = await self._ask(questions.serve, _ServeWeights, token=questions.token)
+            if said is None:
+                return {}
+            return {name: Served(version, said.problems.get(name)) for name, version in said.replicas.items()}
+        engines = dict(questions.engines)
+        urls = [f"http://{host}:{self._weights_port}/weights" for host in engines.values()]
+        answers = await asyncio.gather(*(self._ask(url, _Weights) for url in urls))
+        return {
+            uid: Served(answer.served, answer.problem)
+            for uid, answer in zip(engines, answers, strict=True)
+            if answer is not None
+        }
+
+    async def _ask(self, url: str, kind: type[_Said], *, token: str | None = None) -> _Said | None:
         assert self._session is not None, "the poller is not entered"
-        url = f"http://{host}:{self._port}/progress"
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValidationError):
-            async with self._room, self._session.get(url, allow_redirects=False) as answer:
+            async with self._room, self._session.get(url, headers=headers, allow_redirects=False) as answer:
                 if answer.status != 200:
                     return None
                 content = await _all(answer.content, ANSWER_BYTES)
-                return None if content is None else _progress(shard, content)
+                return None if content is None else kind.model_validate_json(content)
         return None
 
 
@@ -141,18 +234,11 @@ async def _all(stream: aiohttp.StreamReader, most: int) -> bytes | None:
     return bytes(content)
 
 
-def _progress(shard: int, content: bytes) -> PodProgress:
-    fields: dict[str, Any] = _Answer.model_validate_json(content).model_dump()
-    return replace(PodProgress(shard=shard), **fields)
-
-
-def _address(pod: Object) -> tuple[int, str] | None:
-    """Shard and host of a pod that can be asked: running, ready, and not on its way out."""
-    status, shard = pod.get("status") or {}, shard_of(pod)
+def _host(pod: Object) -> str | None:
+    """Host of a pod that can be asked: running, ready, and not on its way out."""
+    status = pod.get("status") or {}
     ready = any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions") or ())
     host = status.get("podIP")
-    if shard is None or not host or not ready or status.get("phase") != "Running":
+    if not host or not ready or status.get("phase") != "Running" or pod["metadata"].get("deletionTimestamp"):
         return None
-    if pod["metadata"].get("deletionTimestamp"):
-        return None
-    return shard, f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host else str(host)

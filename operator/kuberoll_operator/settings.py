@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Annotated, Any, Self
+from types import NoneType
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
 ENVIRONMENT_PREFIX = "KUBEROLL_"
 
@@ -38,9 +40,19 @@ class Settings(BaseModel):
     egress_ports: tuple[Port, ...] = Field(
         default=(443,), description="TCP ports that worker pods may reach everywhere: object stores, hubs, trackers."
     )
-    kuberay: bool = Field(
-        default=False,
-        description="Whether the cluster serves ray.io/v1 RayServices; found out when the operator starts.",
+    kuberay: bool | None = Field(
+        default=None, description="Whether the cluster serves ray.io/v1 RayServices; absent: ask it, now and again."
+    )
+    kuberay_namespace: str | None = Field(
+        default=None, description="Namespace of KubeRay's operator, which is let through to Ray; absent: any."
+    )
+    ray_version: Annotated[str, StringConstraints(pattern=r"^[0-9]+[.][0-9]+[.][0-9]+")] = Field(
+        default="2.60.0", description="Version of Ray in generation images, for KubeRay."
+    )
+    token_key: SecretStr | None = Field(
+        default=None,
+        description="Key that the tokens are made with which a policy asks of its callers, besides the job's uid; "
+        "another key makes other tokens: jobs that run then lose their policy.",
     )
     progress_seconds: Seconds = Field(
         default=15.0, description="Progress is written to a job's status at most this often."
@@ -58,6 +70,14 @@ class Settings(BaseModel):
     http_port: Port = Field(default=8080, description="Port of /healthz, /readyz and /metrics.")
     log_level: str = Field(default="info", description="debug, info, warning or error.")
 
+    def token_of(self, uid: str) -> str:
+        """What callers of the policy of the job with this uid must show.
+
+        Without a key whoever can read the job through the API server can make it; what runs in pods cannot.
+        """
+        key = "" if self.token_key is None else self.token_key.get_secret_value()
+        return hmac.new(key.encode(), uid.encode(), "sha256").hexdigest()
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **given: Any) -> Self:
         """Settings of environment variables, under those that are given here.
@@ -68,7 +88,10 @@ class Settings(BaseModel):
         found: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
             text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-            if text is None or (not text and field.default is None):
+            if text is None:
+                continue
+            if not text and NoneType in get_args(field.annotation):
+                found[name] = None
                 continue
             listed = isinstance(field.default, tuple)
             found[name] = [item for item in map(str.strip, text.split(",")) if item] if listed else text

@@ -12,7 +12,7 @@ from kuberoll_api.conditions import CONDITION_TYPES, Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import of, short
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import Problem, ended, first_problem, of_component, still_there, told
+from kuberoll_operator.backends.pods import Problem, ended, first_problem, of_component, shard_of, still_there, told
 from kuberoll_operator.model import Object, Observed
 from kuberoll_operator.plan import (
     Cause,
@@ -27,7 +27,6 @@ from kuberoll_operator.plan import (
     number,
     parse_time,
     said,
-    shard_of,
     situation,
     startup_deadline,
     status_of,
@@ -51,6 +50,9 @@ _UNDER_WAY: Final = frozenset({Stage.STARTING, Stage.RUNNING})
 _NEW_WEIGHT: Final = 0.4
 
 _LARGEST: Final = 1e300
+
+# What the model's own weights are called.
+_OWN_VERSION: Final = "0"
 
 _Verdict = tuple[bool, str, str]
 
@@ -83,7 +85,7 @@ def compute_status(job: RolloutJob, raw: Object, observed: Observed, settings: S
         **({"startTime": start} if start else {}),
         **({"completionTime": time} if over else {}),
         "conditions": _merged(old, found, time, generation),
-        "generation": _generation(old, here),
+        "generation": _generation(old, observed, here),
         "workers": _workers(job, old, observed, here),
         "progress": _progress(old, observed, here, now),
     }
@@ -152,6 +154,8 @@ def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situatio
         found[conditions.SUSPENDED] = (False, Reason.JOB_RESUMED, "")
     found[conditions.GENERATION_READY] = _generation_ready(job, old, observed, here)
     found[conditions.WORKERS_READY] = _workers_ready(job, old, observed, here)
+    if (weights := _weights_served(job, old, observed, here)) is not None:
+        found[conditions.WEIGHTS_SERVED] = weights
     settled = here.generation.gone and not still_there(observed.pods)
     if here.stage is Stage.FINISHING:
         found[conditions.SUCCESS_CRITERIA_MET] = _finishing(job, observed, here)
@@ -180,17 +184,52 @@ def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observe
     if here.stage not in _UNDER_WAY:
         why = "suspended" if here.stage is Stage.SUSPENDED else "all shards are done"
         return False, Reason.RELEASED, f"the engines are released: {why}"
-    blocked = here.taken or _error(observed, job, names.config, names.generation, names.generation_pods)
+    blocked = here.taken or _error(
+        observed, job, names.config, names.generation, names.generation_pods, names.ray_service
+    )
     count = f"{state.ready} of {state.desired} replicas are ready"
     cause = Cause(state.reason, state.message)
     if state.repeats and before.get("reason") == state.reason:
         cause = cause._replace(message=str(before.get("message", "")))
     if here.ready:
-        words = (blocked and blocked.message) or (state.ready < state.desired and cause.message)
-        return True, Reason.READY, f"{count}; {words}" if words else count
+        less = state.ready < state.desired or not state.settled
+        words = (blocked.message if blocked else "") or (cause.message if less else "")
+        return True, Reason.READY, told("; ".join(part for part in (count, state.note, words) if part))
     if blocked:
         return False, blocked.reason, blocked.message
     return False, cause.reason, cause.message or count
+
+
+def _weights_served(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict | None:
+    """Whether all replicas have the weights that are wanted; None where nothing is to be said of it."""
+    wanted = job.spec.weights
+    if here.stage is Stage.FAILING or (wanted is None and not condition(old, conditions.WEIGHTS_SERVED)):
+        return None
+    if here.stage not in _UNDER_WAY:
+        return False, Reason.RELEASED, "the engines are released"
+    version = _OWN_VERSION if wanted is None else wanted.version
+    if _served(old, observed, here) == version:
+        return True, Reason.WEIGHTS_CURRENT, f"all replicas serve version {version}"
+    having = sum(item.version == version for item in observed.served.values())
+    problem = next((item.problem for _, item in sorted(observed.served.items()) if item.problem), None)
+    text = f"{having} of {here.generation.desired} replicas serve version {version}"
+    return False, Reason.WEIGHTS_LOADING, told(f"{text}; {problem}" if problem else text)
+
+
+def _served(old: Mapping[str, Any], observed: Observed, here: Situation) -> str | None:
+    """The version that all replicas serve, as far as they are heard; None where they differ or none is known."""
+    if here.stage not in _UNDER_WAY:
+        return None
+    before = (old.get("generation") or {}).get("policyVersion")
+    if not observed.served:
+        return None if before is None else str(before)
+    found = {item.version for item in observed.served.values()}
+    version = found.pop()
+    if found or version is None:
+        return None
+    # A replica that is new is heard of later, and has begun with what was wanted.
+    heard = len(observed.served) >= max(1, here.generation.ready) or version == before
+    return version if heard else None
 
 
 def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict:
@@ -281,11 +320,10 @@ def _merged(old: Json, found: Mapping[str, _Verdict], time: str, generation: int
     return [*ours, *(known[kind] for kind in sorted(known))]
 
 
-def _generation(old: Json, here: Situation) -> Json:
-    before = old.get("generation") or {}
-    state = here.generation
+def _generation(old: Json, observed: Observed, here: Situation) -> Json:
+    state, version = here.generation, _served(old, observed, here)
     wanted = state.desired if here.stage in _UNDER_WAY else 0
-    kept = {"policyVersion": before["policyVersion"]} if "policyVersion" in before else {}
+    kept = {} if version is None else {"policyVersion": version}
     counts = {"readyReplicas": state.ready, "desiredReplicas": wanted}
     return {"backend": here.backend, "endpoint": here.endpoint, **counts, **kept}
 

@@ -41,7 +41,13 @@ MATRIX: dict[str, dict[str, Any]] = {
             "digest": f"sha256:{'0' * 64}",
             "pullSecrets": [{"name": "pull"}],
         },
-        "jobs": {"imagePullPolicy": "Always", "generationImage": "mine/engine:1"},
+        "jobs": {
+            "imagePullPolicy": "Always",
+            "generationImage": "mine/engine:1",
+            "tokenKey": {"secretName": "token"},
+            "kuberayNamespace": "ray-system",
+            "rayVersion": "2.60.1",
+        },
     },
     "without": {
         "crds": {"enabled": False},

@@ -528,13 +528,15 @@ async def test_a_pod_template_that_is_none(cluster: Cluster) -> None:
     assert "imagePullPolicy" in found["message"]
 
 
-async def test_a_field_that_somebody_else_holds(cluster: Cluster) -> None:
+async def test_a_name_that_somebody_else_has(cluster: Cluster) -> None:
     cluster.operator()
     metadata = {"name": "puzzles-config", "namespace": cluster.namespace, "labels": {"kuberoll.io/job": "someone"}}
     theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"job.json": "{}"}}
     await cluster.api.apply(theirs)
     await cluster.create(rollout_job(cluster.namespace, count=4))
-    await cluster.job(lambda item: "FieldConflict" in json.dumps(item.get("status", {}).get("conditions", [])))
+    await cluster.job(lambda item: "NameTaken" in json.dumps(item.get("status", {}).get("conditions", [])))
+    left = await cluster.api.get("ConfigMap", cluster.namespace, "puzzles-config")
+    assert left["data"] == {"job.json": "{}"}
 
 
 async def test_an_external_endpoint(cluster: Cluster) -> None:

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from kuberoll_operator.kube.resources import CHILDREN, EVENTS, LEASES, PODS, ROLLOUT_JOBS, Resource
+from kuberoll_operator.kube.resources import CHILDREN, EVENTS, LEASES, PODS, RAY_SERVICES, ROLLOUT_JOBS, Resource
 from kuberoll_operator.model import Object
 
 T = TypeVar("T")
 
-RESOURCES = {item.plural: item for item in (*CHILDREN, PODS, EVENTS, LEASES, ROLLOUT_JOBS)}
+RESOURCES = {item.plural: item for item in (*CHILDREN, RAY_SERVICES, PODS, EVENTS, LEASES, ROLLOUT_JOBS)}
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
@@ -67,12 +67,17 @@ class Fault:
 
 
 class Emulator:
-    """The API server; every request is kept in `requests`."""
+    """The API server; every request is kept in `requests`.
+
+    Attributes:
+        kuberay: Whether RayServices are served.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.url = ""
+        self.kuberay = False
         self._objects: dict[tuple[Resource, str, str], Object] = {}
         self._versions = itertools.count(1)
         self._version = 0
@@ -170,7 +175,7 @@ class Emulator:
     async def _carry_out(self, request: web.Request, asked: Request) -> web.StreamResponse:
         parts = asked.path.strip("/").split("/")
         if not asked.plural:
-            return _discovery(parts)
+            return _discovery(parts, kuberay=self.kuberay)
         resource = RESOURCES[asked.plural]
         rest = parts[parts.index(asked.plural) + 1 :]
         namespace = parts[parts.index("namespaces") + 1] if "namespaces" in parts else None
@@ -317,8 +322,9 @@ def _status(code: int, body: Object, headers: dict[str, str] | None = None) -> w
     return web.json_response(status, status=code, headers=headers)
 
 
-def _discovery(parts: list[str]) -> web.Response:
-    served = {item.api_version for item in RESOURCES.values()} | {"apiextensions.k8s.io/v1"}
+def _discovery(parts: list[str], *, kuberay: bool) -> web.Response:
+    known = [item for item in RESOURCES.values() if kuberay or item != RAY_SERVICES]
+    served = {item.api_version for item in known} | {"apiextensions.k8s.io/v1"}
     if parts == ["api"]:
         return web.json_response({"versions": ["v1"]})
     if parts == ["apis"]:
@@ -336,9 +342,11 @@ def _discovery(parts: list[str]) -> web.Response:
     verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
     resources = [
         {"name": item.plural, "kind": item.kind, "singularName": "", "namespaced": True, "verbs": verbs}
-        for item in RESOURCES.values()
+        for item in known
         if item.api_version == version
     ]
+    if version != "v1" and version not in served:
+        return _status(404, {"reason": "NotFound"})
     # kopf waits until it has found these, whether or not it looks at them.
     for plural, kind, home in (
         ("namespaces", "Namespace", "v1"),

@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from pydantic import SecretStr
+
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
-from kuberoll_operator.model import Object, Observed, PodProgress, WriteError
+from kuberoll_operator.model import Object, Observed, PodProgress, Served, WriteError
 from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.settings import Settings
 
 UID = "11111111-2222-3333-4444-555555555555"
 NAMESPACE = "rollouts"
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
-SETTINGS = Settings(generation_image="example.org/generation:1", worker_image="example.org/worker:1")
+SETTINGS = Settings(
+    generation_image="example.org/generation:1", worker_image="example.org/worker:1", token_key=SecretStr("a key")
+)
 
 
 def at(seconds: float) -> datetime:
@@ -150,6 +154,7 @@ def observed(
     *children: Object,
     pods: list[Object] | None = None,
     progress: Mapping[int, PodProgress] | None = None,
+    served: Mapping[str, Served] | None = None,
     errors: Mapping[tuple[str, str], WriteError] | None = None,
 ) -> Observed:
     """What a reconcile sees."""
@@ -157,5 +162,6 @@ def observed(
         children={(item["kind"], item["metadata"]["name"]): item for item in children},
         pods=pods or [],
         progress=progress or {},
+        served=served or {},
         errors=errors or {},
     )

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from kuberoll_operator.__main__ import main
-from kuberoll_operator.app import Operator
+from kuberoll_operator.app import AGAIN, Operator
+from kuberoll_operator.discovery import kuberay_changes
 from kuberoll_operator.model import Object
 from kuberoll_operator.plan import status_of
 from kuberoll_operator.settings import Settings
@@ -72,12 +74,51 @@ async def test_a_job_is_reconciled_from_its_events_and_the_probes_are_well(tmp_p
         status, text = await get(found, "/metrics")
         assert status == 200
         assert 'kuberoll_operator_jobs{phase="Running"} 1.0' in text
+        assert (
+            f'kuberoll_operator_generation_replicas{{job="puzzle",namespace="{NAMESPACE}",state="ready"}} 2.0' in text
+        )
         assert "kuberoll_operator_leader 1.0" in text
         found.stop.set()
         assert await task == 0
         lease = server.get("leases", NAMESPACE, "kuberoll-operator")
         assert lease is not None
         assert lease["spec"]["holderIdentity"] == ""
+
+
+async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kuberoll_operator.app.kuberay_changes", partial(kuberay_changes, seconds=0.05))
+    server = Emulator()
+    server.put(manifest(generation={"backend": "Auto"}))
+    async with server.running(tmp_path) as kubeconfig:
+        async with operator(kubeconfig) as (_, task):
+            await server.until(lambda: server.get("deployments", NAMESPACE, "puzzle-generation"))
+            server.kuberay = True
+            # Not as an error: whoever ran it goes on with another one.
+            assert await task == AGAIN
+        async with operator(kubeconfig) as (_, task):
+            server.put(manifest("late", generation={"backend": "Auto"}))
+            await server.until(lambda: server.get("rayservices", NAMESPACE, "late-gen"))
+            assert server.get("rayservices", NAMESPACE, "puzzle-gen") is None
+            assert server.get("deployments", NAMESPACE, "late-generation") is None
+            await server.until(lambda: phase(server, "late") == "Starting")
+            server.remove("rayservices", NAMESPACE, "late-gen")
+            # It is watched.
+            await server.until(lambda: server.get("rayservices", NAMESPACE, "late-gen"))
+            server.kuberay = False
+            assert await task == AGAIN
+
+
+async def test_what_is_not_known_of_kuberay_is_waited_for(tmp_path: Path) -> None:
+    server = Emulator()
+    server.put(manifest(generation={"backend": "Auto"}))
+    server.kuberay = True
+    server.faults.append(Fault(lambda asked: asked.path == "/apis/ray.io/v1", status=503))
+    async with server.running(tmp_path) as kubeconfig, operator(kubeconfig) as (found, _):
+        await server.until(lambda: found.port)
+        assert await get(found, "/readyz") == (503, "not listed yet: rayservices") or server.faults[0].times == 0
+        await server.until(lambda: server.get("rayservices", NAMESPACE, "puzzle-gen"))
 
 
 async def test_what_was_missed_while_the_server_forgot_is_made_up_for(tmp_path: Path) -> None:
@@ -226,6 +267,10 @@ def test_settings_that_cannot_be_used_are_named(arguments: list[str], environmen
 def test_every_setting_has_a_flag_with_its_variable() -> None:
     text = CliRunner().invoke(main, ["--help"], terminal_width=200).output
     for name in Settings.model_fields:
+        if name == "token_key":
+            # What stands in a command line can be read by all on the machine.
+            assert "--token-key" not in text
+            continue
         assert f"--{name.replace('_', '-')}" in text
         assert f"KUBEROLL_{name.upper()}" in "".join(text.split())
 

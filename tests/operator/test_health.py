@@ -15,12 +15,13 @@ from aiohttp import web
 
 from kuberoll_api import conditions
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes, serving
-from kuberoll_operator.metrics import Metrics, milestones
-from kuberoll_operator.model import Key, Object, PodProgress
+from kuberoll_operator.metrics import Metrics, milestones, scaling
+from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served
 from kuberoll_operator.progress import ANSWER_BYTES, ProgressPoller
 from tests.operator.support import START, condition, raw
 
 KEY = Key("rollouts", "puzzle")
+RAW = raw()
 
 
 class State:
@@ -160,19 +161,19 @@ class Pods:
 async def test_pods_are_asked_in_the_background_and_no_more_often_than_told() -> None:
     pods = Pods()
     async with pods.poller() as poller:
-        assert poller.latest(KEY, [worker(3)]) == {}
+        assert poller.latest(KEY, RAW, [worker(3)]) == Heard()
         assert await pods.told.get() == KEY
         expected = PodProgress(shard=3, trajectories=5, turns=20, reward_sum=2.5, planned=16)
-        assert poller.latest(KEY, [worker(3)]) == {3: expected}
+        assert poller.latest(KEY, RAW, [worker(3)]).progress == {3: expected}
         pods.now = 14.9
-        poller.latest(KEY, [worker(3)])
+        poller.latest(KEY, RAW, [worker(3)])
         assert pods.asked.qsize() == 1
         pods.now, pods.answer = 15.0, {"trajectories": 6}
-        poller.latest(KEY, [worker(3)])
+        poller.latest(KEY, RAW, [worker(3)])
         await pods.told.get()
-        assert poller.latest(KEY, [worker(3)])[3].trajectories == 6
+        assert poller.latest(KEY, RAW, [worker(3)]).progress[3].trajectories == 6
         # Gone with the pod.
-        assert poller.latest(KEY, []) == {}
+        assert poller.latest(KEY, RAW, []) == Heard()
 
 
 @pytest.mark.parametrize(
@@ -184,13 +185,13 @@ async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
     pods = Pods()
     pods.answer = answer
     async with pods.poller() as poller:
-        poller.latest(KEY, [worker(0)])
+        poller.latest(KEY, RAW, [worker(0)])
         await pods.asked.get()
         # A poll that is believed follows, and is the first that tells.
         while poller._tasks:
             await asyncio.gather(*poller._tasks.values())
         assert pods.told.empty()
-        assert poller.latest(KEY, [worker(0)]) == {}
+        assert poller.latest(KEY, RAW, [worker(0)]) == Heard()
 
 
 async def test_who_does_not_answer_is_left_out() -> None:
@@ -199,9 +200,9 @@ async def test_who_does_not_answer_is_left_out() -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.2", poller._port))
             # Bound and not listening: refused.
-            poller.latest(KEY, [worker(0), worker(1, host="127.0.0.2")])
+            poller.latest(KEY, RAW, [worker(0), worker(1, host="127.0.0.2")])
             await pods.told.get()
-            assert set(poller.latest(KEY, [worker(0), worker(1, host="127.0.0.2")])) == {0}
+            assert set(poller.latest(KEY, RAW, [worker(0), worker(1, host="127.0.0.2")]).progress) == {0}
 
 
 async def test_only_ready_pods_are_asked() -> None:
@@ -209,14 +210,104 @@ async def test_only_ready_pods_are_asked() -> None:
     async with pods.poller() as poller:
         going = worker(1)
         going["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
-        assert poller.latest(KEY, [worker(0, ready="False"), going]) == {}
+        assert poller.latest(KEY, RAW, [worker(0, ready="False"), going]) == Heard()
         assert not poller._tasks
 
 
 async def test_forgotten_jobs_are_not_told_of() -> None:
     pods = Pods()
     async with pods.poller() as poller:
-        poller.latest(KEY, [worker(0)])
+        poller.latest(KEY, RAW, [worker(0)])
         poller.forget(KEY)
         await asyncio.gather(*poller._tasks.values())
         assert pods.told.empty()
+
+
+def engine(uid: str, host: str = "127.0.0.1") -> Object:
+    """A generation pod."""
+    labels = {"app.kubernetes.io/component": "generation"}
+    status = {"phase": "Running", "podIP": host, "conditions": [{"type": "Ready", "status": "True"}]}
+    return {"metadata": {"name": f"g-{uid}", "uid": uid, "labels": labels}, "status": status}
+
+
+class Replicas:
+    """Who tells of weights: pods at /weights, Serve's app at /v1/weights."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[Key] = asyncio.Queue()
+        self.answers: dict[str, Any] = {}
+        self.shown: list[str | None] = []
+        self.now = 0.0
+
+    @asynccontextmanager
+    async def poller(self) -> AsyncIterator[tuple[ProgressPoller, int]]:
+        async def answer(request: web.Request) -> web.Response:
+            self.shown.append(request.headers.get("authorization"))
+            return web.json_response(self.answers[request.path])
+
+        routes = [web.get("/weights", answer), web.get("/v1/weights", answer)]
+        async with (
+            serving(routes, host="127.0.0.1", port=0) as port,
+            ProgressPoller(
+                self.told.put_nowait,
+                seconds=15,
+                clock=lambda: self.now,
+                weights_port=port,
+                token=lambda uid: f"of-{uid}",
+            ) as poller,
+        ):
+            yield poller, port
+
+
+async def test_pods_of_native_tell_of_their_weights() -> None:
+    replicas = Replicas()
+    job = raw({"generation": {"backend": "Native"}})
+    async with replicas.poller() as (poller, _):
+        replicas.answers["/weights"] = {"wanted": "2", "served": "1", "problem": "not there yet", "more": 1}
+        assert poller.latest(KEY, job, [engine("a")]) == Heard()
+        assert await replicas.told.get() == KEY
+        assert poller.latest(KEY, job, [engine("a")]).served == {"a": Served("1", "not there yet")}
+        replicas.now, replicas.answers["/weights"] = 15.0, {"wanted": "2", "served": "2", "problem": None}
+        poller.latest(KEY, job, [engine("a")])
+        await replicas.told.get()
+        assert poller.latest(KEY, job, [engine("a")]).served == {"a": Served("2")}
+        assert poller.latest(KEY, job, [engine("b")]).served == {}
+        # It is for anybody to read, and nobody is shown what is for the policy alone.
+        assert set(replicas.shown) == {None}
+
+
+async def test_serve_tells_of_the_weights_of_its_replicas() -> None:
+    replicas = Replicas()
+    async with replicas.poller() as (poller, port):
+        generation = {"backend": "KubeRay", "endpoint": f"http://127.0.0.1:{port}"}
+        ready = condition(conditions.GENERATION_READY, True, "Ready")
+        assert poller.latest(KEY, raw({"generation": generation}), [engine("a")]) == Heard()
+        assert not poller._tasks
+        job = raw({"generation": generation, "conditions": [ready]})
+        replicas.answers["/v1/weights"] = {
+            "wanted": "2",
+            "replicas": {"x": "2", "y": "1"},
+            "problems": {"y": "no file"},
+        }
+        poller.latest(KEY, job, [])
+        await replicas.told.get()
+        assert poller.latest(KEY, job, []).served == {"x": Served("2"), "y": Served("1", "no file")}
+        replicas.now, replicas.answers["/v1/weights"] = 15.0, {"replicas": {"z": "2"}}
+        poller.latest(KEY, job, [])
+        await replicas.told.get()
+        assert poller.latest(KEY, job, []).served == {"z": Served("2")}
+        assert set(replicas.shown) == {f"Bearer of-{job['metadata']['uid']}"}
+
+
+def test_scalings_are_between_the_first_replicas_and_the_release_of_the_last() -> None:
+    def of(count: int) -> dict[str, Any]:
+        return {"generation": {"desiredReplicas": count}}
+
+    assert [scaling(of(old), of(new)) for old, new in ((0, 2), (2, 5), (5, 3), (3, 3), (3, 0))] == [
+        None,
+        "up",
+        "down",
+        None,
+        None,
+    ]
+    assert scaling({}, of(1)) is None

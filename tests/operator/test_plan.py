@@ -193,7 +193,13 @@ def test_what_is_not_ours_is_neither_written_nor_removed(kind: str) -> None:
 def test_a_job_that_cannot_run_writes_nothing() -> None:
     assert decide(observed(), output={"uri": "runs/x"}) == Plan()
     assert decide(observed(), output={"uri": "runs/x"}, suspend=True) == Plan()
-    assert decide(observed(), generation={"backend": "KubeRay"}) == Plan()
+    two = {"limits": {"nvidia.com/gpu": 2}}
+    assert (
+        decide(
+            observed(), generation={"backend": "KubeRay", "engineArgs": {"tensor_parallel_size": 3}, "resources": two}
+        )
+        == Plan()
+    )
 
 
 def test_an_external_endpoint_needs_no_engine() -> None:
@@ -212,10 +218,12 @@ def test_an_external_endpoint_needs_no_engine() -> None:
         ("Auto", {"generation": {"backend": "Native"}}, True, "Native"),
         ("Auto", {"generation": {"backend": "External"}}, False, "Native"),
         ("Native", {"generation": {"backend": "External"}}, True, "Native"),
+        ("Auto", {}, None, "Native"),
+        ("Auto", {"generation": {"backend": "KubeRay"}}, False, "KubeRay"),
         ("KubeRay", {}, False, "KubeRay"),
     ],
 )
-def test_the_backend_is_settled_once(backend: str, status: Any, kuberay: bool, expected: str) -> None:
+def test_the_backend_is_settled_once(backend: str, status: Any, kuberay: bool | None, expected: str) -> None:
     assert backend_of(job(generation={"backend": backend}), status, kuberay=kuberay) == expected
 
 

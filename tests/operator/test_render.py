@@ -11,6 +11,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from jsonschema import Draft202012Validator
 
 from kuberoll_api.manifest import load_job
 from kuberoll_operator import names, render
@@ -20,8 +21,10 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render import Subject, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
 from kuberoll_operator.render.output import OutputRefused, output_of
-from tests.operator import support
+from kuberoll_operator.settings import Settings
+from tests.operator import kuberay_schema, support
 
+KUBERAY = Draft202012Validator(kuberay_schema.schema())
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
@@ -41,12 +44,25 @@ def children(case: str) -> list[Object]:
     return [child for _, child in children_of(job, str(job.metadata.namespace), support.SETTINGS)]
 
 
-def subject(**spec: Any) -> Subject:
+def subject(backend: str = "Native", **spec: Any) -> Subject:
     job = support.job(**spec)
-    endpoint = BACKENDS["Native"].endpoint(job, support.NAMESPACE)
     return Subject(
-        job=job, namespace=support.NAMESPACE, uid=UID, settings=support.SETTINGS, endpoint=endpoint, shards=4
+        job=job,
+        namespace=support.NAMESPACE,
+        uid=UID,
+        settings=support.SETTINGS,
+        endpoint=BACKENDS[backend].endpoint(job, support.NAMESPACE),
+        backend=backend,
+        shards=4,
     )
+
+
+def templates(child: Object) -> list[Object]:
+    """The pod templates of a child."""
+    if child["kind"] == "RayService":
+        cluster = child["spec"]["rayClusterConfig"]
+        return [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+    return [child["spec"]["template"]] if child["kind"] in {"Deployment", "Job"} else []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -58,7 +74,17 @@ def test_children_are_as_they_were(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kubernetes_schemas_know_all_of_it(case: str) -> None:
     for child in children(case):
-        kubernetes_validate.validate(child, "1.31", strict=True)
+        if child["kind"] == "RayService":
+            KUBERAY.validate(child)
+            for template in templates(child):
+                # Its containers' names and ports are KubeRay's to fill in; all else is a pod template's.
+                kubernetes_validate.validate(
+                    {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]},
+                    "1.31",
+                    strict=True,
+                )
+        else:
+            kubernetes_validate.validate(child, "1.31", strict=True)
 
 
 def test_two_processes_render_the_same_bytes() -> None:
@@ -80,17 +106,19 @@ def test_two_processes_render_the_same_bytes() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_pods_are_restricted_whoever_runs_in_them(case: str) -> None:
     for child in children(case):
-        if child["kind"] not in {"Deployment", "Job"}:
-            continue
-        pod = child["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
-        assert pod["enableServiceLinks"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        main = pod["containers"][0]["securityContext"]
-        assert main["allowPrivilegeEscalation"] is False
-        assert main["capabilities"] == {"drop": ["ALL"]}
-        assert main.get("readOnlyRootFilesystem", False) is (child["kind"] == "Job")
+        for template in templates(child):
+            pod = template["spec"]
+            # Ray's autoscaler, beside the head, talks to the API server.
+            head = pod["containers"][0]["name"] == "head"
+            scales = head and "enableInTreeAutoscaling" in child["spec"]["rayClusterConfig"]
+            assert pod["automountServiceAccountToken"] is scales
+            assert pod["enableServiceLinks"] is False
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            main = pod["containers"][0]["securityContext"]
+            assert main["allowPrivilegeEscalation"] is False
+            assert main["capabilities"] == {"drop": ["ALL"]}
+            assert main.get("readOnlyRootFilesystem", False) is (child["kind"] == "Job")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,8 +131,7 @@ def test_every_child_is_found_and_collected_with_its_job(case: str) -> None:
         [owner] = metadata["ownerReferences"]
         assert owner["uid"] == UID
         assert owner["controller"] is owner["blockOwnerDeletion"] is True
-        template = child.get("spec", {}).get("template")
-        if template is not None:
+        for template in templates(child):
             # The label by which a pod is found is not the user's to change.
             assert template["metadata"]["labels"][names.JOB_LABEL] == job.metadata.name
 
@@ -169,9 +196,31 @@ def test_what_runs_keeps_its_template_and_takes_its_numbers() -> None:
 
 
 def test_another_default_image_does_not_restart_engines() -> None:
-    live = seal(render.build_generation_deployment(subject()))
-    wanted = render.build_generation_deployment(subject(generation={"image": "example.org/new:1"}))
+    live = seal(render.build_generation_deployment(subject(), replicas=2))
+    wanted = render.build_generation_deployment(subject(generation={"image": "example.org/new:1"}), replicas=2)
     assert keep_shape(wanted, live, generation.MUTABLE)["spec"]["template"] == live["spec"]["template"]
+
+
+def test_weights_are_read_by_pods_that_go_on() -> None:
+    other = subject(weights={"uri": "/models/2", "version": "2"})
+    assert render.build_generation_deployment(other, replicas=2) == render.build_generation_deployment(
+        subject(), replicas=2
+    )
+    [before, after] = [json.loads(render.build_config(item)["data"]["job.json"]) for item in (subject(), other)]
+    assert after["job"]["spec"].pop("weights") == {"uri": "/models/2", "version": "2"}
+    assert before == after
+
+
+def test_tokens_are_a_jobs_own_and_nobody_elses() -> None:
+    tokens = [support.SETTINGS.token_of(uid) for uid in ("a", "b", "a")]
+    assert tokens[0] == tokens[2] != tokens[1]
+    assert len(tokens[0]) == 64
+    assert "a key" not in repr(support.SETTINGS)
+    assert Settings().token_of("a") not in tokens
+    assert Settings().token_of("a") != Settings().token_of("b")
+    [config] = [child for child in children("external-many") if child["kind"] == "ConfigMap"]
+    # Somebody else's servers have not heard of it.
+    assert json.loads(config["data"]["job.json"])["token"] is None
 
 
 def test_scaling_does_not_change_the_shape() -> None:
@@ -180,7 +229,7 @@ def test_scaling_does_not_change_the_shape() -> None:
 
 
 def test_a_pods_startup_may_take_as_long_as_the_job_allows() -> None:
-    made = render.build_generation_deployment(subject(startupDeadlineSeconds=1801))
+    made = render.build_generation_deployment(subject(startupDeadlineSeconds=1801), replicas=2)
     probe = made["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] == 1810
 

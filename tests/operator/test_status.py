@@ -12,7 +12,7 @@ import pytest
 from kuberoll_api.conditions import CONDITION_TYPES
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator.backends.pods import told
-from kuberoll_operator.model import Object, Observed, PodProgress, WriteError
+from kuberoll_operator.model import Object, Observed, PodProgress, Served, WriteError
 from kuberoll_operator.status import compute_status, next_deadline
 from tests.operator.support import (
     SETTINGS,
@@ -320,12 +320,17 @@ ROWS = [
         spec={"output": {"uri": "runs/x"}, "suspend": True},
     ),
     Row(
-        "autoscaling",
+        "too few GPUs",
         observed(),
         "Failed",
         ["FailureTarget=True/InvalidSpec"],
-        "spec.generation.autoscaling",
-        spec={"generation": {"replicas": None, "autoscaling": {"maxReplicas": 4}}},
+        "tensor_parallel_size 4 x pipeline_parallel_size 1 = 4 GPUs a replica; pods have 2",
+        spec={
+            "generation": {
+                "engineArgs": {"tensor_parallel_size": 4},
+                "resources": {"limits": {"nvidia.com/gpu": "2"}},
+            }
+        },
     ),
     Row(
         "startup deadline",
@@ -786,3 +791,50 @@ def test_secrets_do_not_stand_in_a_status(text: str, expected: str) -> None:
 
 def test_long_words_are_capped() -> None:
     assert len(told("x" * 5000)) == 1000
+
+
+NEW_WEIGHTS = {"uri": "/models/2", "version": "2"}
+
+
+@pytest.mark.parametrize(
+    ("served", "expected", "version", "words"),
+    [
+        ({}, False, None, "0 of 2"),
+        ({"a": Served("1"), "b": Served("1")}, False, "1", "0 of 2"),
+        ({"a": Served("2"), "b": Served("1")}, False, None, "1 of 2"),
+        ({"a": Served("2"), "b": Served("1", "no such file")}, False, None, "no such file"),
+        # One of the two has not told yet.
+        ({"a": Served("2")}, False, None, "1 of 2"),
+        ({"a": Served("2"), "b": Served(None)}, False, None, "1 of 2"),
+        ({"a": Served("2"), "b": Served("2")}, True, "2", "all replicas serve version 2"),
+    ],
+)
+def test_weights_are_served_when_all_replicas_say_so(
+    served: dict[str, Served], expected: bool, version: str | None, words: str
+) -> None:
+    facts = observed(deployment(2), workers_job(), served=served)
+    found = run(WITH_WORKERS, facts, 0, weights=NEW_WEIGHTS)
+    told_of = condition_of(found, "WeightsServed")
+    assert told_of["status"] == str(expected)
+    assert words in told_of["message"]
+    assert found["generation"].get("policyVersion") == version
+    RolloutJobStatus.model_validate(found)
+
+
+def test_versions_are_known_without_weights_and_forgotten_with_the_engines() -> None:
+    own = {"a": Served("0"), "b": Served("0")}
+    found = run(WITH_WORKERS, observed(deployment(2), workers_job(), served=own), 0)
+    assert found["generation"]["policyVersion"] == "0"
+    assert not condition_of(found, "WeightsServed")
+    # A restarted operator has heard nothing yet.
+    again = run(found, observed(deployment(2), workers_job()), 60)
+    assert again["generation"]["policyVersion"] == "0"
+    # A replica that is new changes nothing.
+    more = observed(deployment(2), workers_job(), served={"a": Served("0")})
+    assert run(found, more, 60)["generation"]["policyVersion"] == "0"
+    stopped = run(found, observed(deployment(2), workers_job()), 60, suspend=True)
+    assert "policyVersion" not in stopped["generation"]
+
+
+def condition_of(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next((item for item in status["conditions"] if item["type"] == kind), {})

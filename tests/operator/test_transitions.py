@@ -45,6 +45,21 @@ ROWS: list[tuple[Status | None, Status, list[tuple[str, str, str]]]] = [
         [("Normal", "GenerationReleased", "ReleaseGeneration"), ("Normal", "ShardsDone", "Aggregate")],
     ),
     (
+        status(RUNNING, condition("WeightsServed", True, "WeightsCurrent")),
+        status(RUNNING, condition("WeightsServed", False, "WeightsLoading")),
+        [("Normal", "WeightsChanged", "LoadWeights")],
+    ),
+    (
+        status(RUNNING, condition("WeightsServed", False, "WeightsLoading")),
+        status(RUNNING, condition("WeightsServed", True, "WeightsCurrent")),
+        [("Normal", "WeightsServed", "ServeWeights")],
+    ),
+    (
+        status(condition("WeightsServed", True, "WeightsCurrent")),
+        status(condition("WeightsServed", False, "Released")),
+        [],
+    ),
+    (
         status(DONE),
         status(DONE, condition("SuccessCriteriaMet", False, "ShardsDone")),
         [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import uuid
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
+from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
 from kuberoll_workers.policy.pod import PORT_VARIABLE, STATUS_PORT
 from kuberoll_workers.policy.ray_settings import free_ports
 from tests.local.support import TINY
@@ -54,8 +56,9 @@ def config(simulated: dict[str, Any], **model: str) -> dict[str, Any]:
 class GenerationPod:
     """A pod and the processes it started."""
 
-    def __init__(self, started: Pod, port: int, run_id: str) -> None:
+    def __init__(self, started: Pod, port: int, run_id: str, file: Path) -> None:
         self.pod = started
+        self._file = file
         self.url = f"http://{started.ip}:{port}"
         self._run_id = run_id
 
@@ -65,6 +68,18 @@ class GenerationPod:
     def kill_replica(self) -> None:
         (replica,) = [process for process in self.processes() if "ServeReplica" in " ".join(process.cmdline())]
         replica.kill()
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Change the file of the job as a whole, as a mounted ConfigMap does."""
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(told))
+        new.rename(self._file)
+
+    async def until_weights(self, **expected: str | None) -> None:
+        words = {"problem": None, **expected}
+        await self.pod.until_answers(
+            "/weights", lambda status, body: status == 200 and json.loads(body) == words, port=STATUS_PORT
+        )
 
     async def until_health(self, status: int) -> str:
         return await self.pod.until_answers("/healthz", lambda found, _: found == status, port=STATUS_PORT)
@@ -76,7 +91,7 @@ async def generation_pod(place: Path, told: dict[str, Any]) -> AsyncIterator[Gen
     variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port)}
     try:
         async with pod(MODULE, told, place, shard=0, **variables) as started:
-            yield GenerationPod(started, port, run_id)
+            yield GenerationPod(started, port, run_id, place / f"{started.ip}.json")
     finally:
         end_processes(run_id)
 
@@ -111,6 +126,30 @@ async def test_it_is_ready_when_it_generates_and_ends_when_it_has_answered(tmp_p
                 assert len(result.token_ids) > 0
         assert await generation.pod.end() == 0, generation.pod.log
         assert generation.processes() == []
+
+
+def weighted(version: str | None) -> dict[str, Any]:
+    told = config({}) | {"token": "of-the-job"}
+    if version is not None:
+        told["job"]["spec"]["weights"] = {"uri": f"/mnt/{version}", "version": version}
+    return told
+
+
+async def test_it_follows_the_weights_of_its_job(tmp_path: Path) -> None:
+    async with generation_pod(tmp_path, weighted("step-1")) as generation:
+        await generation.until_weights(wanted="step-1", served=None)
+        await generation.until_health(200)
+        await generation.until_weights(wanted="step-1", served="step-1")
+        async with ServeClient(generation.url, limit=1, token="of-the-job") as client, asyncio.timeout(50):
+            assert [span[0] for span in (await client.generate(request())).policy_versions] == ["step-1"]
+            generation.tell(weighted("step-2"))
+            await generation.until_weights(wanted="step-2", served="step-2")
+            assert [span[0] for span in (await client.generate(request())).policy_versions] == ["step-2"]
+        generation.tell(weighted(None))
+        await generation.until_weights(wanted="0", served="0")
+        async with ServeClient(generation.url, limit=1) as client, asyncio.timeout(50):
+            with pytest.raises(PolicyRefused, match="answered 401"):
+                await client.generate(request())
 
 
 async def test_a_lost_engine_is_not_ready_until_it_is_back(tmp_path: Path) -> None:

@@ -142,8 +142,11 @@ async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None
             "turns",
             "generated_tokens",
             "reward_sum",
+            "generating",
+            "policy_version",
         }
         assert (progress["shard"], progress["planned"]) == (0, 9)
+        assert (progress["generating"], progress["policy_version"]) == (len(endpoint.waiting), "0")
         assert progress["trajectories"] < 9
         assert await started.get("/healthz") == (200, "ok")
         status, metrics = await started.get("/metrics")

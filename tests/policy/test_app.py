@@ -65,6 +65,15 @@ async def test_plain_json_works_too(simulated_host: ServingHost, client: ServeCl
     assert result == await client.generate(request(1, 2, 3, max_tokens=5, seed=3))
 
 
+async def test_openai_s_routes_are_there_too(simulated_host: ServingHost) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{simulated_host.url}/v1/models") as response:
+            assert response.status == 200
+            assert response.headers["x-kuberoll-replica"]
+        async with session.get(f"{simulated_host.url}/v1/nowhere") as response:
+            assert response.status == 404
+
+
 async def test_all_processes_can_be_found_by_the_watchdog(simulated_host: ServingHost) -> None:
     names = {process.name() for process in processes_of(simulated_host.host.run_id)}
     assert {"raylet", "gcs_server", "haproxy"} <= names

@@ -9,8 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from kuberoll_api import rolloutjob
 from kuberoll_api.rolloutjob import Generation
-from kuberoll_workers.policy.app import AppArgs, app_args, deployment_options, replica_gpus
+from kuberoll_workers.policy.app import (
+    AppArgs,
+    app_args,
+    build,
+    deployment_options,
+    most_replicas,
+    placed_engine_args,
+    replica_gpus,
+)
 from kuberoll_workers.policy.causes import root_cause
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
 from kuberoll_workers.policy.ray_settings import free_ports, serve_environment
@@ -89,12 +98,75 @@ def test_arguments_survive_serve_s_configuration() -> None:
         ({}, 1),
         ({"engineArgs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}}, 8),
         ({"engineArgs": {"tensor_parallel_size": 4}, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, 2),
+        ({"gpusPerReplica": 0.5, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, 0.5),
         ({"engine": "Simulated", "resources": {"limits": {"nvidia.com/gpu": 1}}}, 0),
     ],
 )
 def test_gpus_of_a_replica(generation: dict[str, Any], gpus: float) -> None:
     assert replica_gpus(app(**generation), cpu=False) == gpus
     assert replica_gpus(app(**generation), cpu=True) == 0
+
+
+def test_weights_to_start_with_are_what_may_change_later() -> None:
+    generation = Generation.model_validate({"model": {"source": "m"}})
+    weights = rolloutjob.Weights(uri="s3://b/w", version="7")
+    args = app_args(generation, model="m", tokenizer="t", weights=weights, token="secret", drain_seconds=33)
+    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(args))), AppArgs) == args
+    options = deployment_options(args, gpus=1)
+    assert options["user_config"] == {"weights": {"uri": "s3://b/w", "version": "7"}}
+    assert options["graceful_shutdown_timeout_s"] == 33
+    # Serve tells a replica nothing before it is ready where there is nothing to tell.
+    assert deployment_options(app(), gpus=1)["user_config"] is not None
+
+
+def test_replicas_that_follow_the_load() -> None:
+    args = app(autoscaling={"minReplicas": 0, "maxReplicas": 5, "targetOngoingRequests": 32, "upscaleDelaySeconds": 4})
+    options = deployment_options(args, gpus=1)
+    assert "num_replicas" not in options
+    assert options["autoscaling_config"] == {
+        "min_replicas": 0,
+        "max_replicas": 5,
+        "target_ongoing_requests": 32,
+        "upscale_delay_s": 4,
+        "downscale_delay_s": 120,
+        "look_back_period_s": 4,
+    }
+    assert (most_replicas(args), most_replicas(app(replicas=3))) == (5, 3)
+
+
+def test_a_replica_over_several_pods() -> None:
+    bundles = [{"CPU": 2.0, "GPU": 1.0}, *([{"CPU": 1.0, "GPU": 1.0}] * 7)]
+    args = msgspec.structs.replace(app(engineArgs={"tensor_parallel_size": 8}), bundles=bundles)
+    assert replica_gpus(args, cpu=False) == 8
+    options = deployment_options(args, gpus=8)
+    assert options["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 0}
+    assert (options["placement_group_bundles"], options["placement_group_strategy"]) == (bundles, "PACK")
+    assert placed_engine_args(args)["distributed_executor_backend"] == "ray"
+    # Where there are no GPUs nothing is placed by them.
+    assert "placement_group_bundles" not in deployment_options(args, gpus=0)
+
+
+def test_replicas_that_share_a_gpu_share_its_memory() -> None:
+    assert placed_engine_args(app(gpusPerReplica=0.5))["gpu_memory_utilization"] == 0.45
+    set_by_user = app(gpusPerReplica=0.5, engineArgs={"gpu_memory_utilization": 0.3})
+    assert placed_engine_args(set_by_user)["gpu_memory_utilization"] == 0.3
+    assert "gpu_memory_utilization" not in placed_engine_args(app(gpusPerReplica=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"autoscaling": {"min_replicas": 0, "max_replicas": 4, "target_ongoing_requests": 8.0}},
+        {"bundles": [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]},
+    ],
+)
+def test_serve_takes_the_options(change: dict[str, Any]) -> None:
+    args = msgspec.structs.replace(app(), **change)
+    from ray import serve
+
+    assert serve.deployment(**deployment_options(args, gpus=2))(object).name == "Generation"
+    assert build(msgspec.to_builtins(args)) is not None
 
 
 def test_several_devices_are_worked_by_child_processes() -> None:

@@ -58,6 +58,7 @@ from kuberoll_workers.worker import (
     Progress,
     WorkerConfig,
     environment_source,
+    external_client,
     part_limits,
     trajectories_to_come,
     tune_garbage_collector,
@@ -86,6 +87,8 @@ class PodProgress(msgspec.Struct, kw_only=True):
     Attributes:
         failed: Given up by this pod; what earlier pods gave up is tried again.
         planned: Trajectories that the shard is to come to; 0 while the dataset is being read.
+        generating: Turns that wait for a response now.
+        policy_version: Of the newest response; None: there was none.
     """
 
     shard: int
@@ -95,6 +98,8 @@ class PodProgress(msgspec.Struct, kw_only=True):
     turns: int
     generated_tokens: int
     reward_sum: float
+    generating: int = 0
+    policy_version: str | None = None
 
 
 class ShardPod:
@@ -132,11 +137,15 @@ class ShardPod:
             turns=earlier.turns + now.turns,
             generated_tokens=earlier.generated_tokens + now.generated_tokens,
             reward_sum=earlier.reward_sum + now.reward_sum,
+            generating=self._metrics.generating,
+            policy_version=self._metrics.routing.policy_version,
         )
 
     def message(self, cause: str) -> bytes:
         """The termination message."""
         counts: dict[str, Any] = msgspec.to_builtins(self.progress())
+        # These are of a moment, and it has passed.
+        del counts["generating"], counts["policy_version"]
         dropped = self._earlier.dropped + self._progress.dropped
         return encode_message({**counts, "dropped": dropped, "done": self.done, "cause": cause})
 
@@ -220,7 +229,11 @@ class ShardPod:
     async def _endpoint_ready(self) -> int:
         # The operator starts workers when generation is ready; after that it may be replaced at any time.
         patience = float(self._job.spec.startup_deadline_seconds)
-        async with ServeClient(self._config.endpoint, limit=1) as client:
+        external, token = self._job.spec.generation.external, self._config.token
+        if external is not None:
+            async with external_client(external, external.url, limit=1, token=token) as foreign:
+                return (await foreign.wait_ready(patience)).max_model_len
+        async with ServeClient(self._config.endpoint, limit=1, token=token) as client:
             return (await client.wait_ready(patience)).max_model_len
 
     async def _work(self, max_model_len: int) -> bool:
@@ -235,6 +248,10 @@ class ShardPod:
             turns=config.turns if self._job.spec.rollout.journal_turns else None,
             shards=[self.shard],
             shard_count=config.shard_count,
+            token=config.token,
+            discovery=config.discovery,
+            replicas=config.replicas,
+            replicas_host=config.replicas_host,
         )
         working = asyncio.create_task(work(settings, metrics=self._metrics, drain=self._drain, progress=self._progress))
         giving_up = asyncio.create_task(self._give_up.wait())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -114,6 +115,7 @@ class RolloutMetrics:
             "kuberoll_event_loop_lag_seconds", "How late the event loop ran a timer.", ("job",), _LAG_SECONDS
         ).labels(job)
         self._environments: dict[str, EnvironmentMetrics] = {}
+        self.routing = RoutingMetrics(job, self.registry)
 
     def environment(self, name: str) -> EnvironmentMetrics:
         """The metrics of one environment, their labels bound once."""
@@ -133,12 +135,130 @@ class RolloutMetrics:
         """Hand on what has been counted."""
         for environment in self._environments.values():
             environment.flush()
+        self.routing.flush()
+
+    @property
+    def generating(self) -> int:
+        """Turns that wait for a response now."""
+        return sum(environment.generating for environment in self._environments.values())
 
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str, labels: Iterable[str], buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets)
+
+
+RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "refused", "aborted"]
+"""`failed`: broken connections and answers that are none; `aborted`: nobody wanted the answer any more."""
+
+_REPLICA_STATES = ("closed", "open", "half-open", "leaving")
+
+
+class RoutingState(NamedTuple):
+    """What routing is like now.
+
+    Attributes:
+        waiting: Requests that wait for a replica to take them.
+        window: Requests that the replicas take at once, as far as it is known.
+        replicas: How many there are, by the state of their circuit breaker; `leaving`: not listed any more.
+    """
+
+    waiting: int
+    window: int
+    replicas: Mapping[str, int]
+
+
+class RoutingMetrics:
+    """The metrics of the way to the replicas; counted in plain numbers, and handed on by `flush`.
+
+    Attributes:
+        policy_version: Of the newest response; None: none has said it.
+        watch: Asked for the state at each flush.
+    """
+
+    def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
+        """Register the metrics, in a new registry by default."""
+        registry = registry if registry is not None else CollectorRegistry()
+        self.policy_version: str | None = None
+        self.watch: Callable[[], RoutingState] | None = None
+        self._job = job
+        self._outcomes: dict[str, int] = {}
+        self._moves: dict[str, int] = {}
+        self._answered = 0
+        self._requests_total = Counter(
+            "kuberoll_policy_requests_total",
+            "Requests sent to replicas, by what came of them; only those answered cost the trajectory anything.",
+            ("job", "outcome"),
+            registry=registry,
+        )
+        self._moves_total = Counter(
+            "kuberoll_sessions_moved_total",
+            "Trajectories that went on at another replica, without their prefix in its cache, by cause.",
+            ("job", "cause"),
+            registry=registry,
+        )
+        self._replicas = self._gauge(
+            "kuberoll_policy_replicas",
+            "Replicas that this worker knows, by the state of their circuit breaker.",
+            ("job", "state"),
+            registry,
+            "livemax",
+        )
+        self._waiting = self._gauge(
+            "kuberoll_policy_waiting_requests",
+            "Requests that wait in the worker until a replica has room for them.",
+            ("job",),
+            registry,
+            "livesum",
+        )
+        self._window = self._gauge(
+            "kuberoll_policy_window_requests",
+            "Requests that the worker sends at once, over all replicas, at most: learned from their refusals.",
+            ("job",),
+            registry,
+            "livesum",
+        )
+
+    def answered(self, versions: Sequence[tuple[str, int, int]]) -> None:
+        """One response and the spans of its policy versions."""
+        self._answered += 1
+        if versions:
+            self.policy_version = versions[-1][0]
+
+    def request(self, outcome: RequestOutcome) -> None:
+        """One request that came to no response."""
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def moved(self, cause: str) -> None:
+        """One trajectory that goes on elsewhere."""
+        self._moves[cause] = self._moves.get(cause, 0) + 1
+
+    def flush(self) -> None:
+        """Hand on what has been counted."""
+        outcomes, self._outcomes = {**self._outcomes, "answered": self._answered}, {}
+        moves, self._moves = self._moves, {}
+        self._answered = 0
+        for outcome, count in outcomes.items():
+            self._requests_total.labels(self._job, outcome).inc(count)
+        for cause, count in moves.items():
+            self._moves_total.labels(self._job, cause).inc(count)
+        if self.watch is not None:
+            state = self.watch()
+            for name in _REPLICA_STATES:
+                self._replicas.labels(self._job, name).set(state.replicas.get(name, 0))
+            self._waiting.labels(self._job).set(state.waiting)
+            self._window.labels(self._job).set(state.window)
+
+    @staticmethod
+    def _gauge(
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        registry: CollectorRegistry,
+        mode: Literal["livemax", "livesum"],
+    ) -> Gauge:
+        return Gauge(name, text, labels, registry=registry, multiprocess_mode=mode)
 
 
 class EnvironmentMetrics:

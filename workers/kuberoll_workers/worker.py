@@ -14,15 +14,15 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.rolloutjob import External, RolloutJob
 from kuberoll_workers.collection.expansion import sample_groups, share
 from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
 from kuberoll_workers.collection.parts import PartLimits
@@ -37,7 +37,11 @@ from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.external import ExternalClient
 from kuberoll_workers.policy.interface import Policy, SamplingParameters
+from kuberoll_workers.policy.routing.discovery import Discovery, Dns, Endpoint, Static
+from kuberoll_workers.policy.routing.replica import ReplicaClient
+from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.scheduling import run_groups
@@ -63,6 +67,10 @@ class WorkerConfig:
         turns: Directory of the turn log; None: turns are not journaled.
         shards: The shards to run, out of `shard_count`.
         tasks: How many the dataset has; None: not known.
+        token: What the policy wants to be shown with every request; None: nothing.
+        discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or as they stand here.
+        replicas: Their base URLs, with discovery `Static`.
+        replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
     """
 
     job: dict[str, Any]
@@ -75,6 +83,10 @@ class WorkerConfig:
     shards: list[int]
     shard_count: int
     tasks: int | None = None
+    token: str | None = None
+    discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
+    replicas: list[str] = field(default_factory=list)
+    replicas_host: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,6 +185,82 @@ async def open_environments(job: RolloutJob) -> AsyncIterator[dict[str, Environm
         yield runners
 
 
+def external_client(
+    external: External,
+    url: str,
+    *,
+    limit: int,
+    token: str | None = None,
+    tokenizer: HuggingFaceTokenizer | None = None,
+    window: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> ExternalClient:
+    """The client of one of the endpoints that somebody else keeps.
+
+    Args:
+        token: In place of the API key, where the job names no variable.
+        tokenizer, window: As `ExternalClient` has them.
+        environment: Where the API key is.
+
+    Raises:
+        ValueError: The variable of the API key is not set.
+    """
+    variable = external.api_key_variable
+    key = token if variable is None else environment.get(variable)
+    if variable is not None and not key:
+        raise ValueError(
+            f"spec.generation.external.apiKeyVariable: {variable} is not set in this worker's environment: set it by "
+            "spec.workers.env or envFrom"
+        )
+    return ExternalClient(
+        url, api=external.api, model=external.model, api_key=key, limit=limit, tokenizer=tokenizer, window=window
+    )
+
+
+@asynccontextmanager
+async def open_policy(
+    config: WorkerConfig, job: RolloutJob, metrics: RolloutMetrics, tokenizer: HuggingFaceTokenizer
+) -> AsyncIterator[RoutedPolicy]:
+    """The policy over all replicas that the config leads to.
+
+    Raises:
+        ValueError: The config says how to find them, but not where; or the API key is not there.
+    """
+    limit, token, external = job.spec.rollout.concurrency, config.token, job.spec.generation.external
+    # All samples of a batch wait for one another: none of them may wait for the end of another one.
+    share = 0.0 if job.spec.rollout.scheduling == "Lockstep" else 1 / max(1, job.spec.workers.replicas)
+
+    def connect(url: str) -> AbstractAsyncContextManager[ReplicaClient]:
+        if external is None:
+            return ServeClient(url, limit=limit, token=token)
+        return external_client(
+            external, url, limit=limit, token=token, tokenizer=tokenizer, window=config.max_model_len
+        )
+
+    async with AsyncExitStack() as stack:
+        discovery: Discovery
+        if external is not None:
+            discovery = Static(config.replicas or [external.url, *external.urls])
+            # A missing key is to be told before anything waits for an answer.
+            connect(external.url)
+        elif config.discovery == "Static":
+            discovery = Static(config.replicas or [config.endpoint])
+        elif config.discovery == "DNS":
+            discovery = Dns(config.replicas_host or "")
+        else:
+            asking = await stack.enter_async_context(ServeClient(config.endpoint, limit=1, token=token))
+            discovery = Endpoint(asking, config.endpoint)
+        yield await stack.enter_async_context(
+            RoutedPolicy(
+                discovery,
+                connect,
+                sticky=job.spec.generation.routing == "Session",
+                share=share,
+                metrics=metrics.routing,
+            )
+        )
+
+
 async def work(
     config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, progress: Progress, policy: Policy | None = None
 ) -> bool:
@@ -214,8 +302,7 @@ async def work(
         )
         environments = await stack.enter_async_context(open_environments(job))
         if policy is None:
-            client = ServeClient(config.endpoint, limit=job.spec.rollout.concurrency)
-            policy = await stack.enter_async_context(client)
+            policy = await stack.enter_async_context(open_policy(config, job, metrics, tokenizer))
         rollout = Rollout(
             policy=policy,
             environments=environments,

@@ -8,14 +8,15 @@ from typing import Any, Final
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.backends.base import Backend, GenerationState
 from kuberoll_operator.backends.external import External
+from kuberoll_operator.backends.kuberay import KubeRay
 from kuberoll_operator.backends.native import Native
 
 __all__ = ["BACKENDS", "Backend", "GenerationState", "backend_of"]
 
-BACKENDS: Final[Mapping[str, Backend]] = {"Native": Native(), "External": External()}
+BACKENDS: Final[Mapping[str, Backend]] = {"KubeRay": KubeRay(), "Native": Native(), "External": External()}
 
 
-def backend_of(job: RolloutJob, status: Mapping[str, Any], *, kuberay: bool) -> str:
+def backend_of(job: RolloutJob, status: Mapping[str, Any], *, kuberay: bool | None) -> str:
     """The name of a job's backend.
 
     What Auto means is settled once: where the status names a backend already, KubeRay that is installed or removed
@@ -23,11 +24,11 @@ def backend_of(job: RolloutJob, status: Mapping[str, Any], *, kuberay: bool) -> 
 
     Args:
         status: Of the job, as it is.
-        kuberay: Whether the cluster serves RayServices.
+        kuberay: Whether the cluster serves RayServices; None: not known.
     """
     if job.spec.generation.backend != "Auto":
         return job.spec.generation.backend
     settled = (status.get("generation") or {}).get("backend")
     if settled in BACKENDS and settled != "External":
         return str(settled)
-    return "KubeRay" if kuberay and "KubeRay" in BACKENDS else "Native"
+    return "KubeRay" if kuberay else "Native"

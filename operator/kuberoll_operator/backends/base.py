@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from kuberoll_api.conditions import Reason
@@ -25,6 +26,9 @@ class GenerationState:
             of the same reason tells more.
         refused: The engine said that it will not start, however often it is tried.
         gone: Nothing of it holds a GPU any more.
+        settled: Whether generation may be called ready for the first time; replicas that answer while something
+            changes keep it ready, no more.
+        note: About its number of replicas, for people.
     """
 
     ready: int
@@ -34,6 +38,8 @@ class GenerationState:
     repeats: bool = False
     refused: str | None = None
     gone: bool = False
+    settled: bool = True
+    note: str = ""
 
 
 class Backend(Protocol):
@@ -52,8 +58,11 @@ class Backend(Protocol):
     def fixtures(self, subject: Subject) -> Sequence[Object]:
         """Children that cost nothing and are there as long as the job: Services."""
 
-    def engines(self, subject: Subject, observed: Observed) -> Sequence[Object]:
+    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:
         """Children that hold GPUs."""
+
+    def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:
+        """Those of them that will never work again, and are made anew when they are gone."""
 
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
         """The same, to remove them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
@@ -28,12 +29,17 @@ class External:
     def fixtures(self, subject: Subject) -> Sequence[Object]:  # noqa: ARG002
         return []
 
-    def engines(self, subject: Subject, observed: Observed) -> Sequence[Object]:  # noqa: ARG002
+    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+        return []
+
+    def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002
         return []
 
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:  # noqa: ARG002
         return []
 
     def state(self, job: RolloutJob, observed: Observed) -> GenerationState:  # noqa: ARG002
-        message = f"{self.endpoint(job, '')} is run by somebody else"
+        external = job.spec.generation.external
+        others = f" and {len(external.urls)} more" if external and external.urls else ""
+        message = f"{self.endpoint(job, '')}{others}: run by somebody else"
         return GenerationState(ready=0, desired=0, reason=Reason.EXTERNAL, message=message, gone=True)

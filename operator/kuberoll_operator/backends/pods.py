@@ -107,6 +107,16 @@ def of_component(pods: Iterable[Object], component: str) -> list[Object]:
     return sorted((pod for pod in pods if component_of(pod) == component), key=_name)
 
 
+def shard_of(pod: Mapping[str, Any]) -> int | None:
+    """Which shard a worker pod is for."""
+    metadata = pod.get("metadata", {})
+    for kind in ("annotations", "labels"):
+        text = (metadata.get(kind) or {}).get("batch.kubernetes.io/job-completion-index")
+        if text is not None and str(text).isdecimal():
+            return int(text)
+    return None
+
+
 def still_there(pods: Iterable[Object]) -> bool:
     """Whether a pod still holds what it was given: has neither succeeded nor failed."""
     return any(pod.get("status", {}).get("phase") not in {"Succeeded", "Failed"} for pod in pods)

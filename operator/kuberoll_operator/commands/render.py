@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,7 +75,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     from kuberoll_operator.plan import spec_problem
 
     name = backend_of(job, {}, kuberay=settings.kuberay)
-    if (problem := spec_problem(job, name)) is not None:
+    if (problem := spec_problem(job, name, kuberay=settings.kuberay)) is not None:
         raise ValueError(problem)
     backend = BACKENDS[name]
     subject = built.Subject(
@@ -83,6 +84,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         uid=UID,
         settings=settings,
         endpoint=backend.endpoint(job, namespace),
+        backend=name,
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
@@ -91,10 +93,10 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     last = "created when all shards are done"
     found = [
         (at_once, built.build_config(subject)),
-        *((at_once, child) for child in built.build_network_policies(subject, native=name != "External")),
+        *((at_once, child) for child in built.build_network_policies(subject)),
         *((at_once, child) for child in backend.fixtures(subject)),
         (at_once, built.build_workers_service(subject)),
-        *((engine, child) for child in backend.engines(subject, Observed())),
+        *((engine, child) for child in backend.engines(subject, Observed(), datetime.now(UTC))),
         (worker, built.build_workers_job(subject, suspend=False)),
         (last, built.build_finish_job(subject)),
     ]

@@ -8,7 +8,16 @@ from typing import Any
 
 from kuberoll_operator import names
 from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.resources import RAY_SERVICES
 from kuberoll_operator.model import Object
+
+FORCED = frozenset({RAY_SERVICES.kind})
+"""Kinds that are taken back from other field managers, and only written where the digest is another.
+
+KubeRay adds its finalizer and its defaults to a RayService by an update of the whole object, and owns the worker groups
+after that: without force every second apply is a conflict. What others add to it after that (Kueue its node selectors)
+is left alone, or both would write for ever.
+"""
 
 HASHED = "sha256:"
 """What the cache has of a ConfigMap's values: this and a digest."""
@@ -32,7 +41,7 @@ class Applier:
         """
         if live is not None and self._unchanged(wanted, live):
             return None
-        found = await self._client.apply(wanted, names.MANAGER)
+        found = await self._client.apply(wanted, names.MANAGER, force=wanted["kind"] in FORCED)
         self._left[found["metadata"]["uid"]] = (_digest(wanted), _mark(found))
         return found
 
@@ -44,6 +53,8 @@ class Applier:
         # The digest says what was written last; whoever changed a field since then left the digest as it was.
         if _digest(live) != _digest(wanted):
             return False
+        if wanted["kind"] in FORCED:
+            return True
         # What the API server spells differently (quantities) is not covered for ever, and as it was left all the same.
         return covers(live, wanted) or self._left.get(live["metadata"]["uid"]) == (_digest(wanted), _mark(live))
 

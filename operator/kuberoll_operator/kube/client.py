@@ -62,6 +62,14 @@ class Client:
         except NotFound:
             return None
 
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the API server knows a kind."""
+        try:
+            found = await self._request("list", resource, f"/apis/{resource.api_version}")
+        except NotFound:
+            return False
+        return any(item.get("name") == resource.plural for item in found.get("resources") or ())
+
     async def items(self, resource: Resource, namespace: str | None, selector: str = "") -> AsyncIterator[Object]:
         """All objects that a label selector selects, page by page."""
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})

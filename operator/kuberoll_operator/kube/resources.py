@@ -48,7 +48,12 @@ CHILDREN: Final = (
 )
 """What the operator makes; all of them are watched."""
 
-_BY_KIND = {(item.api_version, item.kind): item for item in (ROLLOUT_JOBS, PODS, LEASES, EVENTS, *CHILDREN)}
+RAY_SERVICES: Final = Resource("ray.io", "v1", "rayservices", "RayService")
+"""Made with backend KubeRay; watched where the cluster serves them."""
+
+_BY_KIND = {
+    (item.api_version, item.kind): item for item in (ROLLOUT_JOBS, PODS, LEASES, EVENTS, *CHILDREN, RAY_SERVICES)
+}
 
 
 def resource_of(api_version: str, kind: str) -> Resource:

@@ -5,6 +5,7 @@ from kuberoll_operator.render.finish import build_finish_job
 from kuberoll_operator.render.generation import build_generation_deployment, build_generation_services
 from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
+from kuberoll_operator.render.rayservice import build_rayservice
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workers import build_workers_job, build_workers_service
 
@@ -15,6 +16,7 @@ __all__ = [
     "build_generation_deployment",
     "build_generation_services",
     "build_network_policies",
+    "build_rayservice",
     "build_workers_job",
     "build_workers_service",
     "seal",

@@ -53,7 +53,20 @@ def pod_config(subject: Subject) -> dict[str, Any]:
         "shard_count": subject.shards,
         "output": output.location,
         "turns": output.location if kept else None,
+        "token": subject.token if subject.backend != "External" else None,
+        **_discovery(subject),
     }
+
+
+def _discovery(subject: Subject) -> dict[str, Any]:
+    """How workers find the replicas, which they talk to one by one."""
+    if subject.backend == "Native":
+        host = f"{names.generation_pods(subject.name)}.{subject.namespace}.svc:{names.GENERATION_PORT}"
+        return {"discovery": "DNS", "replicas_host": host}
+    external = subject.job.spec.generation.external
+    if subject.backend == "External" and external is not None:
+        return {"discovery": "Static", "replicas": [url.rstrip("/") for url in (external.url, *external.urls)]}
+    return {"discovery": "Endpoint"}
 
 
 def _for_pods(subject: Subject) -> dict[str, Any]:

@@ -14,14 +14,18 @@ from kuberoll_operator.render.subject import Subject
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
 """What of the Deployment changes without a new engine."""
 
+SERVE_LABEL: Final = "ray.io/serve"
+"""KubeRay's: "true" on pods of engines, "false" on the head."""
+
 GRACE_SECONDS: Final = 60
 PROBE_SECONDS: Final = 10
 
 
-def build_generation_deployment(subject: Subject) -> Object:
+def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
     """Deployment <job>-generation.
 
-    It never has more pods than replicas: an engine that waits for a second GPU would wait for ever.
+    It never has more pods than replicas: an engine that waits for a second GPU would wait for ever. Weights are no part
+    of it: pods read them in the configuration that they have mounted, and go on.
     """
     spec = subject.job.spec
     options = spec.generation
@@ -69,7 +73,7 @@ def build_generation_deployment(subject: Subject) -> Object:
     child = subject.child("apps/v1", "Deployment", names.generation(subject.name), names.GENERATION)
     child["spec"] = {
         "progressDeadlineSeconds": spec.startup_deadline_seconds,
-        "replicas": options.replicas or 1,
+        "replicas": replicas,
         "revisionHistoryLimit": 0,
         "selector": {"matchLabels": names.selector(subject.name, names.GENERATION)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
@@ -79,19 +83,21 @@ def build_generation_deployment(subject: Subject) -> Object:
 
 
 def build_generation_services(subject: Subject) -> list[Object]:
-    """Service <job>-generation, the endpoint, and <job>-generation-pods, each pod by itself."""
-    http = {"name": "http", "port": names.GENERATION_PORT, "targetPort": "http"}
-    metrics = {"name": "metrics", "port": names.RAY_METRICS_PORT, "targetPort": "metrics"}
+    """Service <job>-generation, the endpoint, and <job>-generation-pods, each pod by itself.
+
+    The addresses of the second are the replicas that workers talk to: those of pods that are ready.
+    """
+    http = {"name": "http", "port": names.GENERATION_PORT, "targetPort": names.GENERATION_PORT}
+    metrics = {"name": "metrics", "port": names.RAY_METRICS_PORT, "targetPort": names.RAY_METRICS_PORT}
+    # KubeRay has a Service like the first, which is there only when the first cluster runs: workers and their
+    # resolvers would have noted by then that there is none.
+    serving = {SERVE_LABEL: "true"} if subject.backend == "KubeRay" else {}
     return [
-        _service(subject, names.generation(subject.name), {"type": "ClusterIP", "ports": [http]}),
-        _service(
-            subject,
-            names.generation_pods(subject.name),
-            {"clusterIP": "None", "publishNotReadyAddresses": True, "ports": [http, metrics]},
-        ),
+        _service(subject, names.generation(subject.name), {"type": "ClusterIP", "ports": [http]}, serving),
+        _service(subject, names.generation_pods(subject.name), {"clusterIP": "None", "ports": [http, metrics]}, {}),
     ]
 
 
-def _service(subject: Subject, name: str, spec: dict[str, Any]) -> Object:
+def _service(subject: Subject, name: str, spec: dict[str, Any], labels: dict[str, str]) -> Object:
     child = subject.child("v1", "Service", name, names.GENERATION)
-    return {**child, "spec": {**spec, "selector": names.selector(subject.name, names.GENERATION)}}
+    return {**child, "spec": {**spec, "selector": {**names.selector(subject.name, names.GENERATION), **labels}}}

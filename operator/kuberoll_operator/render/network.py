@@ -24,17 +24,17 @@ _DNS: Final[Object] = {
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
-def build_network_policies(subject: Subject, *, native: bool) -> list[Object]:
+def build_network_policies(subject: Subject) -> list[Object]:
     """NetworkPolicy <job>-workers, of worker and finish pods, and <job>-generation where those pods are ours."""
-    return [_workers(subject, native=native), *([_generation(subject)] if native else [])]
+    return [_workers(subject), *([] if subject.backend == "External" else [_generation(subject)])]
 
 
-def _workers(subject: Subject, *, native: bool) -> Object:
+def _workers(subject: Subject) -> Object:
     egress: list[Object] = [_DNS]
-    if native:
+    if subject.backend != "External":
         pods = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
-        egress.append({"ports": [_tcp(names.GENERATION_PORT)], "to": [pods]})
-    ports = sorted({*subject.settings.egress_ports, *_ports_of(subject, native=native)})
+        egress.append({"ports": _policy_ports(subject), "to": [pods]})
+    ports = sorted({*subject.settings.egress_ports, *_ports_of(subject)})
     egress.append({"ports": [_tcp(port) for port in ports], "to": _ANYWHERE})
     spec = {
         "podSelector": {
@@ -57,12 +57,36 @@ def _generation(subject: Subject) -> Object:
         **own,
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"ports": [_tcp(names.GENERATION_PORT)], "from": [workers]},
+            {"ports": _policy_ports(subject), "from": [workers]},
             {"ports": [_tcp(names.RAY_METRICS_PORT)], "from": _ANYWHERE_INSIDE},
             {"from": [own]},
+            *(_operators(subject) if subject.backend == "KubeRay" else []),
         ],
     }
     return _policy(subject, names.generation(subject.name), names.GENERATION, spec)
+
+
+def _policy_ports(subject: Subject) -> list[Object]:
+    """Where workers reach the policy; with KubeRay, Serve's replicas have ports of their own."""
+    first, last = names.REPLICA_PORTS
+    replicas = [{**_tcp(first), "endPort": last}] if subject.backend == "KubeRay" else []
+    return [_tcp(names.GENERATION_PORT), *replicas]
+
+
+def _operators(subject: Subject) -> list[Object]:
+    """KubeRay's operator talks to the dashboard of Ray, and this one asks Serve which weights its replicas have."""
+    kuberay: Object = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+    return [
+        {
+            "ports": [_tcp(names.RAY_DASHBOARD_PORT)],
+            "from": [{**_namespace(subject.settings.kuberay_namespace), **kuberay}],
+        },
+        {"ports": [_tcp(names.GENERATION_PORT)], "from": [_namespace(subject.settings.lease_namespace)]},
+    ]
+
+
+def _namespace(name: str | None) -> Object:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}} if name else {}}
 
 
 def _policy(subject: Subject, name: str, component: str, spec: dict[str, Any]) -> Object:
@@ -73,12 +97,12 @@ def _tcp(port: int) -> dict[str, Any]:
     return {"protocol": "TCP", "port": port}
 
 
-def _ports_of(subject: Subject, *, native: bool) -> set[int]:
+def _ports_of(subject: Subject) -> set[int]:
     """Ports of what the job itself names: its dataset, its trackers, its endpoint and its object store."""
     spec = subject.job.spec
-    tracking = spec.output.tracking
+    tracking, external = spec.output.tracking, spec.generation.external
     urls = [
-        None if native else subject.endpoint,
+        *((external.url, *external.urls) if external else ()),
         spec.dataset.source.uri,
         tracking.mlflow.tracking_uri if tracking and tracking.mlflow else None,
         *(str(item.get("value")) for item in spec.workers.env if str(item.get("name")).startswith("AWS_ENDPOINT_URL")),

@@ -21,8 +21,8 @@ def digest(value: Any) -> str:
 
 def seal(rendered: Object) -> Object:
     """The object with its digest."""
-    bare = _annotated(rendered, {names.DIGEST: None})
-    return _annotated(bare, {names.DIGEST: digest(bare)})
+    bare = annotated(rendered, {names.DIGEST: None})
+    return annotated(bare, {names.DIGEST: digest(bare)})
 
 
 def ref(rendered: Object) -> Ref:
@@ -32,7 +32,7 @@ def ref(rendered: Object) -> Ref:
 
 def shaped(rendered: Object, mutable: Collection[str]) -> Object:
     """The object with the digest of its shape: its spec, without the fields that may change while it runs."""
-    return _annotated(rendered, {names.SHAPE_DIGEST: digest(_shape(rendered, mutable))})
+    return annotated(rendered, {names.SHAPE_DIGEST: digest(_shape(rendered, mutable))})
 
 
 def keep_shape(rendered: Object, live: Object | None, mutable: Collection[str]) -> Object:
@@ -49,7 +49,7 @@ def keep_shape(rendered: Object, live: Object | None, mutable: Collection[str]) 
         for key, value in rendered["spec"].items()
         if key in mutable or key in there
     }
-    return _annotated({**rendered, "spec": spec}, {names.SHAPE_DIGEST: found})
+    return annotated({**rendered, "spec": spec}, {names.SHAPE_DIGEST: found})
 
 
 def has_other_shape(rendered: Object, live: Object) -> bool:
@@ -67,7 +67,8 @@ def _shape(rendered: Object, mutable: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in rendered["spec"].items() if key not in mutable}
 
 
-def _annotated(item: Object, annotations: Mapping[str, str | None]) -> Object:
+def annotated(item: Object, annotations: Mapping[str, str | None]) -> Object:
+    """The object with further annotations; None removes one."""
     there = {**(item["metadata"].get("annotations") or {}), **annotations}
     kept = {key: value for key, value in sorted(there.items()) if value is not None}
     metadata = {key: value for key, value in item["metadata"].items() if key != "annotations"}

@@ -61,7 +61,7 @@ def container(
     options: PodOptions,
     *,
     name: str,
-    module: str,
+    module: str | None,
     image: str,
     env: Sequence[Mapping[str, Any]],
     volumes: Volumes,
@@ -71,6 +71,7 @@ def container(
     """The one container of a pod, which runs a Python module.
 
     Args:
+        module: None: somebody else decides what it runs.
         image: Where the job names none.
         env: Variables, under those of the job.
         read_only: Whether its root filesystem is.
@@ -79,10 +80,11 @@ def container(
     security: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     if read_only:
         security["readOnlyRootFilesystem"] = True
+    config = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"
     made: Object = {
         "name": name,
         "image": options.image or image,
-        "command": ["python", "-m", module, "--config", f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"],
+        **({"command": ["python", "-m", module, "--config", config]} if module else {}),
         "env": merge_named(env, _plain(options.env), "name", replace=True),
         "volumeMounts": merge_named(volumes.mounts, _plain(options.volume_mounts), "mountPath", replace=True),
         "securityContext": security,
@@ -109,10 +111,12 @@ def pod_template(
     grace_seconds: int,
     restart_policy: str,
     over: Mapping[str, Any] | None,
+    labels: Mapping[str, str] | None = None,
 ) -> Object:
     """A pod template; the job's own labels, by which its pods are found, prevail over everything.
 
     Args:
+        labels: Those; None: the usual ones.
         over: The user's template, merged last.
     """
     security: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -137,7 +141,7 @@ def pod_template(
         "tolerations": _plain(options.tolerations),
     }
     spec |= {key: value for key, value in optional.items() if value}
-    own = names.labels(subject.name, component)
+    own = dict(names.labels(subject.name, component) if labels is None else labels)
     metadata: Object = {"labels": {**options.pod_labels, **own}}
     if options.pod_annotations:
         metadata["annotations"] = dict(options.pod_annotations)

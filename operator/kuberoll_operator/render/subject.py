@@ -18,6 +18,7 @@ class Subject:
     Attributes:
         uid: Of the RolloutJob, for owner references.
         endpoint: Base URL of the policy.
+        backend: Who runs it.
         shards: Parts of the dataset.
     """
 
@@ -26,7 +27,13 @@ class Subject:
     uid: str
     settings: Settings
     endpoint: str
+    backend: str
     shards: int
+
+    @property
+    def token(self) -> str:
+        """What callers of the policy must show; None: nothing."""
+        return self.settings.token_of(self.uid)
 
     @property
     def name(self) -> str:

@@ -61,6 +61,7 @@ def schema() -> pyarrow.Schema:
             ("attempt", pa.int32()),
             ("reward_parts", pa.list_(part)),
             ("answer", pa.string()),
+            ("token_source", pa.string()),
         ]
     )
 
@@ -99,7 +100,8 @@ def read_parquet(path: Path, *, where: str) -> Iterator[TrajectoryRecord]:
 
     try:
         with pq.ParquetFile(path) as file:
-            if not file.schema_arrow.equals(schema()):
+            # Older files end one column earlier, for which the record has a default.
+            if file.schema_arrow not in (schema(), schema().remove(len(schema()) - 1)):
                 missing = sorted(set(schema().names) - set(file.schema_arrow.names))
                 raise RecordError(
                     f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}"

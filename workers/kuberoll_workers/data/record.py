@@ -23,6 +23,10 @@ FailureKind = Literal["infrastructure", "environment", "data", "model"]
 """Who is at fault: the machines, the environment's code, the dataset's row, or what the policy returned."""
 
 
+TokenSource = Literal["engine", "reencoded"]
+"""Where the ids of responses come from: the engine that sampled them, or an encoding of the text that it told."""
+
+
 class TrajectoryKey(NamedTuple):
     """What a trajectory is known by within its run."""
 
@@ -52,7 +56,8 @@ class TrajectoryRecord:
     """A finished trajectory, as it is stored.
 
     `rewards` has one entry per turn and sums to `total_reward`; `reward_parts` holds the named components, where an
-    environment names them, each with one entry per turn.
+    environment names them, each with one entry per turn. `token_source` is `reencoded` where that is so of any turn;
+    stored lines leave it out where it is `engine`.
     """
 
     task_index: int
@@ -71,6 +76,7 @@ class TrajectoryRecord:
     attempt: int
     reward_parts: dict[str, list[float]] = field(default_factory=dict)
     answer: str | None = None
+    token_source: TokenSource = "engine"
 
     @property
     def key(self) -> TrajectoryKey:
@@ -143,6 +149,7 @@ class TurnRecord:
         metadata: The episode's state after the turn.
         stop_strings: Of the next generation.
         stop_reason: How the trajectory ended with this turn; None: it goes on.
+        token_source: Of the response; left out of stored lines where it is `engine`.
     """
 
     task_index: int
@@ -158,6 +165,7 @@ class TurnRecord:
     generation_seconds: float
     environment_seconds: float
     stop_reason: StopReason | None = None
+    token_source: TokenSource = "engine"
 
     @property
     def key(self) -> TrajectoryKey:
@@ -189,13 +197,20 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_ENGINE_TOKENS = b',"token_source":"engine"}\n'
+
+
 def encode_line(record: AnyRecord) -> bytes:
     """One JSON line, its newline included.
 
     Raises:
         TypeError: The metadata or idx holds something that JSON has no form for.
     """
-    return orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    line = orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    if isinstance(record, TrajectoryRecord | TurnRecord) and record.token_source == "engine":
+        # orjson writes every field; this one is the last, and what nearly all lines would say of it goes without.
+        return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
+    return line
 
 
 _Record = TypeVar("_Record", TrajectoryRecord, FailureRecord, DroppedRecord, TurnRecord)

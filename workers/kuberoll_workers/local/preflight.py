@@ -22,7 +22,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 # All that says how pods are made, but the variables, and the resources, whose GPUs are counted here too.
 _OF_PODS = tuple(name for name in PodOptions.model_fields if name not in {"env", "resources"})
 _CLUSTER_ONLY = {
-    "generation": (*_OF_PODS, "autoscaling"),
+    "generation": _OF_PODS,
     "workers": (*_OF_PODS, "resources", "retries_per_shard", "max_failed_shards"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.rolloutjob import External, RolloutJob
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.inputs import repeats_of
 from kuberoll_workers.collection.records import DROPPED, FAILURES
@@ -38,11 +39,10 @@ from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from kuberoll_workers.policy.app import app_args
-from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.host import HostConfig
-from kuberoll_workers.policy.interface import PolicyUnavailable
+from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.rollouts.tail import TailReport
-from kuberoll_workers.worker import Progress, WorkerConfig, environment_source
+from kuberoll_workers.worker import Progress, WorkerConfig, environment_source, external_client
 
 REFRESH_SECONDS = 0.25
 HOST_PATIENCE_SECONDS = 20.0
@@ -68,10 +68,11 @@ class RunOptions:
 
 
 class Endpoint(NamedTuple):
-    """Where the policy answers, and its window in tokens."""
+    """Where the policy answers, its window in tokens, and what it wants to be shown."""
 
     url: str
     max_model_len: int
+    token: str | None = None
 
 
 class RunFailed(Exception):
@@ -190,8 +191,7 @@ class _LocalRun:
             environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_directory)
             for number, shards in enumerate(self._assignment()):
                 config = self._worker_config(endpoint, shards)
-                path = scratch / f"worker-{number}.json"
-                path.write_bytes(msgspec.json.encode(config))
+                path = _secret_file(scratch / f"worker-{number}.json", msgspec.json.encode(config))
                 log = self._logs / f"worker-{number}.log"
                 variables = {**environment, **self._python_path(), **literal_variables(self._job.spec.workers.env)}
                 worker = await Child.start(
@@ -215,14 +215,21 @@ class _LocalRun:
         generation = self._job.spec.generation
         deadline = float(self._job.spec.startup_deadline_seconds)
         if generation.external is not None:
-            return None, await self._external(generation.external.url, deadline)
+            return None, await self._external(generation.external, deadline)
+        # Others on this machine are not to generate with it.
+        token = secrets.token_hex(32)
         config = HostConfig(
-            app=app_args(generation, model=self._preflight.model, tokenizer=self._preflight.tokenizer),
+            app=app_args(
+                generation,
+                model=self._preflight.model,
+                tokenizer=self._preflight.tokenizer,
+                weights=self._job.spec.weights,
+                token=token,
+            ),
             scratch=str(scratch),
             routing=generation.routing,
         )
-        path = scratch / "generation.json"
-        path.write_bytes(msgspec.json.encode(config))
+        path = _secret_file(scratch / "generation.json", msgspec.json.encode(config))
         host = await Child.start(
             "kuberoll_workers.policy.host",
             ["--config", str(path)],
@@ -233,7 +240,7 @@ class _LocalRun:
         stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
         try:
             async with asyncio.timeout(deadline):
-                return host, await self._host_ready(host)
+                return host, (await self._host_ready(host))._replace(token=token)
         except TimeoutError as error:
             raise RunFailed(
                 f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {host.log}"
@@ -251,16 +258,21 @@ class _LocalRun:
         code = await host.wait()
         raise RunFailed(f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.last_words()}")
 
-    async def _external(self, url: str, deadline: float) -> Endpoint:
+    async def _external(self, external: External, deadline: float) -> Endpoint:
         began = time.perf_counter()
+        window = self._job.spec.rollout.max_sequence_length
+        environment = {**os.environ, **literal_variables(self._job.spec.workers.env)}
         try:
-            async with ServeClient(url, limit=1) as client:
+            # The others may come later; with this one, the run can begin.
+            async with external_client(
+                external, external.url, limit=1, window=window, environment=environment
+            ) as client:
                 info = await client.wait_ready(deadline)
-        except PolicyUnavailable as error:
+        except (PolicyUnavailable, PolicyRefused, ValueError) as error:
             raise RunFailed(f"spec.generation.external.url: {error}") from error
         self._seconds["endpoint"] = time.perf_counter() - began
         self._reporter.phase("endpoint", self._seconds["endpoint"])
-        return Endpoint(url, info.max_model_len)
+        return Endpoint(external.url, info.max_model_len)
 
     def _assignment(self) -> list[list[int]]:
         """Shards dealt out to worker processes; which process runs a shard changes nothing in it."""
@@ -280,6 +292,7 @@ class _LocalRun:
             shard_count=self._shards,
             # With --force, what was stored may be of a longer dataset.
             tasks=None if self._options.force else self._preflight.inputs.tasks,
+            token=endpoint.token,
         )
 
     def _place(self) -> str:
@@ -408,6 +421,12 @@ class _LocalRun:
                 f"their causes are in {self._storage.where(FAILURES)}. To try them again, {resume}"
             )
         return 0, None
+
+
+def _secret_file(path: Path, data: bytes) -> Path:
+    path.touch(mode=0o600)
+    path.write_bytes(data)
+    return path
 
 
 def module_directories(base: Path) -> list[str]:

@@ -8,69 +8,136 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from pydantic import ValidationError
 
+from kuberoll_api import rolloutjob
 from kuberoll_api.rolloutjob import Generation, SimulatedEngine
-from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.engines.interface import Engine
+from kuberoll_workers.policy import controller, wire
+from kuberoll_workers.policy.auth import admitted
+from kuberoll_workers.policy.client import LOAD_HEADER
+from kuberoll_workers.policy.engines.interface import OWN_VERSION, Engine
 from kuberoll_workers.policy.engines.simulated import Simulated
 from kuberoll_workers.policy.engines.vllm_engine import VLLMEngine, is_cpu_build, world_size
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.openai_api import OpenAIRoutes
+from kuberoll_workers.policy.replicas import ReplicaList
+from kuberoll_workers.policy.weights import LiveWeights, Weights, user_config, version_of, wanted_weights
 
 if TYPE_CHECKING:
     from ray.serve import Application
     from starlette.requests import Request
     from starlette.responses import Response
 
+APPLICATION = "kuberoll"
 DEPLOYMENT = "Generation"
 IMPORT_PATH = "kuberoll_workers.policy.app:build"
 GPU_RESOURCE = "nvidia.com/gpu"
+"""Of an answer: how many other requests its replica works on."""
+REPLICA_HEADER = "x-kuberoll-replica"
+"""Of an answer: the id of the replica that gave it."""
 
 _log = logging.getLogger("ray.serve")
 
 # Serve replaces a replica after the third failure in a row.
 _HEALTH_PERIOD_SECONDS = 2.0
 _HEALTH_TIMEOUT_SECONDS = 120.0
+# A replica that is to go looks so often whether its last request is answered.
+_DRAIN_LOOK_SECONDS = 0.5
+_ASK_REPLICAS_SECONDS = 10.0
+# What vLLM takes of a GPU by default, here of the share that a replica has of one.
+_GPU_MEMORY_PART = 0.9
 
 
 class AppArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """All that a replica needs; plain JSON, as Serve's configuration wants it.
 
+    Whatever changes here is new code to Serve, which starts all replicas anew; but for `weights`, which a deployment's
+    `user_config` in Serve's configuration takes the place of.
+
     Attributes:
         model, tokenizer: Directory or hub id.
-        gpus: GPUs of one replica; None: as many as `engine_args` spread the model over.
+        model_name: What callers of the OpenAI-compatible routes call the model; None: as `model`.
+        gpus: GPUs of one replica, or a part of one; None: as many as `engine_args` spread the model over.
+        bundles: What each part of a replica that spans pods takes, the first being the replica's own; None: it is
+            within one pod.
+        autoscaling: Serve's `autoscaling_config` in place of a fixed number of `replicas`.
+        token: What callers must show; None: nothing.
+        weights: Those to start with in place of the model's own.
+        application: The name that the application has in Serve.
+        drain_seconds: How long a replica that is to go may take to answer the requests it has.
     """
 
     model: str
     tokenizer: str
     engine: str
+    model_name: str | None = None
     revision: str | None = None
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     simulated: dict[str, Any] | None = None
     replicas: int = 1
     max_ongoing_requests: int = 512
     gpus: float | None = None
+    bundles: list[dict[str, float]] | None = None
+    autoscaling: dict[str, Any] | None = None
+    token: str | None = None
+    weights: Weights | None = None
+    application: str = APPLICATION
+    drain_seconds: float = 600.0
 
 
-def app_args(generation: Generation, *, model: str, tokenizer: str) -> AppArgs:
+def app_args(
+    generation: Generation,
+    *,
+    model: str,
+    tokenizer: str,
+    weights: rolloutjob.Weights | None = None,
+    token: str | None = None,
+    drain_seconds: float = 600.0,
+) -> AppArgs:
     """The Serve app's arguments for a job's generation.
 
     Args:
         model, tokenizer: Where they are on the machine that serves.
+        weights, token, drain_seconds: As in `AppArgs`.
     """
     simulated = generation.engine == "Simulated"
-    gpus = generation.resources.limits.get(GPU_RESOURCE)
     settings = generation.simulated if generation.simulated is not None else SimulatedEngine()
     return AppArgs(
         model=model,
         tokenizer=tokenizer,
         engine=generation.engine,
+        model_name=generation.model.source,
         revision=generation.model.revision,
         engine_args=generation.engine_args,
         simulated=settings.model_dump(mode="json", by_alias=True) if simulated else None,
         replicas=generation.replicas or 1,
         max_ongoing_requests=generation.max_ongoing_requests,
-        gpus=None if gpus is None else float(gpus),
+        gpus=_gpus(generation),
+        autoscaling=_autoscaling(generation),
+        token=token,
+        weights=None if weights is None else Weights(uri=weights.uri, version=weights.version),
+        drain_seconds=drain_seconds,
     )
+
+
+def _gpus(generation: Generation) -> float | None:
+    if generation.gpus_per_replica is not None:
+        return generation.gpus_per_replica
+    gpus = generation.resources.limits.get(GPU_RESOURCE)
+    return None if gpus is None else float(gpus)
+
+
+def _autoscaling(generation: Generation) -> dict[str, Any] | None:
+    given = generation.autoscaling
+    if given is None:
+        return None
+    return {
+        "min_replicas": given.min_replicas,
+        "max_replicas": given.max_replicas,
+        "target_ongoing_requests": given.target_ongoing_requests,
+        "upscale_delay_s": given.upscale_delay_seconds,
+        "downscale_delay_s": given.downscale_delay_seconds,
+    }
 
 
 def make_engine(args: AppArgs) -> Engine:
@@ -82,33 +149,97 @@ def make_engine(args: AppArgs) -> Engine:
             settings=SimulatedEngine.model_validate(args.simulated or {}),
             engine_args=args.engine_args,
         )
-    return VLLMEngine(model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=args.engine_args)
+    return VLLMEngine(
+        model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=placed_engine_args(args)
+    )
+
+
+def placed_engine_args(args: AppArgs) -> dict[str, Any]:
+    """The engine's arguments with what follows from where it is placed; what the user set comes first."""
+    placed: dict[str, Any] = {}
+    if args.bundles is not None:
+        placed["distributed_executor_backend"] = "ray"
+    if args.gpus is not None and args.gpus < 1:
+        placed["gpu_memory_utilization"] = round(_GPU_MEMORY_PART * args.gpus, 4)
+    return {**placed, **args.engine_args}
 
 
 class GenerationServer:
-    """One replica: an engine behind three routes.
+    """One replica: an engine behind a few routes.
 
     `POST /v1/generate` continues one sequence (see `wire` for the bodies); `GET /healthz` is 200 only when the engine
-    can generate; `GET /info` is an `EngineInfo`. Errors have the body `{"error": {"type", "message"}}`.
+    can generate; `GET /info` is an `EngineInfo`; `GET /replicas` lists the replicas; `/v1/weights` says and changes
+    what weights all of them have. Other paths below `/v1/` are OpenAI's. Errors have the body
+    `{"error": {"type", "message"}}`.
     """
 
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._engine = make_engine(msgspec.convert(dict(args), AppArgs))
+        self._args = msgspec.convert(dict(args), AppArgs)
+        self._id = controller.own_id()
+        self._engine = make_engine(self._args)
+        self._weights = LiveWeights(self._engine)
+        self._openai = OpenAIRoutes(
+            self._engine,
+            model_name=self._args.model_name or self._args.model,
+            tokenizer=self._args.tokenizer,
+            revision=self._args.revision,
+        )
+        self._begun = False
+        self._ongoing = 0
+        application = self._args.application
+        self._replicas = ReplicaList(
+            lambda: controller.running_replicas(application),
+            lambda: controller.serving_replicas(application, DEPLOYMENT),
+        )
         await self._engine.start()
 
-    async def __call__(self, request: Request) -> Response:
-        route = (request.method, request.url.path.rstrip("/") or "/")
-        if route == ("POST", "/v1/generate"):
-            return await self._generate(request)
-        if route == ("GET", "/healthz"):
-            return await self._healthz()
-        if route == ("GET", "/info"):
-            return _json(200, dataclasses.asdict(self._engine.info()))
-        return _error(404, "NotFound", f"{request.method} {request.url.path}: there is no such route")
+    async def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Called by Serve with the `user_config`: before a new replica is ready, and whenever it changes."""
+        wanted = wanted_weights(config)
+        if self._begun:
+            # Serve lists no replica that it waits for, and would end one that refuses: the old weights still serve.
+            self._weights.want(wanted)
+        else:
+            await self._weights.begin(wanted)
 
     async def check_health(self) -> None:
         """Asked by Serve; a replica that raises is replaced."""
+        # First asked when all that comes before being ready is done.
+        self._begun = True
         await self._engine.check_health()
+
+    async def weights_state(self) -> dict[str, Any]:
+        """What the replica serves, told to the others; `problem` is why it is not what is wanted."""
+        return {"id": self._id, "version": self._weights.served, "problem": self._weights.problem}
+
+    async def __call__(self, request: Request) -> Response:
+        self._ongoing += 1
+        try:
+            response = await self._answer(request)
+        finally:
+            self._ongoing -= 1
+        response.headers[LOAD_HEADER] = str(self._ongoing)
+        response.headers[REPLICA_HEADER] = self._id
+        return response
+
+    async def _answer(self, request: Request) -> Response:
+        method, path = request.method, request.url.path.rstrip("/") or "/"
+        if (method, path) == ("GET", "/healthz"):
+            return await self._healthz()
+        if not admitted(request.headers.get("authorization"), self._args.token):
+            return _error(401, "Unauthorized", "the Authorization header must be: Bearer and the job's token")
+        if (method, path) == ("POST", "/v1/generate"):
+            return await self._generate(request)
+        if (method, path) == ("GET", "/info"):
+            info = dataclasses.replace(self._engine.info(), max_ongoing_requests=self._args.max_ongoing_requests)
+            return _json(200, dataclasses.asdict(info))
+        if (method, path) == ("GET", "/replicas"):
+            return _json(200, {"replicas": await self._replicas.read(), "version": self._weights.served})
+        if path == "/v1/weights" and method in ("GET", "POST"):
+            return await (self._change_weights(request) if method == "POST" else self._show_weights())
+        if path.startswith("/v1/") and (response := await self._openai.handle(request)) is not None:
+            return response
+        return _error(404, "NotFound", f"{method} {request.url.path}: there is no such route")
 
     async def _generate(self, request: Request) -> Response:
         from starlette.responses import Response
@@ -134,7 +265,47 @@ class GenerationServer:
             return _error(503, "PolicyUnavailable", str(error))
         return _json(200, {"status": "ok"})
 
+    async def _show_weights(self) -> Response:
+        application = self._args.application
+        wanted = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
+        silent = dict.fromkeys(await controller.serving_replicas(application, DEPLOYMENT))
+        try:
+            states = await controller.each_replica(
+                application, DEPLOYMENT, "weights_state", seconds=_ASK_REPLICAS_SECONDS
+            )
+        except TimeoutError:
+            return _error(503, "PolicyUnavailable", "a replica does not say which weights it has")
+        return _json(
+            200,
+            {
+                "wanted": version_of(wanted),
+                "replicas": {**silent, **{state["id"]: state["version"] for state in states}},
+                "problems": {state["id"]: state["problem"] for state in states if state["problem"] is not None},
+            },
+        )
+
+    async def _change_weights(self, request: Request) -> Response:
+        try:
+            given = rolloutjob.Weights.model_validate_json(await request.body())
+        except ValidationError as error:
+            return _error(400, "BadRequest", f"the body must be a uri and a version: {error}")
+        application = self._args.application
+        now = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
+        wanted = Weights(uri=given.uri, version=given.version)
+        if given.version == OWN_VERSION:
+            return _error(400, "BadRequest", f"version {OWN_VERSION} is the model's own; give these another")
+        if now is not None and now.version == wanted.version and now != wanted:
+            message = f"version {now.version} is {now.uri} already; give other weights another version"
+            return _error(409, "Conflict", message)
+        if now != wanted:
+            try:
+                await controller.set_user_config(application, DEPLOYMENT, user_config(wanted))
+            except TimeoutError:
+                return _error(503, "PolicyUnavailable", "Serve's controller does not answer; send it again")
+        return _json(202, {"version": wanted.version})
+
     async def __del__(self) -> None:
+        await self._weights.stop()
         await self._engine.shutdown()
 
 
@@ -149,14 +320,21 @@ def _error(status: int, kind: str, message: str) -> Response:
 
 
 def replica_gpus(args: AppArgs, *, cpu: bool) -> float:
-    """GPUs that one replica takes.
+    """GPUs that one replica takes, in all its pods.
 
     Args:
         cpu: With the CPU build of vLLM it takes none, whatever the job says of the cluster it was written for.
     """
     if cpu or args.engine == "Simulated":
         return 0
+    if args.bundles is not None:
+        return sum(bundle.get("GPU", 0) for bundle in args.bundles)
     return float(world_size(args.engine_args)) if args.gpus is None else args.gpus
+
+
+def most_replicas(args: AppArgs) -> int:
+    """How many there can be at once."""
+    return args.replicas if args.autoscaling is None else int(args.autoscaling["max_replicas"])
 
 
 def deployment_options(args: AppArgs, *, gpus: float) -> dict[str, Any]:
@@ -167,16 +345,40 @@ def deployment_options(args: AppArgs, *, gpus: float) -> dict[str, Any]:
     """
     return {
         "name": DEPLOYMENT,
-        "num_replicas": args.replicas,
+        **_scale(args),
         "max_ongoing_requests": args.max_ongoing_requests,
         # The workers bound what can ever wait here; a refusal would only come back later, having cost one of the
         # tries that are meant for real trouble.
         "max_queued_requests": -1,
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
+        "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_SECONDS,
+        # As long as a turn may take: Serve's default would cut most of them off.
+        "graceful_shutdown_timeout_s": args.drain_seconds,
         # One line a request is much for turns that may take a millisecond, and the worker has metrics of each.
         "logging_config": {"enable_access_log": False},
-        "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
+        **_place(args, gpus),
+        # Always one, for a new replica to be told of its weights before it is ready.
+        "user_config": user_config(args.weights),
+    }
+
+
+def _scale(args: AppArgs) -> dict[str, Any]:
+    if args.autoscaling is None:
+        return {"num_replicas": args.replicas}
+    # What was asked for during the delay decides, and not of half a minute before it.
+    look_back = max(2.0, min(30.0, float(args.autoscaling.get("upscale_delay_s", 30.0))))
+    return {"autoscaling_config": {"look_back_period_s": look_back, **args.autoscaling}}
+
+
+def _place(args: AppArgs, gpus: float) -> dict[str, Any]:
+    if args.bundles is None or gpus == 0:
+        return {"ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
+    return {
+        # The engine's workers take the GPUs, one in each bundle; the first bundle has room for the replica too.
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": 0},
+        "placement_group_bundles": args.bundles,
+        "placement_group_strategy": "PACK",
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import msgspec
@@ -21,8 +22,28 @@ from kuberoll_workers.policy.interface import (
 SESSION_HEADER = "x-session-id"
 """Requests with the same value go to the same replica, where their prefix is cached."""
 
+LOAD_HEADER = "x-kuberoll-load"
+"""In an answer: requests that the replica was working on besides this one."""
+
 _CONNECT_SECONDS = 10.0
+_HEALTH_SECONDS = 10.0
 _MESSAGE_CHARACTERS = 2000
+
+
+class Overloaded(PolicyUnavailable):
+    """An answer that says "not now": nothing is wrong with the endpoint, and nothing was generated.
+
+    Attributes:
+        retry_after: Seconds after which to come again, where it said so.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unreachable(PolicyUnavailable):
+    """There was no connection, so nothing was sent."""
 
 
 class ServeClient:
@@ -30,6 +51,9 @@ class ServeClient:
 
     A connection carries one request at a time, so `limit` bounds both. Time limits and retries are the caller's:
     cancelling a call closes its connection, which aborts the generation.
+
+    Attributes:
+        load: Requests that the endpoint was working on besides the newest answered one; None where it does not say.
     """
 
     def __init__(self, url: str, *, limit: int, token: str | None = None) -> None:
@@ -38,6 +62,7 @@ class ServeClient:
         self._limit = limit
         self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
+        self.load: int | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -60,21 +85,33 @@ class ServeClient:
         """Continue one sequence.
 
         Raises:
-            PolicyUnavailable: No connection, a broken one, an answer of 429 or 5xx, or one that is not a result.
-            PolicyRefused: An answer of any other 4xx.
+            Overloaded: An answer of 429, or a 503 that does not come from the engine.
+            Unreachable: No connection.
+            PolicyUnavailable: A broken connection, an answer of 5xx, or one that is not a result.
+            PolicyRefused: An answer of 4xx.
         """
-        status, content_type, body = await self._send(
+        answer = await self._send(
             "POST",
             "/v1/generate",
             data=wire.encode_request(request),
             headers={"content-type": wire.MSGPACK, SESSION_HEADER: request.session_id},
         )
-        if status == 200:
+        if (load := answer.headers.get(LOAD_HEADER)) is not None and load.isdecimal():
+            self.load = int(load)
+        if answer.status == 200:
             try:
-                return wire.decode_result(body, wire.media_type(content_type))
+                return wire.decode_result(answer.body, wire.media_type(answer.headers.get("content-type")))
             except wire.WireError as error:
                 raise PolicyUnavailable(f"{self._url}: {error}") from error
-        raise _refusal(self._url, status, body)
+        raise _refusal(self._url, answer)
+
+    async def healthy(self) -> bool:
+        """Whether the endpoint says that it can generate."""
+        try:
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                return (await self._send("GET", "/healthz")).status == 200
+        except (PolicyUnavailable, TimeoutError):
+            return False
 
     async def info(self) -> EngineInfo:
         """What the endpoint serves.
@@ -82,13 +119,30 @@ class ServeClient:
         Raises:
             PolicyUnavailable: It does not say.
         """
-        status, _, body = await self._send("GET", "/info")
+        answer = await self._send("GET", "/info")
         try:
-            if status == 200:
-                return msgspec.json.decode(body, type=EngineInfo)
+            if answer.status == 200:
+                return msgspec.json.decode(answer.body, type=EngineInfo)
         except msgspec.DecodeError as error:
             raise PolicyUnavailable(f"{self._url}/info: not a KubeRoll endpoint: {error}") from error
-        raise PolicyUnavailable(str(_refusal(self._url, status, body)))
+        raise PolicyUnavailable(str(_refusal(self._url, answer)))
+
+    async def replicas(self) -> list[tuple[str, str]]:
+        """Names and base URLs of the replicas behind the endpoint; empty where it cannot tell.
+
+        Raises:
+            PolicyUnavailable: No answer, or none that is understood.
+        """
+        answer = await self._send("GET", "/replicas")
+        if answer.status == 404:
+            return []
+        try:
+            if answer.status == 200:
+                found = msgspec.json.decode(answer.body, type=_Replicas).replicas
+                return [(replica.id, replica.url) for replica in found]
+        except msgspec.DecodeError as error:
+            raise PolicyUnavailable(f"{self._url}/replicas: {error}") from error
+        raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
     async def wait_ready(self, seconds: float, *, interval: float = 0.25) -> EngineInfo:
         """Wait until the endpoint can generate.
@@ -101,31 +155,60 @@ class ServeClient:
             async with asyncio.timeout(seconds):
                 while True:
                     try:
-                        status, _, body = await self._send("GET", "/healthz")
-                        if status == 200:
+                        answer = await self._send("GET", "/healthz")
+                        if answer.status == 200:
                             return await self.info()
-                        last = str(_refusal(self._url, status, body))
+                        last = str(_refusal(self._url, answer))
                     except PolicyUnavailable as error:
                         last = str(error)
                     await asyncio.sleep(interval)
         except TimeoutError as error:
             raise PolicyUnavailable(f"{self._url} was not ready within {seconds:g} s: {last}") from error
 
-    async def _send(self, method: str, path: str, **options: Any) -> tuple[int, str | None, bytes]:
+    async def _send(self, method: str, path: str, **options: Any) -> _Answer:
         if self._session is None:
             raise RuntimeError("a ServeClient is used inside `async with`")
         try:
             async with self._session.request(method, self._url + path, **options) as response:
-                return response.status, response.headers.get("content-type"), await response.read()
+                return _Answer(response.status, response.headers, await response.read())
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unreachable(f"{self._url}: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise PolicyUnavailable(f"{self._url}: {type(error).__name__}: {error}") from error
 
 
-def _refusal(url: str, status: int, body: bytes) -> PolicyRefused | PolicyUnavailable:
+class _Replica(msgspec.Struct):
+    id: str
+    url: str
+
+
+class _Replicas(msgspec.Struct):
+    replicas: list[_Replica]
+
+
+class _Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def _refusal(url: str, answer: _Answer) -> PolicyRefused | PolicyUnavailable:
+    status, body = answer.status, answer.body
+    ours = True
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
-        message = body.decode(errors="replace").strip()
+        message, ours = body.decode(errors="replace").strip(), False
     text = f"{url} answered {status}: {message[:_MESSAGE_CHARACTERS]}"
-    refused = 400 <= status < 500 and status not in (408, 429)
-    return PolicyRefused(text) if refused else PolicyUnavailable(text)
+    # What the engine says of itself has our form; a proxy without a replica, and a replica with a full queue, has not.
+    if status == 429 or (status == 503 and not ours):
+        return Overloaded(text, retry_after=_seconds(answer.headers.get("retry-after")))
+    # Serve knows no route while the application is being deployed anew.
+    if status in (408, 429) or (status == 404 and not ours):
+        return PolicyUnavailable(text)
+    return PolicyRefused(text) if 400 <= status < 500 else PolicyUnavailable(text)
+
+
+def _seconds(value: str | None) -> float | None:
+    # It may be a date too, which nobody sends here.
+    return float(value) if value is not None and value.strip().isdecimal() else None

@@ -29,15 +29,12 @@ from typing import Any, Literal, NoReturn, TextIO
 import msgspec
 import psutil
 
-from kuberoll_workers.policy.app import AppArgs, build, replica_gpus
+from kuberoll_workers.policy.app import AppArgs, build, most_replicas, replica_gpus
 from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
 from kuberoll_workers.policy.processes import kill_all
 from kuberoll_workers.policy.ray_settings import free_ports, has_haproxy, ray_environment, serve_environment
-
-APPLICATION = "kuberoll"
-"""The Serve application's name."""
 
 _PROXY_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -86,10 +83,10 @@ class Host:
 
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.address, port=port))
         began = self._phase("serve", began)
-        serve.run(build(msgspec.to_builtins(config.app)), name=APPLICATION, route_prefix="/")
+        serve.run(build(msgspec.to_builtins(config.app)), name=config.app.application, route_prefix="/")
         began = self._phase("engine", began)
         url = f"http://{'127.0.0.1' if config.address == '0.0.0.0' else config.address}:{port}"
-        info = asyncio.run(_wait(url))
+        info = asyncio.run(_wait(url, config.app.token))
         self._phase("proxy", began)
         self._ready = True
         self._say({"event": "ready", "url": url, "info": info})
@@ -98,10 +95,11 @@ class Host:
         import ray
 
         args = self._config.app
+        replicas = most_replicas(args)
         cores = os.cpu_count() or 1
         ray.init(
             # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
-            num_cpus=max(cores, args.replicas + 2),
+            num_cpus=max(cores, replicas + 2),
             include_dashboard=False,
             log_to_driver=True,
             configure_logging=False,
@@ -115,10 +113,10 @@ class Host:
         # Ray has put a handler of its own in the place of ours.
         signal.signal(signal.SIGTERM, exit_on_signal)
         # Serve would wait for them for ever.
-        needed, here = replica_gpus(args, cpu=is_cpu_build()) * args.replicas, ray.cluster_resources().get("GPU", 0)
+        needed, here = replica_gpus(args, cpu=is_cpu_build()) * replicas, ray.cluster_resources().get("GPU", 0)
         if needed > here:
             raise RuntimeError(
-                f"generation needs {needed:g} GPUs for {args.replicas} replicas and this machine has {here:g}; "
+                f"generation needs {needed:g} GPUs for {replicas} replicas and this machine has {here:g}; "
                 "lower spec.generation.replicas or engineArgs.tensor_parallel_size"
             )
 
@@ -170,8 +168,8 @@ class Host:
             self._events.flush()
 
 
-async def _wait(url: str) -> dict[str, Any]:
-    async with ServeClient(url, limit=1) as client:
+async def _wait(url: str, token: str | None) -> dict[str, Any]:
+    async with ServeClient(url, limit=1, token=token) as client:
         return dataclasses.asdict(await client.wait_ready(_PROXY_SECONDS))
 
 

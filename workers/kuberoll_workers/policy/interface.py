@@ -52,6 +52,8 @@ class GenerationResult:
         finish_reason: `stop` (stop string or token), `length` (max_tokens or the engine's window) or `abort`.
         cached_tokens: Prompt tokens whose key-value cache was reused.
         policy_versions: Spans `(version, start, end)` over `token_ids`, end exclusive.
+        exact: `token_ids` are the sampled ones; False: the server told the text alone, and they are its encoding,
+            which may be of other tokens, and of more than were asked for.
     """
 
     token_ids: array[int]
@@ -59,6 +61,7 @@ class GenerationResult:
     finish_reason: FinishReason
     cached_tokens: int = 0
     policy_versions: tuple[tuple[str, int, int], ...] = field(default=())
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class EngineInfo:
         max_model_len: The engine's window, tokens.
         policy_version: Of the weights that it answers with now.
         ongoing_requests: Requests that it works on now.
+        max_ongoing_requests: How many one replica takes at once; 0: unknown.
+        kv_cache_tokens: For how many tokens of context one replica has room; 0: unknown.
     """
 
     model: str
@@ -78,6 +83,8 @@ class EngineInfo:
     vocab_size: int
     policy_version: str
     ongoing_requests: int = 0
+    max_ongoing_requests: int = 0
+    kv_cache_tokens: int = 0
 
 
 class PolicyError(Exception):

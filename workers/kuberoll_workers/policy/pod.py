@@ -2,8 +2,9 @@
 
     python -m kuberoll_workers.policy.pod --config FILE
 
-FILE is a `pod_contract.PodConfig`. Generation is on its port; `/healthz`, `/livez` and `/metrics` are on 8080, answered
-by this process, however busy the engine is: see docs/pods.md.
+FILE is a `pod_contract.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
+8080, answered by this process, however busy the engine is. The file may change while the pod runs: its `spec.weights`
+are followed, the rest is read at the start only. See docs/pods.md.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -34,14 +36,18 @@ from kuberoll_workers.pod_contract import (
     EXIT_FAILED,
     EXIT_REFUSED,
     ConfigRefused,
+    PodConfig,
     clipped,
     leave_message,
     log_to_stderr,
     read_config,
 )
-from kuberoll_workers.pod_http import health_route, serving
-from kuberoll_workers.policy.app import DEPLOYMENT, app_args
-from kuberoll_workers.policy.host import APPLICATION, Host, HostConfig, adopt_orphans, exit_on_signal
+from kuberoll_workers.pod_http import health_route, json_route, serving
+from kuberoll_workers.policy import controller
+from kuberoll_workers.policy.app import APPLICATION, DEPLOYMENT, app_args
+from kuberoll_workers.policy.engines.interface import OWN_VERSION
+from kuberoll_workers.policy.host import Host, HostConfig, adopt_orphans, exit_on_signal
+from kuberoll_workers.policy.weights import Weights, user_config, version_of, wanted_weights
 
 STATUS_PORT = 8080
 PORT_VARIABLE = "KUBEROLL_PORT"
@@ -50,6 +56,7 @@ PORT_VARIABLE = "KUBEROLL_PORT"
 _LOOK_SECONDS = 2.0
 _DRAIN_SECONDS = 20.0
 _METRICS_SECONDS = 10.0
+_ASK_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -64,11 +71,21 @@ class Status:
     Attributes:
         problem: Why it cannot generate; None: it can.
         metrics_port: Where Ray's agent has its metrics, on this machine; None: not yet.
+        wanted: Version of the weights that the job asks for.
+        served: Version of those that it generates with; None: with none, or nobody knows.
+        weights_problem: Why the wanted ones are not served; None: they are, or are being loaded.
     """
 
     def __init__(self) -> None:
         self.problem: str | None = "the engine is starting"
         self.metrics_port: int | None = None
+        self.wanted: str | None = None
+        self.served: str | None = None
+        self.weights_problem: str | None = None
+
+    def weights(self) -> dict[str, Any]:
+        """What `/weights` answers."""
+        return {"wanted": self.wanted, "served": self.served, "problem": self.weights_problem}
 
     async def routes(self, http: aiohttp.ClientSession) -> list[web.RouteDef]:
         """What it answers."""
@@ -89,7 +106,12 @@ class Status:
             except (aiohttp.ClientError, OSError) as error:
                 return web.Response(status=503, text=f"Ray's metrics: {type(error).__name__}: {error}")
 
-        return [health_route(problem), web.get("/livez", alive), web.get("/metrics", metrics)]
+        return [
+            health_route(problem),
+            web.get("/livez", alive),
+            json_route("/weights", self.weights),
+            web.get("/metrics", metrics),
+        ]
 
 
 @contextmanager
@@ -129,13 +151,20 @@ def answering(status: Status, *, host: str, port: int) -> Iterator[None]:
         thread.join()
 
 
-def host_config(job: RolloutJob, *, port: int, scratch: Path) -> HostConfig:
+def host_config(job: RolloutJob, *, port: int, scratch: Path, token: str | None = None) -> HostConfig:
     """What the host of a pod is told: one replica, its GPUs those of the pod."""
     generation = job.spec.generation
     model = generation.model
-    app = app_args(generation, model=model.source, tokenizer=model.tokenizer or model.source)
+    app = app_args(
+        generation,
+        model=model.source,
+        tokenizer=model.tokenizer or model.source,
+        weights=job.spec.weights,
+        token=token,
+        drain_seconds=_DRAIN_SECONDS,
+    )
     return HostConfig(
-        app=msgspec.structs.replace(app, replicas=1),
+        app=msgspec.structs.replace(app, replicas=1, autoscaling=None),
         scratch=str(scratch),
         routing=generation.routing,
         # Serve's parts look for each other on loopback, and others for them at the pod's address.
@@ -144,7 +173,35 @@ def host_config(job: RolloutJob, *, port: int, scratch: Path) -> HostConfig:
     )
 
 
-def run(host: Host, status: Status, *, patience: float) -> None:
+class JobFile:
+    """The file of the job, looked at again and again: whoever mounts it changes it in place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: bytes | None = None
+
+    def again(self) -> None:
+        """Take what it says for a change."""
+        self._read = None
+
+    def changed(self) -> tuple[PodConfig, RolloutJob] | None:
+        """What it says, if that is not what it said before.
+
+        Raises:
+            ConfigRefused, ValidationError: It cannot be used; said once for each change.
+        """
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise ConfigRefused(f"{self._path}: {error}") from error
+        if data == self._read:
+            return None
+        self._read = data
+        config = read_config(self._path)
+        return config, RolloutJob.model_validate(config.job)
+
+
+def run(host: Host, status: Status, file: JobFile, *, patience: float) -> None:
     """Start, and watch over it until a signal ends the process.
 
     Args:
@@ -156,6 +213,7 @@ def run(host: Host, status: Status, *, patience: float) -> None:
     """
     host.start()
     status.metrics_port = _metrics_port()
+    asyncio.run(_report_weights(status))
     status.problem = None
     lost: float | None = None
     wake = threading.Event()
@@ -165,12 +223,44 @@ def run(host: Host, status: Status, *, patience: float) -> None:
         if problem != status.problem:
             _log.log(logging.INFO if problem is None else logging.WARNING, problem or "the engine is ready again")
         status.problem = problem
+        asyncio.run(_follow_weights(status, file))
         if problem is None:
             lost = None
         elif lost is None:
             lost = time.monotonic()
         elif time.monotonic() - lost > patience:
             raise EngineLost(problem)
+
+
+async def _follow_weights(status: Status, file: JobFile) -> None:
+    """Have Serve load what the job asks for now, and see what is served; trouble is said and tried again."""
+    try:
+        if (read := file.changed()) is not None:
+            weights = read[1].spec.weights
+            wanted = None if weights is None else Weights(uri=weights.uri, version=weights.version)
+            status.wanted = version_of(wanted)
+            if wanted_weights(await controller.get_user_config(APPLICATION, DEPLOYMENT)) != wanted:
+                _log.info("the job asks for the weights %s", status.wanted)
+                await controller.set_user_config(APPLICATION, DEPLOYMENT, user_config(wanted))
+    except (ConfigRefused, ValidationError) as error:
+        _log.warning("the job has changed, but cannot be read: %s", error)
+    except Exception:
+        file.again()
+        _log.exception("the job's weights are not handed to Serve")
+    await _report_weights(status)
+
+
+async def _report_weights(status: Status) -> None:
+    try:
+        states = await controller.each_replica(APPLICATION, DEPLOYMENT, "weights_state", seconds=_ASK_SECONDS)
+    except Exception as error:
+        status.served, status.weights_problem = None, f"{type(error).__name__}: {error}"
+        return
+    status.served = states[0]["version"] if states else None
+    problem = states[0]["problem"] if states else None
+    if problem is not None and problem != status.weights_problem:
+        _log.warning("the weights %s are not served: %s", status.wanted, problem)
+    status.weights_problem = problem
 
 
 def _metrics_port() -> int | None:
@@ -201,9 +291,11 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
     arguments = parser.parse_args()
     log_to_stderr()
+    file = JobFile(arguments.config)
     try:
-        config = read_config(arguments.config)
-        job = RolloutJob.model_validate(config.job)
+        read = file.changed()
+        assert read is not None
+        config, job = read
     except (ConfigRefused, ValidationError) as error:
         _log.error("%s", error)
         leave_message(clipped(str(error)).encode())
@@ -215,12 +307,14 @@ def main() -> None:
     os.environ["TMPDIR"] = str(scratch)
     adopt_orphans()
     signal.signal(signal.SIGTERM, exit_on_signal)
-    host, status = Host(host_config(job, port=port, scratch=scratch), sys.stderr), Status()
+    host = Host(host_config(job, port=port, scratch=scratch, token=config.token), sys.stderr)
+    status = Status()
+    status.wanted = OWN_VERSION if job.spec.weights is None else job.spec.weights.version
     code = 0
     try:
         with answering(status, host=os.environ.get("POD_IP") or "0.0.0.0", port=STATUS_PORT):
             try:
-                run(host, status, patience=float(job.spec.startup_deadline_seconds))
+                run(host, status, file, patience=float(job.spec.startup_deadline_seconds))
             finally:
                 started, status.problem = status.metrics_port is not None, status.problem or "the pod is ending"
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

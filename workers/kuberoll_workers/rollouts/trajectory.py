@@ -44,6 +44,7 @@ class Trajectory:
     """
 
     __slots__ = (
+        "_reencoded",
         "_response_truncated",
         "_sampling",
         "_settings",
@@ -86,6 +87,8 @@ class Trajectory:
         self.environment_seconds: list[float] = []
         self.answer: str | None = None
         self._response_truncated = False
+        # One entry per turn.
+        self._reencoded: list[bool] = []
         self.ended: StopReason | None = None
         if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
             self.ended = "truncated"
@@ -104,6 +107,7 @@ class Trajectory:
                 logprobs=array(LOGPROB_TYPE, response.logprobs or ()),
                 finish_reason="length" if response.truncated else "stop",
                 policy_versions=tuple(response.policy_versions or ()),
+                exact=turn.token_source == "engine",
             ),
             response.content,
             turn.generation_seconds,
@@ -171,6 +175,7 @@ class Trajectory:
         self.context.extend(result.token_ids)
         self.generated_tokens += len(result.token_ids)
         self.generation_seconds.append(seconds)
+        self._reencoded.append(not result.exact)
 
     def add_step(self, outcome: StepOutcome, observation: array[int], seconds: float) -> None:
         """Append what the environment answered in this turn, and see whether the trajectory goes on.
@@ -277,6 +282,7 @@ class Trajectory:
             generation_seconds=self.generation_seconds[index],
             environment_seconds=self.environment_seconds[index],
             stop_reason=self.ended if newest else None,
+            token_source="reencoded" if self._reencoded[index] else "engine",
         )
 
     def record(self) -> TrajectoryRecord:
@@ -303,6 +309,7 @@ class Trajectory:
             metadata=self.metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,
+            token_source="reencoded" if any(self._reencoded) else "engine",
         )
 
     def dropped(self, reason: DropReason) -> DroppedRecord:

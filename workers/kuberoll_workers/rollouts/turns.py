@@ -16,6 +16,7 @@ from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecor
 from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
+from kuberoll_workers.policy.routing.replica import SessionPolicy
 from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, worth_another_try
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
@@ -56,6 +57,7 @@ class Rollout:
         self._environments = environments
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._sessions = policy if isinstance(policy, SessionPolicy) else None
         # Waits between retries only; nothing of a trajectory depends on it.
         self._draw = random.Random()
 
@@ -87,6 +89,7 @@ class Rollout:
 
         async def attempt(tries: int) -> GenerationResult:
             request = trajectory.next_request(tries)
+            flight.session = request.session_id
             limit = self.settings.generation_seconds
             timeout = asyncio.timeout(limit)
             try:
@@ -96,7 +99,8 @@ class Rollout:
                 if not timeout.expired():
                     raise
                 raise PolicyUnavailable(f"no response within generationSeconds ({limit:g} s)") from error
-            _check(result, None if self.settings.foreign_policy else request.sampling.max_tokens)
+            free = self.settings.foreign_policy or not result.exact
+            _check(result, None if free else request.sampling.max_tokens)
             return result
 
         operation = self._retrying(flight, "generation", self.settings.retries.generation_attempts, attempt)
@@ -195,6 +199,11 @@ class Rollout:
                 backoff(tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw)
             )
 
+    def ended(self, flight: Flight) -> None:
+        """Tell the policy that nothing more of a trajectory will come."""
+        if self._sessions is not None and flight.session is not None:
+            self._sessions.ended(flight.session)
+
     def flush_metrics(self) -> None:
         """Hand on what has been counted so far."""
         self._metrics.flush()
@@ -209,7 +218,18 @@ class Rollout:
 class Flight:
     """A trajectory under way, and when it has to be over."""
 
-    __slots__ = ("_timeout", "deadline", "dropped", "failure", "held", "metrics", "rollout", "started", "trajectory")
+    __slots__ = (
+        "_timeout",
+        "deadline",
+        "dropped",
+        "failure",
+        "held",
+        "metrics",
+        "rollout",
+        "session",
+        "started",
+        "trajectory",
+    )
 
     def __init__(self, rollout: Rollout, trajectory: Trajectory, *, held: bool) -> None:
         self.rollout = rollout
@@ -218,6 +238,7 @@ class Flight:
         self.metrics = rollout.metrics_of(trajectory.task_name)
         self.started = time.perf_counter()
         limit = rollout.settings.trajectory_seconds
+        self.session: str | None = None
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         self.failure: TrajectoryFailed | None = None
         self.dropped: DropReason | None = None
@@ -263,6 +284,7 @@ class Flight:
                 self._fail(failure_of(error, stage="trajectory", tries=1))
         finally:
             self._timeout = None
+            self.rollout.ended(self)
 
     def _fail(self, failure: TrajectoryFailed) -> None:
         # Whoever stopped it has said why already; what broke when it was stopped says nothing.

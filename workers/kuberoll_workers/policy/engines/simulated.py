@@ -15,6 +15,7 @@ from typing import Any
 from kuberoll_api.rolloutjob import SimulatedEngine
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from kuberoll_workers.policy.engines.interface import OWN_VERSION
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     FinishReason,
@@ -25,6 +26,7 @@ from kuberoll_workers.policy.interface import (
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_VOCABULARY = 32000
+_KEPT_VERSIONS = 16
 
 
 class Simulated:
@@ -46,6 +48,8 @@ class Simulated:
         self._window = int(engine_args.get("max_model_len") or config.get("max_position_embeddings") or _DEFAULT_WINDOW)
         self._vocabulary = int(config.get("vocab_size") or _DEFAULT_VOCABULARY)
         self._places = asyncio.Semaphore(settings.max_batch)
+        # Versions of the weights that it pretends to have had, and since when.
+        self._versions: list[tuple[float, str]] = [(0.0, OWN_VERSION)]
         self.in_flight = 0
 
     async def start(self) -> None:
@@ -59,14 +63,19 @@ class Simulated:
         draw = random.Random(_draw_seed(request))
         room = min(request.sampling.max_tokens, self._window - prompt)
         ids, reason = self._answer(request, room, draw)
+        began = _now()
         await self._spend(len(ids), draw)
         logprob = 0.0 if self._tokenizer is not None else -math.log(self._vocabulary)
         return GenerationResult(
             token_ids=ids,
             logprobs=array(LOGPROB_TYPE, [logprob]) * len(ids),
             finish_reason=reason,
-            policy_versions=(("0", 0, len(ids)),) if ids else (),
+            policy_versions=version_spans(self._versions, began, _now(), len(ids)),
         )
+
+    async def load_weights(self, uri: str | None, version: str) -> None:  # noqa: ARG002 - no weights decide anything
+        self._versions.append((_now(), version))
+        del self._versions[:-_KEPT_VERSIONS]
 
     def _answer(self, request: GenerationRequest, room: int, draw: random.Random) -> tuple[array[int], FinishReason]:
         if self._tokenizer is not None:
@@ -98,12 +107,40 @@ class Simulated:
             engine="simulated",
             max_model_len=self._window,
             vocab_size=self._vocabulary,
-            policy_version="0",
+            policy_version=self._versions[-1][1],
             ongoing_requests=self.in_flight,
         )
 
     async def shutdown(self) -> None:
         return None
+
+
+def version_spans(
+    versions: Sequence[tuple[float, str]], began: float, ended: float, tokens: int
+) -> tuple[tuple[str, int, int], ...]:
+    """The spans of a response whose tokens came evenly between two moments.
+
+    Args:
+        versions: Each with the moment from which on it was the one, in order; the first was it before, too.
+    """
+    spans: list[tuple[str, int, int]] = []
+    for number, (since, version) in enumerate(versions):
+        start = round(tokens * _part(since, began, ended)) if number else 0
+        last = number + 1 == len(versions)
+        end = tokens if last else round(tokens * _part(versions[number + 1][0], began, ended))
+        if start < end:
+            spans.append((version, start, end))
+    return tuple(spans)
+
+
+def _part(moment: float, began: float, ended: float) -> float:
+    if moment <= began:
+        return 0.0
+    return 1.0 if moment > ended else (moment - began) / (ended - began)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _draw_seed(request: GenerationRequest) -> bytes:

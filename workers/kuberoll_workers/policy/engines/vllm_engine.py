@@ -12,9 +12,13 @@ import math
 import os
 from array import array
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.policy.engines.checkpoint import check_fit
+from kuberoll_workers.policy.engines.fetching import fetch, is_remote
+from kuberoll_workers.policy.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,
@@ -42,7 +46,10 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+_CPU_EXTENSION = "kuberoll_workers.policy.engines.cpu_worker.CPUWorkerExtension"
+
 _CPU_ARGUMENTS = {
+    "worker_extension_cls": _CPU_EXTENSION,
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
     # Prefixes are cached in whole blocks. The CPU's own default of 128 tokens would keep most short prompts out.
@@ -118,6 +125,12 @@ class VLLMEngine:
         self._last_result = 0.0
         self._window = 0
         self._vocabulary = 0
+        self._room = 0
+        self._reload = "reload_weights"
+        self._version = OWN_VERSION
+        self._spans_machines = False
+        self._loading = False
+        self._broken: str | None = None
 
     async def start(self) -> None:
         cpu = is_cpu_build()
@@ -133,15 +146,28 @@ class VLLMEngine:
         arguments = engine_arguments(
             self._arguments, model=self._model, tokenizer=self._tokenizer, revision=self._revision, cpu=cpu
         )
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        settings = AsyncEngineArgs(**arguments).create_engine_config()
+        self._spans_machines = settings.parallel_config.distributed_executor_backend == "ray"
+        if self._spans_machines:
+            from ray.util import get_current_placement_group
+
+            # The engine looks for it in a process of its own, which is no part of it.
+            settings.parallel_config.placement_group = get_current_placement_group()
+        extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
+        self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
+        self._engine = AsyncLLM.from_vllm_config(settings, disable_log_stats=arguments["disable_log_stats"])
+        await self._engine.update_weight_version(OWN_VERSION)
         config = self._engine.vllm_config.model_config
         self._window = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
+        self._room = int(getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
         # The first request pays for what is compiled or allocated lazily; with log-probabilities, as all will be.
         await self._probe()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         engine = self._started()
+        if self._broken is not None:
+            raise PolicyUnavailable(self._broken)
         prompt = len(request.token_ids)
         if prompt > self._window:
             raise PolicyRefused(f"the prompt has {prompt} tokens, the engine's window {self._window}")
@@ -155,6 +181,7 @@ class VLLMEngine:
         # The engine's ids must not repeat while one is in flight; a caller's retry may.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         final = None
+        version = self._version
         self._in_flight += 1
         try:
             async for output in engine.generate(
@@ -175,9 +202,44 @@ class VLLMEngine:
         if final is None or not final.outputs:
             raise PolicyUnavailable("the engine ended the request without an output")
         self._last_result = asyncio.get_running_loop().time()
-        return _result(final.outputs[0], final.num_cached_tokens or 0)
+        return _result(final.outputs[0], final.num_cached_tokens or 0, version if version == self._version else None)
+
+    async def load_weights(self, uri: str | None, version: str) -> None:
+        engine = self._started()
+        path = await asyncio.to_thread(self._ready_to_load, uri, version)
+        self._loading = True
+        try:
+            # Without clearing the cache, a prefix computed with the old weights would be continued with the new ones,
+            # and nothing would say so: resetting it afterwards does nothing while requests are under way.
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.collective_rpc(self._reload, kwargs={"weights_path": path})
+            await engine.update_weight_version(version)
+            self._version = version
+            await engine.resume_generation()
+        except BaseException as error:
+            self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
+            # Those who wait for it go elsewhere at once.
+            with contextlib.suppress(Exception):
+                await engine.pause_generation(mode="abort")
+            if isinstance(error, Exception):
+                raise PolicyUnavailable(self._broken) from error
+            raise
+        finally:
+            self._loading = False
+
+    def _ready_to_load(self, uri: str | None, version: str) -> str:
+        own = _directory_of(self._model, self._revision)
+        if uri is None:
+            return self._model if own is None else str(own)
+        if self._spans_machines and is_remote(uri):
+            raise WeightsRefused(f"{uri}: a replica over several pods needs a directory that all of them have mounted")
+        path = fetch(uri, version)
+        check_fit(path, own)
+        return str(path)
 
     async def check_health(self) -> None:
+        if self._broken is not None:
+            raise PolicyUnavailable(self._broken)
         engine = self._started()
         try:
             await engine.check_health()
@@ -185,7 +247,7 @@ class VLLMEngine:
             raise PolicyUnavailable(f"the engine is dead: {type(error).__name__}: {error}") from error
         # A busy engine shows by its results that it lives, and a probe would have to queue behind its work.
         idle = asyncio.get_running_loop().time() - self._last_result
-        if self._in_flight == 0 and idle > _IDLE_SECONDS:
+        if self._in_flight == 0 and idle > _IDLE_SECONDS and not self._loading:
             await self._probe()
 
     async def _probe(self) -> None:
@@ -208,8 +270,9 @@ class VLLMEngine:
             engine=f"vllm {importlib.metadata.version(_CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}",
             max_model_len=self._window,
             vocab_size=self._vocabulary,
-            policy_version="0",
+            policy_version=self._version,
             ongoing_requests=self._engine.output_processor.get_num_unfinished_requests() if self._engine else 0,
+            kv_cache_tokens=self._room,
         )
 
     async def shutdown(self) -> None:
@@ -222,6 +285,19 @@ class VLLMEngine:
         if self._engine is None:
             raise PolicyUnavailable("the engine is not started")
         return self._engine
+
+
+def _directory_of(model: str, revision: str | None) -> Path | None:
+    """Where a model lies on this machine, if it does."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
 
 
 def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
@@ -247,7 +323,8 @@ def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
     )
 
 
-def _result(output: CompletionOutput, cached_tokens: int) -> GenerationResult:
+def _result(output: CompletionOutput, cached_tokens: int, version: str | None) -> GenerationResult:
+    """`version` is that of all tokens if the engine does not say of each; None: they may be of two."""
     ids = token_array(output.token_ids)
     flat: Any = output.logprobs
     logprobs = array(LOGPROB_TYPE, [flat.logprobs[index] for index in flat.start_indices] if flat else [])
@@ -261,10 +338,14 @@ def _result(output: CompletionOutput, cached_tokens: int) -> GenerationResult:
         raise PolicyUnavailable(f"the engine ended the request with {output.finish_reason!r}")
     spans = getattr(output, "weight_versions", None) or ()
     versions = tuple((str(span.version), span.start, span.end) for span in spans)
+    if len(ids) and not versions:
+        if version is None:
+            raise PolicyUnavailable("the weights changed, and this vLLM does not say which tokens are of which")
+        versions = ((version, 0, len(ids)),)
     return GenerationResult(
         token_ids=ids,
         logprobs=logprobs,
         finish_reason=reason,
         cached_tokens=cached_tokens,
-        policy_versions=versions or ((("0", 0, len(ids)),) if len(ids) else ()),
+        policy_versions=versions,
     )

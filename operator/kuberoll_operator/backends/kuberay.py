@@ -1,0 +1,202 @@
+"""Generation in a RayService: replicas that share pods, span them, or come and go by Ray's own autoscaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from kuberoll_api.conditions import Reason
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_operator import autoscaling, names
+from kuberoll_operator.backends.base import GenerationState
+from kuberoll_operator.backends.pods import Problem, first_problem, of_component, refusal, still_there, told
+from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.placement import CannotPlace, place
+from kuberoll_operator.render.generation import SERVE_LABEL, build_generation_services
+from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
+from kuberoll_operator.render.subject import Subject
+
+_BROKEN: Final = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+_WITHOUT_REPLICAS: Final = frozenset({"NOT_STARTED", "DELETING"})
+
+
+class KubeRay:
+    """A RayService and Services of ours; needs KubeRay in the cluster."""
+
+    name = "KubeRay"
+
+    def problem(self, job: RolloutJob) -> str | None:
+        try:
+            place(job.spec.generation, one_each=False)
+        except CannotPlace as error:
+            return str(error)
+        return None
+
+    def endpoint(self, job: RolloutJob, namespace: str) -> str:
+        return f"http://{names.generation(job.metadata.name)}.{namespace}.svc:{names.GENERATION_PORT}"
+
+    def fixtures(self, subject: Subject) -> Sequence[Object]:
+        return build_generation_services(subject)
+
+    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+        live = observed.get("RayService", names.ray_service(subject.name))
+        if live is not None and (_is_dying(live) or _timed_out(live)):
+            return []
+        placement = place(subject.job.spec.generation, one_each=False)
+        return [keep_cluster(build_rayservice(subject, placement), live)]
+
+    def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:
+        live = observed.get("RayService", names.ray_service(job.metadata.name))
+        return self.engine_refs(job) if live is not None and _timed_out(live) else []
+
+    def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
+        return [Ref("ray.io/v1", "RayService", names.ray_service(job.metadata.name))]
+
+    def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
+        live = observed.get("RayService", names.ray_service(job.metadata.name))
+        pods = of_component(observed.pods, names.GENERATION)
+        status = (live.get("status") or {}) if live is not None and not _is_dying(live) else {}
+        desired = self._desired(job, pods)
+        full = _is_complete(status)
+        found = _failure(status) or first_problem(pods, "generation") or _unfinished(status)
+        ready = desired if full else self._answering(job, pods, desired, status)
+        return GenerationState(
+            ready=ready,
+            desired=desired,
+            reason=found.reason if found else Reason.STARTING,
+            message=found.message if found else "",
+            repeats=found is not None and found.repeats,
+            refused=_refused(status) or refusal(pods, "generation"),
+            gone=live is None and not still_there(pods),
+            # Of before its last change, it says what was, and stays so for a few seconds after it, too.
+            settled=full and live is not None and _is_seen(live, status),
+            note=_scaling(job),
+        )
+
+    def _desired(self, job: RolloutJob, pods: Sequence[Object]) -> int:
+        """Replicas that are wanted; where Ray decides that, as many as it has pods for."""
+        spec = job.spec.generation
+        if spec.autoscaling is None:
+            return spec.replicas or 1
+        there = self._replicas(job, [pod for pod in pods if _is_engine(pod) and still_there([pod])])
+        return min(spec.autoscaling.max_replicas, max(autoscaling.lowest(spec.autoscaling), there))
+
+    def _answering(self, job: RolloutJob, pods: Sequence[Object], desired: int, status: Mapping[str, Any]) -> int:
+        """Replicas that answer while not all do: how many, only Serve knows; KubeRay knows in which pods some may be.
+
+        After a failed change the old ones go on; while one is replaced, the others do.
+        """
+        applications = _applications(status)
+        told_of = {str(item.get("status")) for item in applications.values()}
+        if not told_of or told_of & _WITHOUT_REPLICAS or _ready(status).get("status") != "True":
+            return 0
+        there = self._replicas(job, [pod for pod in pods if _is_engine(pod) and _is_ready(pod)])
+        broken = any(item in _BROKEN for item, _ in _statements(status))
+        # A pod that has no processor time for a moment is not ready, and its replica goes on.
+        return min(desired, max(there, 0 if broken else 1))
+
+    def _replicas(self, job: RolloutJob, pods: Sequence[Object]) -> int:
+        try:
+            return place(job.spec.generation, one_each=False).replicas(len(pods))
+        except CannotPlace:
+            return 0
+
+
+def _scaling(job: RolloutJob) -> str:
+    spec = job.spec.generation.autoscaling
+    if spec is None:
+        return ""
+    return (
+        f"Ray Serve decides how many there are, within {autoscaling.lowest(spec)} to {spec.max_replicas} at "
+        f"{spec.target_ongoing_requests:g} turns each"
+    )
+
+
+def _is_complete(status: Mapping[str, Any]) -> bool:
+    """Whether everything that was asked for is there.
+
+    KubeRay's own word for ready is true already when any proxy answers.
+    """
+    applications = _applications(status)
+    running = bool(applications) and all(_is_running(item) for item in applications.values())
+    return running and _ready(status).get("status") == "True"
+
+
+def _is_seen(live: Object, status: Mapping[str, Any]) -> bool:
+    return int(status.get("observedGeneration") or 0) >= int(live["metadata"].get("generation") or 0)
+
+
+def _is_running(application: Mapping[str, Any]) -> bool:
+    deployments = application.get("serveDeploymentStatuses") or {}
+    healthy = bool(deployments) and all(item.get("status") == "HEALTHY" for item in deployments.values())
+    return application.get("status") == "RUNNING" and healthy
+
+
+def _failure(status: Mapping[str, Any]) -> Problem | None:
+    """What Serve says of an engine that failed: its own traceback, mostly."""
+    ready = _ready(status)
+    if ready.get("reason") == "InitializingTimeout":
+        return Problem(Reason.STARTING, told(f"KubeRay gave up, and it begins anew: {ready.get('message', '')}"))
+    broken = [item for item in _statements(status) if item[0] in _BROKEN and item[1]]
+    return Problem(Reason.ENGINE_FAILED, told(_joined(broken))) if broken else None
+
+
+def _unfinished(status: Mapping[str, Any]) -> Problem | None:
+    """What Serve waits for."""
+    said = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
+    return Problem(Reason.STARTING, told(_joined(said))) if said else None
+
+
+def _joined(statements: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(dict.fromkeys(f"{status}: {message}" for status, message in statements))
+
+
+def _statements(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Status and message of deployments and applications, deployments first: theirs are nearer to the cause."""
+    applications = _applications(status)
+    parts = [item.get("serveDeploymentStatuses") or {} for _, item in sorted(applications.items())]
+    for group in (*parts, applications):
+        for _, item in sorted(group.items()):
+            yield str(item.get("status", "")), str(item.get("message") or "").strip()
+
+
+def _applications(status: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Of the cluster that serves, else of the one that is to."""
+    for part in ("activeServiceStatus", "pendingServiceStatus"):
+        if found := (status.get(part) or {}).get("applicationStatuses"):
+            return found  # type: ignore[no-any-return]
+    return {}
+
+
+def _refused(status: Mapping[str, Any]) -> str | None:
+    ready = _ready(status)
+    if ready.get("reason") != "ValidationFailed":
+        return None
+    return told(f"KubeRay does not take the RayService: {ready.get('message', '')}")
+
+
+def _timed_out(live: Object) -> bool:
+    """Whether KubeRay has given it up: no change of its spec revives it."""
+    ready = _ready(live.get("status") or {})
+    return ready.get("status") == "False" and ready.get("reason") == "InitializingTimeout"
+
+
+def _ready(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    for item in status.get("conditions") or ():
+        if item.get("type") == "Ready":
+            return item  # type: ignore[no-any-return]
+    return {}
+
+
+def _is_dying(live: Object) -> bool:
+    return bool(live["metadata"].get("deletionTimestamp"))
+
+
+def _is_engine(pod: Object) -> bool:
+    return (pod["metadata"].get("labels") or {}).get(SERVE_LABEL) == "true" and not _is_dying(pod)
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(item.get("type") == "Ready" and item.get("status") == "True" for item in conditions)

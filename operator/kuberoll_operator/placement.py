@@ -1,0 +1,140 @@
+"""Which GPUs a replica of the engine has, in how many pods: arithmetic only, so that it can be shown when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kuberoll_api.rolloutjob import Generation
+
+GPU: Final = "nvidia.com/gpu"
+
+_PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size")
+
+
+class CannotPlace(ValueError):
+    """Replicas and pods do not fit together; the message names the fields and shows the arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where replicas go.
+
+    Attributes:
+        gpus: Of a replica; less than 1: a part of one.
+        pod_gpus: Of a pod.
+        per_pod: Replicas in a pod; 1 where one spans pods.
+        pods_per_replica: Pods that a replica spans; 1 where it is within one.
+    """
+
+    gpus: float
+    pod_gpus: int
+    per_pod: int = 1
+    pods_per_replica: int = 1
+
+    def pods(self, replicas: int) -> int:
+        """Pods for so many replicas."""
+        return -(-replicas // self.per_pod) * self.pods_per_replica
+
+    def replicas(self, pods: int) -> int:
+        """Replicas that so many pods have room for."""
+        return pods // self.pods_per_replica * self.per_pod
+
+    def bundles(self) -> list[dict[str, float]] | None:
+        """What Ray is to reserve for a replica that spans pods: one GPU a part, as vLLM wants it.
+
+        The first part is the replica's own, with its CPU. None: the replica is within one pod.
+        """
+        if self.pods_per_replica == 1:
+            return None
+        return [{"CPU": 1.0, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(round(self.gpus) - 1))]
+
+
+def place(generation: Generation, *, one_each: bool) -> Placement:
+    """How a job's replicas are placed.
+
+    Without GPUs in its pods nothing is to be placed: a replica is a pod.
+
+    Args:
+        one_each: A pod is one replica (backend Native); else they may share pods, or span them.
+
+    Raises:
+        CannotPlace: They do not fit.
+    """
+    pod_gpus = _pod_gpus(generation)
+    gpus, shown = _replica_gpus(generation, pod_gpus)
+    if pod_gpus == 0 or gpus == 0:
+        return Placement(gpus=0, pod_gpus=pod_gpus)
+    if gpus == pod_gpus:
+        return Placement(gpus=gpus, pod_gpus=pod_gpus)
+    if one_each:
+        remedy = f'set spec.generation.resources.limits."{GPU}" to {gpus:g}' if gpus >= 1 else "use backend KubeRay"
+        raise CannotPlace(
+            f"{shown}; pods have {pod_gpus}, and with backend Native every pod is one replica: {remedy}, or "
+            f"{_fewer(generation, pod_gpus)}"
+        )
+    if gpus < 1:
+        return Placement(gpus=gpus, pod_gpus=pod_gpus, per_pod=pod_gpus * _shares(gpus))
+    whole = round(gpus)
+    if pod_gpus % whole == 0:
+        return Placement(gpus=gpus, pod_gpus=pod_gpus, per_pod=pod_gpus // whole)
+    if whole % pod_gpus == 0:
+        return Placement(gpus=gpus, pod_gpus=pod_gpus, pods_per_replica=whole // pod_gpus)
+    fitting = ", ".join(str(count) for count in range(1, whole + 1) if whole % count == 0)
+    raise CannotPlace(
+        f"{shown}; pods have {pod_gpus}, which is neither a multiple nor a divisor of it: set "
+        f'spec.generation.resources.limits."{GPU}" to one of {fitting}, or a multiple of {whole}'
+    )
+
+
+def _replica_gpus(generation: Generation, pod_gpus: int) -> tuple[float, str]:
+    """GPUs of a replica, and how they come about."""
+    sizes = [(name, _size(generation.engine_args, name)) for name in _PARALLEL]
+    world = sizes[0][1] * sizes[1][1]
+    factors = f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {world}"
+    given = generation.gpus_per_replica
+    if generation.engine == "Simulated":
+        return 0, ""
+    if given is None:
+        return float(world), f"spec.generation.engineArgs: {factors} GPU{'s' * (world > 1)} a replica"
+    path = "spec.generation.gpusPerReplica"
+    if pod_gpus == 0:
+        raise CannotPlace(f'{path}: {given:g}; pods have 0: set spec.generation.resources.limits."{GPU}"')
+    if given > 1 and not given.is_integer():
+        raise CannotPlace(f"{path}: {given:g}; more than one GPU must be a whole number of them")
+    if given < world and world > 1:
+        raise CannotPlace(f"{path}: {given:g} is less than {factors}: remove it, or set it to {world}")
+    return given, f"{path}: {given:g} GPU{'s' * (given > 1)} a replica"
+
+
+def _size(arguments: Mapping[str, Any], name: str) -> int:
+    value = arguments.get(name, 1)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CannotPlace(f"spec.generation.engineArgs.{name}: found {value!r}; a number of GPUs is 1 or more")
+    return value
+
+
+def _pod_gpus(generation: Generation) -> int:
+    """GPUs of a pod; what the job's pod template says prevails, as in the pod."""
+    limits: dict[str, Any] = dict(generation.resources.limits)
+    path = f'spec.generation.resources.limits."{GPU}"'
+    template: Any = (generation.pod_template or {}).get("spec") or {}
+    for item in template.get("containers") or ():
+        if isinstance(item, Mapping) and item.get("name") == "generation":
+            limits |= (item.get("resources") or {}).get("limits") or {}
+    value = limits.get(GPU) or 0
+    if not str(value).isdecimal():
+        raise CannotPlace(f"{path}: found {value!r}; Kubernetes gives whole GPUs only")
+    return int(str(value))
+
+
+def _shares(gpus: float) -> int:
+    """Replicas that share one GPU, each with such a part of it; Ray counts ten-thousandths."""
+    return 10_000 // max(1, round(gpus * 10_000))
+
+
+def _fewer(generation: Generation, pod_gpus: int) -> str:
+    if generation.gpus_per_replica is not None:
+        return f"gpusPerReplica to {pod_gpus}"
+    return f"spread the model over {pod_gpus} (tensor_parallel_size x pipeline_parallel_size)"

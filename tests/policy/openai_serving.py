@@ -1,0 +1,82 @@
+"""The OpenAI-compatible routes over an engine in this process, by a real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from openai import AsyncOpenAI
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kuberoll_workers.policy.engines.interface import Engine
+from kuberoll_workers.policy.openai_api import OpenAIRoutes
+
+TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
+
+# As the tiny policy's own, but that messages have an end, as those of most models have.
+_WITH_ENDS = (
+    "{{ '<|begin|>' }}{% for tool in tools or [] %}{{ tool['function']['name'] + ';' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ call['function']['name'] + ' ' + (call['function']['arguments'] | tojson) }}{% endfor %}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tokenizer_with_ends(directory: Path) -> Path:
+    """The tiny policy's tokenizer, with a template that closes its messages and writes tools."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(TINY / name, directory / name)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(_WITH_ENDS)
+    return directory
+
+
+def application(routes: OpenAIRoutes) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await routes.handle(Request(scope, receive))
+        if response is None:
+            response = JSONResponse({"error": {"message": "there is no such route"}}, status_code=404)
+        await response(scope, receive, send)
+
+    return app
+
+
+@asynccontextmanager
+async def serving_openai(engine: Engine, tokenizer: Path = TINY) -> AsyncIterator[str]:
+    """Serve a started engine's model as `tiny`; its base URL, without `/v1`."""
+    routes = OpenAIRoutes(engine, model_name="tiny", tokenizer=str(tokenizer))
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(application(routes), lifespan="off", log_level="error")
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # They are the test runner's.
+        yield
+
+
+@asynccontextmanager
+async def openai_client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

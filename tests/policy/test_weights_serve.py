@@ -1,0 +1,150 @@
+"""Replicas, weights and the token of a deployment, through a real Ray Serve and its proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.local.watchdog import processes_of
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
+from tests.policy.hosts import PATIENCE_SECONDS, StartingHost, starting, until_ready
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKEN = "the-token-of-the-run"
+
+
+class Answer(NamedTuple):
+    status: int
+    body: dict[str, Any]
+    headers: Any
+
+
+class Deployment:
+    """The host and those who ask it."""
+
+    def __init__(self, host: StartingHost, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self._host = host
+        self._session = session
+
+    async def ask(
+        self, method: str, path: str, *, url: str | None = None, token: str | None = TOKEN, **options: Any
+    ) -> Answer:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        async with self._session.request(method, (url or self.url) + path, headers=headers, **options) as answer:
+            return Answer(answer.status, await answer.json(), answer.headers)
+
+    async def replicas(self) -> dict[str, str]:
+        return {one["id"]: one["url"] for one in (await self.ask("GET", "/replicas")).body["replicas"]}
+
+    async def until_replicas(self, fit: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not fit(found := await self.replicas()):
+                pass
+        return found
+
+    async def until_weights(self, fit: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not fit(found := (await self.ask("GET", "/v1/weights")).body):
+                pass
+        return found
+
+    def replica_processes(self) -> dict[int, Any]:
+        found = processes_of(self._host.run_id)
+        return {process.pid: process for process in found if "ServeReplica" in " ".join(process.cmdline())}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[tuple[StartingHost, str]]:
+    simulated = {"firstTokenSeconds": 0.0, "meanTokens": 20}
+    with starting(simulated=simulated, replicas=2, token=TOKEN, max_ongoing_requests=77) as started:
+        yield started, until_ready(started)[-1]["url"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(host: tuple[StartingHost, str]) -> AsyncIterator[Deployment]:
+    async with aiohttp.ClientSession() as session:
+        yield Deployment(*host, session)
+
+
+def request(session: str = "s") -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r",
+        session_id=session,
+        token_ids=token_array([1, 2]),
+        sampling=SamplingParameters(max_tokens=5, seed=1),
+    )
+
+
+async def test_who_does_not_show_the_token_gets_nothing(deployment: Deployment) -> None:
+    for token in (None, "another", TOKEN + "x"):
+        for method, path in [("GET", "/info"), ("GET", "/replicas"), ("POST", "/v1/weights"), ("POST", "/v1/generate")]:
+            answer = await deployment.ask(method, path, token=token)
+            assert (answer.status, answer.body["error"]["type"]) == (401, "Unauthorized")
+    assert (await deployment.ask("GET", "/healthz", token=None)).status == 200
+    async with ServeClient(deployment.url, limit=1, token="another") as client:
+        with pytest.raises(PolicyRefused, match="answered 401"):
+            await client.generate(request())
+    async with ServeClient(deployment.url, limit=1, token=TOKEN) as client:
+        assert len((await client.generate(request())).token_ids) > 0
+        assert (await client.info()).max_ongoing_requests == 77
+
+
+async def test_replicas_answer_at_addresses_of_their_own(deployment: Deployment) -> None:
+    replicas = await deployment.until_replicas(lambda found: len(found) == 2)
+    for name, url in replicas.items():
+        async with ServeClient(url, limit=1, token=TOKEN) as client:
+            assert (await client.generate(request())).policy_versions[0][0] == "0"
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "seed": 3}}
+        answer = await deployment.ask("POST", "/v1/generate", url=url, json=body)
+        assert answer.headers["x-kuberoll-replica"] == name
+        assert answer.headers["x-kuberoll-load"] == "0"
+        refused = await deployment.ask("POST", "/v1/generate", url=url, json={})
+        assert (refused.status, refused.headers["x-kuberoll-replica"]) == (400, name)
+
+
+async def test_weights_reach_all_replicas_and_those_to_come(deployment: Deployment) -> None:
+    before = await deployment.until_replicas(lambda found: len(found) == 2)
+    pids = set(deployment.replica_processes())
+    assert (await deployment.ask("GET", "/v1/weights")).body == {
+        "wanted": "0",
+        "replicas": dict.fromkeys(before, "0"),
+        "problems": {},
+    }
+    answer = await deployment.ask("POST", "/v1/weights", json={"uri": "s3://bucket/step-7", "version": "step-7"})
+    assert (answer.status, answer.body) == (202, {"version": "step-7"})
+    weights = await deployment.until_weights(lambda found: set(found["replicas"].values()) == {"step-7"})
+    assert (weights["wanted"], weights["replicas"].keys()) == ("step-7", before.keys())
+    # None of them was started anew for it.
+    assert set(deployment.replica_processes()) == pids
+
+    victim = next(iter(deployment.replica_processes().values()))
+    victim.kill()
+    after = await deployment.until_replicas(lambda found: len(found) == 2 and found.keys() != before.keys())
+    assert len(after.keys() & before.keys()) == 1
+    for url in after.values():
+        assert (await deployment.ask("GET", "/info", url=url)).body["policy_version"] == "step-7"
+        async with ServeClient(url, limit=1, token=TOKEN) as client:
+            assert [span[0] for span in (await client.generate(request())).policy_versions] == ["step-7"]
+
+
+async def test_weights_that_are_no_others_are_refused(deployment: Deployment) -> None:
+    await deployment.ask("POST", "/v1/weights", json={"uri": "/mnt/a", "version": "a"})
+    assert (await deployment.ask("POST", "/v1/weights", json={"uri": "/mnt/a", "version": "a"})).status == 202
+    for body, status, words in [
+        ({"uri": "/mnt/b", "version": "a"}, 409, "version a is /mnt/a already"),
+        ({"uri": "/mnt/b", "version": "0"}, 400, "the model's own"),
+        ({"uri": "/mnt/b"}, 400, "version"),
+        ({"uri": "/mnt/b", "version": "not one"}, 400, "version"),
+    ]:
+        answer = await deployment.ask("POST", "/v1/weights", json=body)
+        assert answer.status == status
+        assert words in answer.body["error"]["message"]

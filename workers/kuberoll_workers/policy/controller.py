@@ -1,0 +1,165 @@
+"""What Ray Serve's controller knows and is told.
+
+Serve has no public way to ask for the ports of its replicas, nor to change the `user_config` of a running deployment
+and nothing else. All that KubeRoll uses of its private parts is here; a test goes through it with a real Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_ALL = ("0.0.0.0", "::", None)
+_BEING_TOLD = "UPDATING"
+_SERVING = ("RUNNING", "PENDING_MIGRATION", _BEING_TOLD)
+_LOOK_SECONDS = 0.05
+_ACCEPTED_SECONDS = 15.0
+
+
+class Replica(msgspec.Struct, kw_only=True, frozen=True):
+    """A replica that takes requests.
+
+    Attributes:
+        id: Never another's, even if that one is gone.
+        url: Its own address, past every proxy.
+    """
+
+    id: str
+    url: str
+
+
+def own_id() -> str:
+    """The id of the replica that this process is."""
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+async def running_replicas(application: str) -> list[Replica]:
+    """The replicas of an application; none where Serve gives them no ports, which is without HAProxy."""
+    from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS
+
+    if not RAY_SERVE_ENABLE_DIRECT_INGRESS:
+        return []
+    groups = await _controller().get_target_groups.remote(application, from_proxy_manager=True)
+    # Replicas listen where the proxy does: at the node's address only if that is at all of them.
+    host = (await _controller().get_http_config.remote()).host
+    return [
+        Replica(id=replica_id(target.name), url=f"http://{_host(target.ip if host in _ALL else host)}:{target.port}")
+        for group in groups
+        if group.protocol == "HTTP"
+        for target in group.targets
+    ]
+
+
+async def serving_replicas(application: str, deployment: str) -> dict[str, bool]:
+    """Ids of all that take requests, and whether Serve is telling one of a changed `user_config`.
+
+    Meanwhile Serve neither lists such a replica nor asks it anything, though it answers as before.
+    """
+    details = await _controller().get_serve_instance_details.remote()
+    found = details["applications"].get(application, {}).get("deployments", {}).get(deployment, {})
+    return {
+        replica["replica_id"]: replica["state"] == _BEING_TOLD
+        for replica in found.get("replicas", [])
+        if replica["state"] in _SERVING
+    }
+
+
+async def get_user_config(application: str, deployment: str) -> Mapping[str, Any] | None:
+    """The `user_config` that all replicas are to have."""
+    from ray.serve._private.common import DeploymentID
+
+    config = await _controller().get_deployment_config.remote(DeploymentID(name=deployment, app_name=application))
+    return None if config is None else config.user_config
+
+
+async def set_user_config(application: str, deployment: str, user_config: Mapping[str, Any]) -> None:
+    """Change it for the replicas that run and for those to come, and nothing else of the deployment.
+
+    Raises:
+        TimeoutError: Serve did not take it over.
+    """
+    configs = await _controller().get_app_configs.remote()
+    if application in configs:
+        await _apply(configs, application, deployment, user_config)
+    else:
+        await _deploy_again(application, deployment, user_config)
+    async with asyncio.timeout(_ACCEPTED_SECONDS):
+        while await get_user_config(application, deployment) != user_config:  # noqa: ASYNC110 - Serve has no event
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def each_replica(application: str, deployment: str, method: str, *, seconds: float) -> list[Any]:
+    """What a method answers on each of the running replicas, however many requests they have.
+
+    Raises:
+        TimeoutError: One did not answer in time.
+    """
+    from ray import serve
+
+    # Made anew at each call it would not know the replicas yet; Serve keeps it.
+    handle = serve.get_deployment_handle(deployment, application)
+    async with asyncio.timeout(seconds):
+        return list(await handle.broadcast(method).results_async())
+
+
+def replica_id(actor_name: str) -> str:
+    """The id in an actor's name, `SERVE_REPLICA::application#deployment#id`."""
+    return actor_name.rpartition("#")[2]
+
+
+async def _apply(configs: Mapping[str, Any], application: str, deployment: str, user_config: Mapping[str, Any]) -> None:
+    """As by its REST interface, which is how an application got there that has a configuration."""
+    from ray.serve.schema import ServeDeploySchema
+
+    details = await _controller().get_serve_instance_details.remote()
+    # All of them: what is not named is deleted.
+    plain = {name: config.model_dump(exclude_unset=True) for name, config in configs.items()}
+    changed = plain[application]
+    deployments = changed.setdefault("deployments", [])
+    named = [given for given in deployments if given["name"] == deployment]
+    if not named:
+        deployments.append(entry := {"name": deployment})
+        named = [entry]
+    named[0]["user_config"] = dict(user_config)
+    config = {"applications": list(plain.values())}
+    if (capacity := details.get("target_capacity")) is not None:
+        config["target_capacity"] = capacity
+    await _controller().apply_config.remote(ServeDeploySchema.model_validate(config))
+
+
+async def _deploy_again(application: str, deployment: str, user_config: Mapping[str, Any]) -> None:
+    """As `serve.run` does, with the same code under the same version, so that no replica is started anew."""
+    import ray
+    from ray.serve._private.config import DeploymentConfig
+    from ray.serve.generated.serve_pb2 import ApplicationArgs, DeploymentArgs, DeploymentRoute
+
+    known = DeploymentRoute.FromString(await _controller().get_deployment_info.remote(deployment, application))
+    config = DeploymentConfig.from_proto(known.deployment_info.deployment_config)
+    config.user_config = dict(user_config)
+    config.version = known.deployment_info.version
+    arguments = DeploymentArgs(
+        deployment_name=deployment,
+        deployment_config=config.to_proto_bytes(),
+        replica_config=known.deployment_info.replica_config.SerializeToString(),
+        deployer_job_id=ray.get_runtime_context().get_job_id(),
+        route_prefix=known.route,
+        ingress=True,
+    )
+    await _controller().deploy_applications.remote(
+        {application: [arguments.SerializeToString()]}, {application: ApplicationArgs().SerializeToString()}
+    )
+
+
+def _controller() -> Any:
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client()._controller
+
+
+def _host(ip: str) -> str:
+    return f"[{ip}]" if ":" in ip else ip

@@ -1,0 +1,79 @@
+"""Generation by SGLang's own `POST /generate`, which takes token ids and tells those that it sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.policy.external.completions import finish_reason, known_logprobs
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused, PolicyUnavailable
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None = None
+    # Log-probability, id, and the token's text or null.
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    cached_tokens: int | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta
+
+
+def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
+    """The body of a request.
+
+    Args:
+        room: Tokens to generate at most.
+    """
+    sampling = request.sampling
+    parameters: dict[str, Any] = {
+        "max_new_tokens": room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        # All that is left out may be filled in from the server's preferred parameters.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {"input_ids": request.token_ids.tolist(), "sampling_params": parameters, "return_logprob": True}
+
+
+def generate_result(body: bytes) -> GenerationResult:
+    """What SGLang answered.
+
+    Raises:
+        PolicyUnavailable: It is not a result, or one that was not finished.
+        PolicyRefused: The request was at fault.
+    """
+    try:
+        meta = msgspec.json.decode(body, type=_Generated).meta_info
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PolicyUnavailable(f"not a result of SGLang's /generate: {error}") from error
+    finish = meta.finish_reason
+    if finish is not None and finish.type == "abort" and 400 <= (finish.status_code or 500) < 500:
+        raise PolicyRefused(f"the server refused the request: {finish.message}")
+    reason = finish_reason(None if finish is None else finish.type)
+    if meta.output_token_logprobs is None:
+        raise PolicyRefused("the server gave no output_token_logprobs, in which it tells the ids that it sampled")
+    sampled = meta.output_token_logprobs
+    return GenerationResult(
+        token_ids=token_array(token for _, token, _ in sampled),
+        logprobs=known_logprobs([logprob for logprob, _, _ in sampled], len(sampled)),
+        finish_reason=reason,
+        cached_tokens=meta.cached_tokens or 0,
+    )

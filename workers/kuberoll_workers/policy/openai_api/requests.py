@@ -1,0 +1,277 @@
+"""What callers of the OpenAI-compatible surface ask for, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from kuberoll_workers.policy.interface import SamplingParameters
+
+MOST_SEQUENCES = 128
+"""Sequences that one request may ask for: its prompts times `n`."""
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_SEED = 2**63 - 1
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Word = Annotated[str, msgspec.Meta(min_length=1)]
+
+# Fields that would change what is generated and that no engine is asked for here: what a caller may say of each all
+# the same, because it asks for nothing. All else that is not known is about other things, and clients send a lot.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+
+class Invalid(Exception):
+    """A request that cannot be answered, in OpenAI's terms."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class StreamOptions(msgspec.Struct):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    # Clients send null for what they leave to the server.
+    model: str | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=_MAX_SEED)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    stop: _Word | list[_Word] | None = None
+    stop_token_ids: list[_TokenId] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    session_id: str | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def samples(self) -> int:
+        """Of each prompt."""
+        return self.n or 1
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def limit(self, room: int) -> int:
+        """Tokens to generate at most, of the `room` that the prompt leaves."""
+        raise NotImplementedError
+
+    def sampling(self, sample: int, room: int) -> SamplingParameters:
+        """Of one sample; with a seed each has its own.
+
+        Args:
+            sample: Its number among those of its prompt.
+            room: Tokens that the window has left after the prompt.
+        """
+        return SamplingParameters(
+            max_tokens=self.limit(room),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            # 0 is how some clients say that all tokens are candidates.
+            top_k=self.top_k or -1,
+            seed=None if self.seed is None else (self.seed + sample) & _MAX_SEED,
+            stop=self.stop_strings,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+
+class ChatRequest(_Common, kw_only=True):
+    """The body of `POST /v1/chat/completions`, as far as it is honored."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def limit(self, room: int) -> int:
+        asked = self.max_completion_tokens or self.max_tokens
+        return room if asked is None else min(asked, room)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+
+class CompletionRequest(_Common, kw_only=True):
+    """The body of `POST /v1/completions`, as far as it is honored."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+
+    def limit(self, room: int) -> int:
+        return min(self.max_tokens or _DEFAULT_COMPLETION_TOKENS, room)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or many, texts or token ids.
+
+        Raises:
+            Invalid: It is none of these.
+        """
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and all(_is_token(item) for item in given):
+            return [given]
+        if given and all(isinstance(item, str) or _are_tokens(item) for item in given):
+            return given
+        raise Invalid(
+            "prompt: send a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+            param="prompt",
+        )
+
+
+_Body = TypeVar("_Body", ChatRequest, CompletionRequest)
+
+
+def parse(body: bytes, kind: type[_Body]) -> _Body:
+    """Parse and check a body.
+
+    Raises:
+        Invalid: Names the field that is wrong, or that asks for what is not done here.
+    """
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Invalid(f"the body is not JSON: {error}") from error
+    try:
+        request = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise Invalid(str(error), param=_field(str(error))) from error
+    for name, neutral in _NEUTRAL.items():
+        if (given := raw.get(name)) is not None and given not in neutral:
+            raise Invalid(f"{name}: {given!r} is not supported by this server; leave it out", param=name)
+    _check_logprobs(request)
+    return request
+
+
+def _check_logprobs(request: ChatRequest | CompletionRequest) -> None:
+    chat = isinstance(request, ChatRequest)
+    alternatives = request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs
+    # In completions 1 is what callers send who want the sampled token's own.
+    if (alternatives or 0) > (0 if chat else 1):
+        name = "top_logprobs" if chat else "logprobs"
+        raise Invalid(
+            f"{name}: {alternatives} asks for other tokens than the sampled one, and only that one's log-probability "
+            f"is known here; set {name} to 0",
+            param=name,
+        )
+
+
+def _is_token(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+
+
+def _are_tokens(item: object) -> bool:
+    return isinstance(item, list) and bool(item) and all(_is_token(value) for value in item)
+
+
+def _field(message: str) -> str | None:
+    """The field that msgspec's message is about: `… - at `$.messages[0]`` or `… missing required field `prompt``."""
+    _, found, path = message.partition("`$.")
+    if found:
+        return path.rstrip("`")
+    _, found, name = message.partition("required field `")
+    return name.partition("`")[0] if found else None
+
+
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them.
+
+    Parts of text become one text, and the arguments of tool calls, which travel as JSON, objects.
+
+    Raises:
+        Invalid: A message has no role, or parts that are not text.
+    """
+    return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise Invalid(f"{where}.role is missing", param=f"{where}.role")
+    plain = {**message, "content": _text(message.get("content"), f"{where}.content")}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return plain
+
+
+def _text(content: object, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Invalid(f"{where}: send a text or a list of parts", param=where)
+    texts = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+        if not isinstance(text, str):
+            raise Invalid(f"{where}[{number}]: only parts of type text are understood here", param=where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        if isinstance(arguments := function.get("arguments"), str):
+            function["arguments"] = msgspec.json.decode(arguments or "{}")
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
+        raise Invalid(f"{where}: function.arguments must be JSON: {error}", param=where) from error
+    return {**call, "function": function}

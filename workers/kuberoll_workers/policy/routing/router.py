@@ -1,0 +1,302 @@
+"""The policy over several replicas that come, go, break and are full."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from types import TracebackType
+from typing import Any, Final, Self
+
+from kuberoll_workers.policy.client import Overloaded, Unreachable
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+)
+from kuberoll_workers.policy.routing.admission import WINDOW, Admission, Member, Ticket
+from kuberoll_workers.policy.routing.discovery import Discovery
+from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
+from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
+
+Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
+"""Makes the client of a replica from its base URL."""
+
+REFRESH_SECONDS: Final = 2.0
+TRIES: Final = 3
+DEATHS: Final = 3
+"""A request that was in flight when so many engines in a row died is not tried on another one."""
+
+_SEARCH_SECONDS = 0.25
+_CALM_SECONDS = 0.1
+_TIMER_SLACK_SECONDS = 0.001
+
+_log = logging.getLogger(__name__)
+
+
+class RoutedPolicy:
+    """Generates on whichever replica is best; an async context manager.
+
+    A call waits, for as long as its caller lets it, while there is no replica, or none that takes more. What can be
+    done again elsewhere is, and costs the caller no try.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        connect: Connect,
+        *,
+        sticky: bool = True,
+        share: float = 1.0,
+        metrics: RoutingMetrics | None = None,
+    ) -> None:
+        """Nothing is asked before the context is entered.
+
+        Args:
+            sticky: Keep the turns of a trajectory, and as far as it costs nothing those of a prompt group, together.
+            share: Which part of each replica's key-value cache is for the trajectories of this process; 0: do not
+                keep to any bound.
+        """
+        self._discovery = discovery
+        self._connect = connect
+        self._share = share
+        self._metrics = metrics if metrics is not None else RoutingMetrics("")
+        self._admission = Admission(sticky=sticky, moved=self._metrics.moved)
+        self._clients: dict[str, ReplicaClient] = {}
+        self._connections: dict[str, AsyncExitStack] = {}
+        self._joining: set[str] = set()
+        self._checks: dict[str, asyncio.Task[bool]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stir = asyncio.Event()
+        self._trouble = ""
+        self._loop: asyncio.AbstractEventLoop
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._metrics.watch = self.state
+        self._start(self._keep())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stack in self._connections.values():
+            await stack.aclose()
+
+    def state(self) -> RoutingState:
+        """What the metrics tell of this moment."""
+        members = self._admission.members.values()
+        states = Counter(member.breaker.state if member.listed else "leaving" for member in members)
+        return RoutingState(
+            waiting=self._admission.waiting,
+            window=sum(member.window.limit for member in members if member.usable),
+            replicas=dict(states),
+        )
+
+    def ended(self, session_id: str) -> None:
+        """The trajectory has ended; its place is free."""
+        self._admission.ended(session_id, self._loop.time())
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Continue one sequence.
+
+        Raises:
+            PolicyUnavailable: It failed several times although the replicas say that they are well.
+            PolicyRefused: The request is invalid, or one engine after the other died of it.
+        """
+        admission, metrics, time = self._admission, self._metrics, self._loop.time
+        prompt = len(request.token_ids)
+        ticket = Ticket(request.session_id, prompt)
+        name, failures, broken = request.request_id, 0, 0
+        try:
+            while True:
+                if not admission.ask(ticket, time()):
+                    await self._granted(ticket)
+                member = ticket.member
+                assert member is not None
+                client = self._clients[member.id]
+                try:
+                    result = await client.generate(request)
+                except Overloaded as error:
+                    metrics.request("overloaded")
+                    pause = admission.refused(ticket, time(), retry_after=error.retry_after)
+                    self._loop.call_later(pause + _TIMER_SLACK_SECONDS, self._pump, member)
+                    self._watch(member)
+                    continue
+                except Unreachable as error:
+                    metrics.request("unreachable")
+                    admission.failed(ticket, time())
+                    self._watch(member, error)
+                    continue
+                except PolicyRefused:
+                    metrics.request("refused")
+                    admission.failed(ticket, time(), blame=False)
+                    raise
+                except PolicyUnavailable as error:
+                    metrics.request("failed")
+                    admission.failed(ticket, time())
+                    self._watch(member, error)
+                    if await self._well(member, client):
+                        failures += 1
+                        if failures >= TRIES:
+                            raise
+                    else:
+                        self._died(ticket, member, error)
+                    broken += 1
+                    # What was generated is lost with its connection; should the engine still be at it, it is another.
+                    request = dataclasses.replace(request, request_id=f"{name}.{broken}")
+                    continue
+                except BaseException:
+                    metrics.request("aborted")
+                    admission.failed(ticket, time(), blame=False)
+                    raise
+                metrics.answered(result.policy_versions)
+                tokens = prompt + len(result.token_ids)
+                admission.answered(ticket, tokens, time(), load=client.load)
+                return result
+        except BaseException:
+            admission.given_up(ticket, time())
+            raise
+
+    async def _granted(self, ticket: Ticket) -> None:
+        granted: asyncio.Future[None] = self._loop.create_future()
+        ticket.wake = lambda: None if granted.done() else granted.set_result(None)
+        if not self._admission.members:
+            self._stir.set()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if ticket.waiting:
+                self._admission.withdraw(ticket)
+            else:
+                self._admission.failed(ticket, self._loop.time(), blame=False)
+            raise
+
+    def _died(self, ticket: Ticket, member: Member, error: PolicyUnavailable) -> None:
+        self._admission.down(member, self._loop.time())
+        self._watch(member, error)
+        session = ticket.session
+        assert session is not None
+        session.deaths += 1
+        if session.deaths >= DEATHS:
+            raise PolicyRefused(
+                f"the request ended the engine {session.deaths} times, each time on another start of it, and is not "
+                f"sent again: {error}"
+            ) from error
+
+    async def _well(self, member: Member, client: ReplicaClient) -> bool:
+        """Whether a replica that failed a request answers; asked once for all requests that it failed together."""
+        check = self._checks.get(member.id)
+        if check is None:
+            check = self._checks[member.id] = self._start(client.healthy())
+            check.add_done_callback(lambda _: self._checks.pop(member.id, None))
+        # Whoever asked first may be cancelled; the others still want to know.
+        return await asyncio.shield(check)
+
+    def _watch(self, member: Member, error: PolicyUnavailable | None = None) -> None:
+        """Look after a replica that has given trouble."""
+        if error is not None:
+            self._stir.set()
+        if member.breaker.state == "open" and (name := f"revive {member.id}") not in self._joining:
+            _log.warning("replica %s is left alone for now: %s", member.id, error or "it is overloaded")
+            self._joining.add(name)
+            self._start(self._revive(member, name))
+
+    async def _revive(self, member: Member, name: str) -> None:
+        breaker, time = member.breaker, self._loop.time
+        try:
+            while self._admission.members.get(member.id) is member and not breaker.closed:
+                await asyncio.sleep(max(0.0, breaker.retry_at - time()) + _TIMER_SLACK_SECONDS)
+                if breaker.probe(time()):
+                    breaker.probed(await self._clients[member.id].healthy(), time())
+        finally:
+            self._joining.discard(name)
+        if breaker.closed:
+            self._admission.closed(member, time())
+
+    def _pump(self, member: Member) -> None:
+        self._admission.pump(member, self._loop.time())
+
+    async def _keep(self) -> None:
+        """Keep the list of replicas true, for as long as anybody needs it."""
+        admission = self._admission
+        while True:
+            if admission.waiting or admission.in_flight or not admission.members:
+                await self._discover()
+                await self._close_unused()
+                await asyncio.sleep(_CALM_SECONDS)
+            searching = admission.waiting and not any(member.usable for member in admission.members.values())
+            try:
+                async with asyncio.timeout(_SEARCH_SECONDS if searching else REFRESH_SECONDS):
+                    await self._stir.wait()
+            except TimeoutError:
+                pass
+            self._stir.clear()
+
+    async def _discover(self) -> None:
+        try:
+            addresses = await self._discovery.addresses()
+        except PolicyUnavailable as error:
+            self._say(str(error))
+            return
+        self._say("" if addresses else "there is no replica; waiting for one")
+        self._admission.list([address.id for address in addresses], self._loop.time())
+        for address in addresses:
+            if address.id not in self._admission.members and address.id not in self._joining:
+                self._joining.add(address.id)
+                self._start(self._join(address))
+
+    async def _join(self, address: Address) -> None:
+        """Take a replica in, once it answers; else the next look at the list comes back to it."""
+        stack = AsyncExitStack()
+        try:
+            client = await stack.enter_async_context(self._connect(address.url))
+            try:
+                info = await client.info()
+                budget, window = int(info.kv_cache_tokens * self._share), info.max_ongoing_requests or WINDOW
+            except PolicyRefused as error:
+                # Whoever runs it has to change something, and may.
+                self._say(str(error))
+                return
+            except PolicyUnavailable:
+                if not await client.healthy():
+                    return
+                budget, window = 0, WINDOW
+            # One that left and came back may still have its former connections.
+            await self._disconnect(address.id)
+            self._clients[address.id] = client
+            self._connections[address.id] = stack.pop_all()
+            self._admission.join(Member(address.id, budget=budget, window=window), self._loop.time())
+            _log.info("replica %s at %s", address.id, address.url)
+        finally:
+            self._joining.discard(address.id)
+            await stack.aclose()
+
+    async def _close_unused(self) -> None:
+        for name in [name for name in self._connections if name not in self._admission.members]:
+            await self._disconnect(name)
+
+    async def _disconnect(self, name: str) -> None:
+        self._clients.pop(name, None)
+        stack = self._connections.pop(name, None)
+        if stack is not None:
+            await stack.aclose()
+
+    def _say(self, trouble: str) -> None:
+        if trouble and trouble != self._trouble:
+            _log.warning("replicas: %s", trouble)
+        self._trouble = trouble
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
