@@ -69,8 +69,10 @@ def kubelet(control_plane: ApiServer, session_id: str) -> Iterator[Kubelet]:
         control_plane.authority,
         environment={
             RUN_ID_VARIABLE: session_id,
-            # Pods may run modules of the tests.
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            # Pods may run modules of the tests, and run the same code as these.
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
             "KUBEROLL_DRAIN_SECONDS": "3",
         },

@@ -96,7 +96,8 @@ class Scaled(RuleBasedStateMachine):
             return
         up = found.replicas > before
         delay = self.spec.upscale_delay_seconds if up else self.spec.downscale_delay_seconds
-        since = [item for item in self.looks if item[0] >= self.now - timedelta(seconds=delay)]
+        # Of several looks at the moment it began, the last one counts.
+        since = [item for item in self.looks[:-1] if item[0] > self.now - timedelta(seconds=delay)] + self.looks[-1:]
         for _, wanted, current, told in since:
             # All through the delay it was called for, of the same number of replicas.
             assert current == before
