@@ -25,8 +25,15 @@ DEFAULT_METRICS_PORT = 9464
     show_default=True,
     help="Port of /metrics while it runs; 0: any free one.",
 )
+@click.option("--monitor", is_flag=True, help="Start a Prometheus beside it, with graphs and alerts, while it runs.")
 def run(
-    manifest: Path, output: str | None, overrides: tuple[str, ...], resume: bool, force: bool, metrics_port: int
+    manifest: Path,
+    output: str | None,
+    overrides: tuple[str, ...],
+    resume: bool,
+    force: bool,
+    metrics_port: int,
+    monitor: bool,
 ) -> None:
     """Run the RolloutJob in MANIFEST on this machine.
 
@@ -52,6 +59,7 @@ def run(
         resume=resume,
         force=force,
         metrics_port=metrics_port,
+        monitor=monitor,
     )
     reporter = reporter_for(Console(highlight=False))
     try:

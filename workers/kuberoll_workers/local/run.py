@@ -38,6 +38,7 @@ from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
 from kuberoll_workers.policy.app import app_args
 from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
@@ -58,6 +59,7 @@ class RunOptions:
         output: The run's directory or URI.
         force: Continue the run there although its dataset or settings were changed since.
         metrics_port: Where `/metrics` is served; 0: any free port.
+        monitor: Have a Prometheus beside the run, which ends with it.
     """
 
     base: Path
@@ -65,14 +67,16 @@ class RunOptions:
     resume: bool = False
     force: bool = False
     metrics_port: int = 0
+    monitor: bool = False
 
 
 class Endpoint(NamedTuple):
-    """Where the policy answers, its window in tokens, and what it wants to be shown."""
+    """Where the policy answers, its window in tokens, what it wants to be shown, and the port of its metrics."""
 
     url: str
     max_model_len: int
     token: str | None = None
+    metrics_port: int | None = None
 
 
 class RunFailed(Exception):
@@ -187,6 +191,8 @@ class _LocalRun:
             port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
             self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
             host, endpoint = await self._start_generation(stack, scratch, environment)
+            if self._options.monitor:
+                await self._start_monitor(stack, environment, port, endpoint.metrics_port)
             self._workers_started = time.perf_counter()
             environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_directory)
             for number, shards in enumerate(self._assignment()):
@@ -246,13 +252,31 @@ class _LocalRun:
                 f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {host.log}"
             ) from error
 
+    async def _start_monitor(
+        self, stack: AsyncExitStack, environment: Mapping[str, str], port: int, engine_port: int | None
+    ) -> None:
+        job = self._job.metadata.name
+        targets = [Target(name="kuberoll", address=f"127.0.0.1:{port}")]
+        if engine_port is not None:
+            # The engine does not know whose it is.
+            targets.append(Target(name="engine", address=f"127.0.0.1:{engine_port}", labels={"rolloutjob": job}))
+        directory = self._local / "prometheus"
+        try:
+            url = await stack.enter_async_context(prometheus(targets, directory, environment=environment))
+        except PrometheusUnavailable as error:
+            self._reporter.note(f"--monitor: {error}. The run goes on without it")
+            return
+        self._reporter.note(f"prometheus: {url} (data: {directory})")
+        self._reporter.note(f"graphs: {graphs(url, job)}")
+        self._reporter.note(f"alerts: {url}/alerts")
+
     async def _host_ready(self, host: Child) -> Endpoint:
         async for event in host.reports():
             if event["event"] == "phase":
                 self._seconds[event["name"]] = event["seconds"]
                 self._reporter.phase(event["name"], event["seconds"])
             elif event["event"] == "ready":
-                return Endpoint(event["url"], event["info"]["max_model_len"])
+                return Endpoint(event["url"], event["info"]["max_model_len"], metrics_port=event["metrics_port"])
             else:
                 raise RunFailed(f"generation did not start: {event['message']}\nMore is in {host.log}")
         code = await host.wait()

@@ -3,7 +3,7 @@
     python -m kuberoll_workers.policy.host --config FILE
 
 Events go to standard output, one JSON object a line: `{"event": "phase", "name", "seconds"}` as parts of the start are
-done, then `{"event": "ready", "url", "info"}` or `{"event": "failed", "message"}`. Ray's and the engine's words go to
+done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed", "message"}`. Ray's and the engine's words go to
 standard error. It ends on SIGTERM, or when its standard input closes because its parent is gone, and every process
 that it started ends with it.
 """
@@ -89,7 +89,7 @@ class Host:
         info = asyncio.run(_wait(url, config.app.token))
         self._phase("proxy", began)
         self._ready = True
-        self._say({"event": "ready", "url": url, "info": info})
+        self._say({"event": "ready", "url": url, "info": info, "metrics_port": metrics_port()})
 
     def _start_ray(self) -> None:
         import ray
@@ -166,6 +166,15 @@ class Host:
         with contextlib.suppress(BrokenPipeError):
             self._events.write(msgspec.json.encode(event).decode() + "\n")
             self._events.flush()
+
+
+def metrics_port() -> int | None:
+    """Where this machine's Ray has its metrics; None: nowhere."""
+    import ray
+
+    for node in ray.nodes():
+        return int(node["MetricsExportPort"]) or None
+    return None
 
 
 async def _wait(url: str, token: str | None) -> dict[str, Any]:
