@@ -33,6 +33,7 @@ crd: install ## Make from the model: the CRD, the reference of its fields, the c
 	$(BIN)/kuberoll crd --reference > docs/rolloutjob.md
 	$(BIN)/python scripts/chart.py
 	$(BIN)/python scripts/dashboards.py
+	$(BIN)/python scripts/metrics.py
 
 images: ## Build the three images; IMAGES="podman build" or "buildah bud" where there is no Docker.
 	$(IMAGES) --target operator --build-arg REVISION=$(REVISION) -t kuberoll/operator:$(VERSION) .

@@ -55,6 +55,9 @@ class _Unmeasured:
     def observe(self, amount: float) -> None:
         return None
 
+    def failed(self) -> None:
+        return None
+
 
 @asynccontextmanager
 async def turn_log() -> AsyncIterator[TurnLog]:

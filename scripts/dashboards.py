@@ -153,8 +153,8 @@ ROLLOUTS: Final = Page(
                     queries=[
                         (
                             "failed",
-                            f'sum(increase(kuberoll_trajectories_total{{{ENVIRONMENT}, stop_reason="failed"}}[$__range]))'
-                            f" / sum(increase(kuberoll_trajectories_total{{{ENVIRONMENT}}}[$__range]))",
+                            f'(sum(increase(kuberoll_trajectories_total{{{ENVIRONMENT}, stop_reason="failed"}}[$__range]))'
+                            f" or vector(0)) / sum(increase(kuberoll_trajectories_total{{{ENVIRONMENT}}}[$__range]))",
                         )
                     ],
                     unit="percentunit",
@@ -623,9 +623,7 @@ GENERATION: Final = Page(
                 Panel(
                     title="Requests under way",
                     about="At each replica of the Serve deployment.",
-                    queries=[
-                        ("{{replica}}", f"sum by (replica) (ray_serve_num_ongoing_requests_at_replicas{{{JOB}}})")
-                    ],
+                    queries=[("{{replica}}", f"sum by (replica) (ray_serve_replica_processing_queries{{{JOB}}})")],
                     unit="short",
                 ),
                 Panel(

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+import prometheus_client as prometheus
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kuberoll_api import conditions
+from kuberoll_api.metrics import Counter, Gauge, Histogram
+from kuberoll_operator import metric_definitions as definitions
 from kuberoll_operator.model import Key, Object
 from kuberoll_operator.plan import condition, is_true, parse_time
 
 PHASES = ("Pending", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed")
 
-_RECONCILE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_MILESTONE_BUCKETS = (5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400, 259200, 604800)
-
 
 class Metrics:
-    """The operator's metrics.
+    """The operator's metrics, as `metric_definitions` says what they are.
 
     Attributes:
         registry: What `/metrics` shows.
@@ -30,47 +30,25 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._reconciles = Counter(
-            "kuberoll_operator_reconciles", "Reconciles by how they ended.", ["result"], registry=self.registry
-        )
-        self._durations = Histogram(
-            "kuberoll_operator_reconcile_seconds",
-            "Seconds of a reconcile.",
-            buckets=_RECONCILE_BUCKETS,
-            registry=self.registry,
-        )
-        self._waits = Histogram(
-            "kuberoll_operator_queue_wait_seconds",
-            "Seconds from the event, or the time that was due, to the beginning of the reconcile.",
-            buckets=_RECONCILE_BUCKETS,
-            registry=self.registry,
-        )
-        self._errors = Counter(
-            "kuberoll_operator_errors", "Errors by the API server's reason.", ["reason"], registry=self.registry
-        )
-        self._requests = Counter(
-            "kuberoll_operator_api_requests",
-            "Requests to the API server, watches not counted; code 0: no answer.",
-            ["verb", "kind", "code"],
-            registry=self.registry,
-        )
-        self._milestones = Histogram(
-            "kuberoll_operator_milestone_seconds",
-            "Seconds from a job's creation to: generation_ready, first_trajectory, complete.",
-            ["milestone"],
-            buckets=_MILESTONE_BUCKETS,
-            registry=self.registry,
-        )
-        self._scalings = Counter(
-            "kuberoll_operator_scalings",
-            "Changes of the number of replicas that jobs want, up or down, between their first and their release.",
-            ["direction"],
-            registry=self.registry,
-        )
+        self._reconciles = self._counter(definitions.RECONCILES)
+        self._durations = self._histogram(definitions.RECONCILE_SECONDS)
+        self._waits = self._histogram(definitions.QUEUE_WAIT_SECONDS)
+        self._errors = self._counter(definitions.ERRORS)
+        self._requests = self._counter(definitions.API_REQUESTS)
+        self._milestones = self._histogram(definitions.MILESTONE_SECONDS)
+        self._scalings = self._counter(definitions.SCALINGS)
         for direction in ("up", "down"):
             self._scalings.labels(direction)
         for result in ("success", "retry", "error"):
             self._reconciles.labels(result)
+
+    def _counter(self, metric: Counter) -> prometheus.Counter:
+        return prometheus.Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Histogram) -> prometheus.Histogram:
+        return prometheus.Histogram(
+            metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets
+        )
 
     def watch(
         self,
@@ -160,39 +138,30 @@ class _Now(Collector):
         self._jobs, self._depth, self._oldest = jobs, depth, oldest
         self._leading, self._cached = leading, cached
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[prometheus.Metric]:
         return ()
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[prometheus.Metric]:
         phases = Tally(str((item.get("status") or {}).get("phase") or "Pending") for _, item in self._jobs())
-        jobs = GaugeMetricFamily("kuberoll_operator_jobs", "RolloutJobs by phase.", labels=["phase"])
-        for phase in PHASES:
-            jobs.add_metric([phase], phases[phase])
-        yield jobs
-        yield self._replicas()
-        cached = GaugeMetricFamily("kuberoll_operator_cached_objects", "Objects in the cache.", labels=["kind"])
-        for kind, count in sorted(self._cached().items()):
-            cached.add_metric([kind], count)
-        yield cached
-        yield GaugeMetricFamily("kuberoll_operator_queue_depth", "Jobs that wait for a reconcile.", self._depth())
-        yield GaugeMetricFamily(
-            "kuberoll_operator_queue_oldest_seconds",
-            "Age of the job that has waited or been reconciled for longest.",
-            self._oldest(),
-        )
-        yield GaugeMetricFamily("kuberoll_operator_leader", "1 while this operator leads.", int(self._leading()))
+        yield _family(definitions.JOBS, {(phase,): phases[phase] for phase in PHASES})
+        yield _family(definitions.GENERATION_REPLICAS, dict(self._replicas()))
+        yield _family(definitions.CACHED_OBJECTS, {(kind,): count for kind, count in sorted(self._cached().items())})
+        yield _family(definitions.QUEUE_DEPTH, {(): self._depth()})
+        yield _family(definitions.QUEUE_OLDEST_SECONDS, {(): self._oldest()})
+        yield _family(definitions.LEADER, {(): int(self._leading())})
 
-    def _replicas(self) -> Metric:
-        found = GaugeMetricFamily(
-            "kuberoll_operator_generation_replicas",
-            "Replicas of the policy, ready and desired, of jobs that start or run.",
-            labels=["namespace", "job", "state"],
-        )
+    def _replicas(self) -> Iterator[tuple[tuple[str, ...], int]]:
         for key, item in self._jobs():
             status = item.get("status") or {}
             generation = status.get("generation") or {}
             if status.get("phase") not in _UNDER_WAY or generation.get("backend") == "External":
                 continue
             for state in ("ready", "desired"):
-                found.add_metric([key.namespace, key.name, state], int(generation.get(f"{state}Replicas") or 0))
-        return found
+                yield (key.namespace, key.name, state), int(generation.get(f"{state}Replicas") or 0)
+
+
+def _family(metric: Gauge, values: Mapping[tuple[str, ...], float]) -> prometheus.Metric:
+    family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

@@ -13,11 +13,14 @@ class Observed:
     """A metric that counts its observations."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.failures = 0
 
     def observe(self, amount: float) -> None:
         assert amount >= 0
         self.count += 1
+
+    def failed(self) -> None:
+        self.failures += 1
 
 
 def record(task_index: int, rollout_index: int = 0, **changes: Any) -> TrajectoryRecord:

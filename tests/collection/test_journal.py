@@ -77,8 +77,10 @@ def test_no_failures_file_is_no_failures(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
-    journal = FileJournal(Path("/dev/full"), seconds=Observed())
+    observed = Observed()
+    journal = FileJournal(Path("/dev/full"), seconds=observed)
     results = await asyncio.gather(*(journal.append(record(index)) for index in range(3)), return_exceptions=True)
     assert {type(result) for result in results} == {JournalBroken}
+    assert observed.failures == 1
     with pytest.raises(JournalBroken, match="No space left"):
         await journal.close()

@@ -144,6 +144,9 @@ class Observed:
     def observe(self, amount: float) -> None:
         assert amount >= 0
 
+    def failed(self) -> None:
+        raise AssertionError
+
 
 def run(
     source: RunFiles,

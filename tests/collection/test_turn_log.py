@@ -20,6 +20,9 @@ class Seconds:
     def observe(self, amount: float) -> None:
         assert amount >= 0
 
+    def failed(self) -> None:
+        raise AssertionError
+
 
 def turn(task_index: int, number: int, *, attempt: int = 0) -> TurnRecord:
     return TurnRecord(

@@ -63,8 +63,9 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     text = "\n".join(run.lines)
     assert "puzzle" in text
     assert str(output / "shard-00002.jsonl") in text
-    assert 'kuberoll_turn_generation_seconds_bucket{environment="puzzle",job="test"' in metrics
+    assert 'kuberoll_turn_generation_seconds_bucket{environment="puzzle",le="0.005",rolloutjob="test"' in metrics
     assert "# HELP kuberoll_turns_total Turns finished." in metrics
+    assert 'kuberoll_journal_errors_total{rolloutjob="test"} 0.0' in metrics
     if (promtool := shutil.which("promtool")) is not None:
         checked = subprocess.run([promtool, "check", "metrics"], input=metrics, capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr

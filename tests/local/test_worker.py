@@ -18,7 +18,7 @@ from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, work
+from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, work
 from tests.local.support import TINY, Endpoint
 from tests.rollouts.fakes import until
 
@@ -43,7 +43,14 @@ def job_turns(document: dict[str, Any]) -> bool:
     return bool(document["spec"].get("rollout", {}).get("journalTurns", True))
 
 
-async def run(endpoint: Endpoint, output: Path, document: dict[str, Any], *, shards: int = 2) -> Progress:
+async def run(
+    endpoint: Endpoint,
+    output: Path,
+    document: dict[str, Any],
+    *,
+    shards: int = 2,
+    metrics: RolloutMetrics | None = None,
+) -> Progress:
     progress = Progress()
     RolloutJob.model_validate(document)
     config = WorkerConfig(
@@ -56,8 +63,9 @@ async def run(endpoint: Endpoint, output: Path, document: dict[str, Any], *, sha
         turns=str(output) if job_turns(document) else None,
         shards=list(range(shards)),
         shard_count=shards,
+        planned=18,
     )
-    await work(config, metrics=RolloutMetrics("test"), drain=Drain(), progress=progress)
+    await work(config, metrics=metrics or RolloutMetrics("test"), drain=Drain(), progress=progress)
     return progress
 
 
@@ -124,6 +132,41 @@ async def test_interrupted_trajectories_go_on_after_their_last_turn(
     assert len(endpoint.requests) == requests
     assert min(turns_of(endpoint)[before:]) == 3
     assert not (interrupted / "turns").exists()
+
+
+async def test_metrics_say_how_far_it_has_come(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
+    _, interrupted = outputs
+    document = job(rollout={"concurrency": 18})
+    endpoint.holds = lambda request: request.request_id.split("-")[0] == "1"
+    metrics = [RolloutMetrics("test") for _ in range(2)]
+
+    def come(number: int) -> list[float | None]:
+        metrics[number].flush()
+        return [
+            metrics[number].registry.get_sample_value(f"kuberoll_trajectories_{name}", {"rolloutjob": "test"})
+            for name in ("planned", "stored", "abandoned")
+        ]
+
+    running = asyncio.create_task(run(endpoint, interrupted, document, metrics=metrics[0]))
+    # All but the three of task 1.
+    await until(lambda: come(0) == [18, 15, 0])
+    running.cancel()
+    await asyncio.wait((running,))
+
+    endpoint.holds = lambda request: False
+    await run(endpoint, interrupted, document, metrics=metrics[1])
+    assert come(1) == [18, 18, 0]
+    labels = {"rolloutjob": "test", "environment": "puzzle"}
+    assert metrics[1].registry.get_sample_value("kuberoll_environment_timeout_seconds", labels) == 30
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [({}, 5), ({"wanted": 3}, 2), ({"wanted": 3, "atomic": True}, 0), ({"dropEqualRewards": True}, 5)],
+)
+def test_what_is_replaced_is_not_abandoned(groups: dict[str, Any], expected: int) -> None:
+    document = RolloutJob.model_validate(job(rollout={"groups": groups}))
+    assert abandoned(document, failed=2, filtered=3) == expected
 
 
 async def test_without_the_turn_log_they_start_over(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:

@@ -74,9 +74,8 @@ async def test_a_job_is_reconciled_from_its_events_and_the_probes_are_well(tmp_p
         status, text = await get(found, "/metrics")
         assert status == 200
         assert 'kuberoll_operator_jobs{phase="Running"} 1.0' in text
-        assert (
-            f'kuberoll_operator_generation_replicas{{job="puzzle",namespace="{NAMESPACE}",state="ready"}} 2.0' in text
-        )
+        series = f'{{namespace="{NAMESPACE}",rolloutjob="puzzle",state="ready"}}'
+        assert f"kuberoll_operator_generation_replicas{series} 2.0" in text
         assert "kuberoll_operator_leader 1.0" in text
         found.stop.set()
         assert await task == 0

@@ -151,7 +151,7 @@ async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None
         assert await started.get("/healthz") == (200, "ok")
         status, metrics = await started.get("/metrics")
         assert status == 200
-        assert 'kuberoll_turns_total{environment="puzzle",job="test",turn="2"}' in metrics
+        assert 'kuberoll_turns_total{environment="puzzle",rolloutjob="test",turn="2"}' in metrics
         assert (await started.get("/anything"))[0] == 404
         endpoint.holds = lambda request: False
         # Those that are held are given up with the pod.

@@ -433,7 +433,7 @@ async def test_metrics_count_what_happened(scheduling: str) -> None:
         await run_rollout(rollout, [sample(0), sample(1), sample(2)], sink)
 
     def value(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(name, {"job": "job", "environment": "env", **labels})
+        return metrics.registry.get_sample_value(name, {"rolloutjob": "job", "environment": "env", **labels})
 
     assert value("kuberoll_trajectories_total", stop_reason="terminated") == 2
     assert value("kuberoll_trajectories_total", stop_reason="failed") == 1
@@ -485,7 +485,7 @@ async def test_a_policy_that_changes_its_prompt_is_found_out(scheduling: str, ch
     failed = [result for result in results if result.stop_reason == "failed"]
     assert [(failure.task_index, failure.kind, failure.stage) for failure in failed] == [(1, "model", "trajectory")]
     assert "context" in failed[0].cause
-    labels = {"job": "job", "environment": "env"}
+    labels = {"rolloutjob": "job", "environment": "env"}
     assert metrics.registry.get_sample_value("kuberoll_prefix_violations_total", labels) == 1
 
 

@@ -248,6 +248,7 @@ class ShardPod:
             turns=config.turns if self._job.spec.rollout.journal_turns else None,
             shards=[self.shard],
             shard_count=config.shard_count,
+            planned=self._planned,
             token=config.token,
             discovery=config.discovery,
             replicas=config.replicas,

@@ -48,7 +48,7 @@ from kuberoll_workers.rollouts.scheduling import run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
 from kuberoll_workers.rollouts.turns import Rollout
-from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.telemetry import Collected, RolloutMetrics
 
 REPORT_SECONDS = 0.25
 
@@ -67,6 +67,7 @@ class WorkerConfig:
         turns: Directory of the turn log; None: turns are not journaled.
         shards: The shards to run, out of `shard_count`.
         tasks: How many the dataset has; None: not known.
+        planned: Trajectories that this worker is to come to, for the metrics; None: not known.
         token: What the policy wants to be shown with every request; None: nothing.
         discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or as they stand here.
         replicas: Their base URLs, with discovery `Static`.
@@ -83,6 +84,7 @@ class WorkerConfig:
     shards: list[int]
     shard_count: int
     tasks: int | None = None
+    planned: int | None = None
     token: str | None = None
     discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
     replicas: list[str] = field(default_factory=list)
@@ -280,6 +282,8 @@ async def work(
     tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
     seeded = job.spec.dataset.seed_per_repeat
     async with AsyncExitStack() as stack:
+        # What is stored last is stored when the store is closed.
+        stack.callback(metrics.flush)
         store = ResultStore(
             open_storage(config.output, parts=part_limits(job)),
             shards=config.shards,
@@ -291,7 +295,15 @@ async def work(
             tasks=config.tasks,
         )
         stack.push_async_callback(store.close)
-        progress.resumed = len(store.state.stored) + len(store.state.filtered)
+        stored, filtered = len(store.state.stored), len(store.state.filtered)
+        progress.resumed = stored + filtered
+        metrics.collected = lambda: Collected(
+            planned=config.planned,
+            stored=stored + progress.trajectories,
+            abandoned=abandoned(job, failed=progress.failed, filtered=filtered + progress.filtered),
+        )
+        for spec in job.spec.environments:
+            metrics.environment(spec.name).timeout(spec.step_timeout_seconds)
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=environment_source(job)),
             tokenizer=tokenizer,
@@ -327,6 +339,19 @@ def trajectories_to_come(job: RolloutJob, trajectories: int, *, wanted: int | No
         wanted: Prompt groups after which enough are kept; None: all.
     """
     return trajectories if wanted is None else min(trajectories, wanted * min(repeats_of(job).values()))
+
+
+def abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
+    """Planned trajectories that will not come.
+
+    Args:
+        failed, filtered: Trajectories given up, and of groups that were filtered out. Where a job wants so many groups,
+            the next group of the dataset comes in the place of one that is lost as a whole.
+    """
+    groups = job.spec.rollout.groups
+    if groups.wanted is None:
+        return failed + filtered
+    return 0 if groups.atomic else failed
 
 
 def part_limits(job: RolloutJob) -> PartLimits:

@@ -14,9 +14,11 @@ from kuberoll_workers.data.record import AnyRecord, encode_line
 
 
 class Observes(Protocol):
-    """A metric that takes observations, such as a Prometheus histogram."""
+    """Is told of each write: how many seconds it took, or that it failed."""
 
     def observe(self, amount: float) -> None: ...
+
+    def failed(self) -> None: ...
 
 
 class JournalBroken(OSError):
@@ -108,6 +110,8 @@ class FileJournal:
                 await asyncio.to_thread(self._write_and_sync, lines)
             except BaseException as error:
                 self._broken = error
+                if not isinstance(error, asyncio.CancelledError):
+                    self._seconds.failed()
                 written.set_exception(JournalBroken(f"{self._path}: {error}"))
                 raise
             self._seconds.observe(time.perf_counter() - started)

@@ -122,6 +122,7 @@ class PartJournal:
             try:
                 await asyncio.to_thread(self._fs.pipe_file, path, data)
             except Exception:
+                self._seconds.failed()
                 # The same name again: an upload that failed may have arrived all the same.
                 if attempt == self._limits.attempts:
                     raise

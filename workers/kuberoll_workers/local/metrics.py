@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.telemetry.definitions import METRICS
 
 
 class _Documented(Collector):
@@ -18,7 +18,8 @@ class _Documented(Collector):
 
     def __init__(self, directory: Path) -> None:
         self._values = MultiProcessCollector(None, path=str(directory))  # type: ignore[no-untyped-call]
-        self._texts = {metric.name: metric.documentation for metric in RolloutMetrics("").registry.collect()}
+        # The library names a family of counters without their ending.
+        self._texts = {name.removesuffix("_total"): metric.help for name, metric in METRICS.items()}
 
     def collect(self) -> Iterable[Metric]:
         for metric in self._values.collect():  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ import msgspec
 
 from kuberoll_api.rolloutjob import External, RolloutJob
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
+from kuberoll_workers.collection.expansion import share
 from kuberoll_workers.collection.inputs import repeats_of
 from kuberoll_workers.collection.records import DROPPED, FAILURES
 from kuberoll_workers.collection.report.make import PAGE, make_report
@@ -195,8 +196,11 @@ class _LocalRun:
                 await self._start_monitor(stack, environment, port, endpoint.metrics_port)
             self._workers_started = time.perf_counter()
             environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_directory)
-            for number, shards in enumerate(self._assignment()):
-                config = self._worker_config(endpoint, shards)
+            assignment = self._assignment()
+            for number, shards in enumerate(assignment):
+                # Their metrics are added up, and so are these.
+                planned = share(self._planned(), number, len(assignment))
+                config = self._worker_config(endpoint, shards, planned)
                 path = _secret_file(scratch / f"worker-{number}.json", msgspec.json.encode(config))
                 log = self._logs / f"worker-{number}.log"
                 variables = {**environment, **self._python_path(), **literal_variables(self._job.spec.workers.env)}
@@ -267,7 +271,7 @@ class _LocalRun:
             self._reporter.note(f"--monitor: {error}. The run goes on without it")
             return
         self._reporter.note(f"prometheus: {url} (data: {directory})")
-        self._reporter.note(f"graphs: {graphs(url, job)}")
+        self._reporter.note(f"graphs: {graphs(url)}")
         self._reporter.note(f"alerts: {url}/alerts")
 
     async def _host_ready(self, host: Child) -> Endpoint:
@@ -303,7 +307,7 @@ class _LocalRun:
         workers = max(1, min(self._job.spec.workers.replicas, self._shards))
         return [list(range(number, self._shards, workers)) for number in range(workers)]
 
-    def _worker_config(self, endpoint: Endpoint, shards: list[int]) -> WorkerConfig:
+    def _worker_config(self, endpoint: Endpoint, shards: list[int], planned: int) -> WorkerConfig:
         return WorkerConfig(
             job=self._job.model_dump(mode="json", by_alias=True, exclude_unset=True),
             base=str(self._options.base.resolve()),
@@ -316,6 +320,7 @@ class _LocalRun:
             shard_count=self._shards,
             # With --force, what was stored may be of a longer dataset.
             tasks=None if self._options.force else self._preflight.inputs.tasks,
+            planned=planned,
             token=endpoint.token,
         )
 

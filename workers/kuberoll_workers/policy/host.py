@@ -3,9 +3,9 @@
     python -m kuberoll_workers.policy.host --config FILE
 
 Events go to standard output, one JSON object a line: `{"event": "phase", "name", "seconds"}` as parts of the start are
-done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed", "message"}`. Ray's and the engine's words go to
-standard error. It ends on SIGTERM, or when its standard input closes because its parent is gone, and every process
-that it started ends with it.
+done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed",
+"message"}`. Ray's and the engine's words go to standard error. It ends on SIGTERM, or when its standard input closes
+because its parent is gone, and every process that it started ends with it.
 """
 
 from __future__ import annotations

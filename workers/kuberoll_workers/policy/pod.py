@@ -46,7 +46,7 @@ from kuberoll_workers.pod_http import health_route, json_route, serving
 from kuberoll_workers.policy import controller
 from kuberoll_workers.policy.app import APPLICATION, DEPLOYMENT, app_args
 from kuberoll_workers.policy.engines.interface import OWN_VERSION
-from kuberoll_workers.policy.host import Host, HostConfig, adopt_orphans, exit_on_signal
+from kuberoll_workers.policy.host import Host, HostConfig, adopt_orphans, exit_on_signal, metrics_port
 from kuberoll_workers.policy.weights import Weights, user_config, version_of, wanted_weights
 
 STATUS_PORT = 8080
@@ -212,7 +212,7 @@ def run(host: Host, status: Status, file: JobFile, *, patience: float) -> None:
         Exception: What Ray or Serve raised while it started.
     """
     host.start()
-    status.metrics_port = _metrics_port()
+    status.metrics_port = metrics_port()
     asyncio.run(_report_weights(status))
     status.problem = None
     lost: float | None = None
@@ -261,14 +261,6 @@ async def _report_weights(status: Status) -> None:
     if problem is not None and problem != status.weights_problem:
         _log.warning("the weights %s are not served: %s", status.wanted, problem)
     status.weights_problem = problem
-
-
-def _metrics_port() -> int | None:
-    import ray
-
-    for node in ray.nodes():
-        return int(node["MetricsExportPort"]) or None
-    return None
 
 
 def _serve_problem() -> str | None:

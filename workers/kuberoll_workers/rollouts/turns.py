@@ -86,6 +86,7 @@ class Rollout:
         trajectory.check_prefix()
         prompt_tokens = len(trajectory.context)
         started = time.perf_counter()
+        flight.waited = started - flight.since
 
         async def attempt(tries: int) -> GenerationResult:
             request = trajectory.next_request(tries)
@@ -109,7 +110,8 @@ class Rollout:
             result = await self._within_turn("generation", 0.0, operation)
         finally:
             flight.metrics.generating -= 1
-        trajectory.add_response(result, self._tokenizer.decode(result.token_ids), time.perf_counter() - started)
+        flight.since = ended = time.perf_counter()
+        trajectory.add_response(result, self._tokenizer.decode(result.token_ids), ended - started)
         flight.metrics.generated(prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids))
 
     async def step(self, flight: Flight) -> None:
@@ -121,6 +123,7 @@ class Rollout:
         trajectory = flight.trajectory
         environment = self._environments[trajectory.task_name]
         started = time.perf_counter()
+        waited = flight.waited + started - flight.since
         operation = self._retrying(
             flight,
             "environment",
@@ -132,7 +135,8 @@ class Rollout:
             outcome = await self._within_turn("environment", trajectory.generation_seconds[-1], operation)
         finally:
             flight.metrics.stepping -= 1
-        seconds = time.perf_counter() - started
+        flight.since = ended = time.perf_counter()
+        seconds = ended - started
         before = trajectory.environment_tokens
         observation = self._observations.render(
             outcome.role,
@@ -143,6 +147,7 @@ class Rollout:
         trajectory.add_step(outcome, observation, seconds)
         flight.metrics.turn(
             trajectory.turn,
+            waiting_seconds=waited,
             generation_seconds=trajectory.generation_seconds[-1],
             environment_seconds=seconds,
             observed=trajectory.environment_tokens - before,
@@ -216,7 +221,12 @@ class Rollout:
 
 
 class Flight:
-    """A trajectory under way, and when it has to be over."""
+    """A trajectory under way, and when it has to be over.
+
+    Attributes:
+        since: When it began to wait for its next generation or step.
+        waited: Seconds that it waited for the generation of this turn to begin.
+    """
 
     __slots__ = (
         "_timeout",
@@ -227,8 +237,10 @@ class Flight:
         "metrics",
         "rollout",
         "session",
+        "since",
         "started",
         "trajectory",
+        "waited",
     )
 
     def __init__(self, rollout: Rollout, trajectory: Trajectory, *, held: bool) -> None:
@@ -236,7 +248,8 @@ class Flight:
         self.trajectory = trajectory
         self.held = held
         self.metrics = rollout.metrics_of(trajectory.task_name)
-        self.started = time.perf_counter()
+        self.started = self.since = time.perf_counter()
+        self.waited = 0.0
         limit = rollout.settings.trajectory_seconds
         self.session: str | None = None
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit

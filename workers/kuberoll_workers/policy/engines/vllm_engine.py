@@ -84,6 +84,17 @@ def engine_arguments(
     return {**arguments, **given}
 
 
+def _stat_loggers() -> list[Any]:
+    """What counts the engine's work: `ray_vllm_*` on Ray's metrics endpoint, where there is a Ray to have one."""
+    import ray
+
+    if not ray.is_initialized():
+        return []
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    return [RayPrometheusStatLogger]
+
+
 def world_size(given: Mapping[str, Any]) -> int:
     """Devices that one engine with these arguments spreads the model over."""
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
@@ -155,7 +166,9 @@ class VLLMEngine:
             settings.parallel_config.placement_group = get_current_placement_group()
         extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
         self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
-        self._engine = AsyncLLM.from_vllm_config(settings, disable_log_stats=arguments["disable_log_stats"])
+        self._engine = AsyncLLM.from_vllm_config(
+            settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
+        )
         await self._engine.update_weight_version(OWN_VERSION)
         config = self._engine.vllm_config.model_config
         self._window = int(config.max_model_len)

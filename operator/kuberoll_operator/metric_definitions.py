@@ -1,0 +1,84 @@
+"""Every metric of the operator, as data."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kuberoll_api.metrics import Counter, Gauge, Group, Histogram, every
+
+_RECONCILE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_MILESTONE_SECONDS = (5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400, 259200, 604800)
+
+JOBS: Final = Gauge(name="kuberoll_operator_jobs", unit="jobs", labels=("phase",), help="RolloutJobs by phase.")
+GENERATION_REPLICAS: Final = Gauge(
+    name="kuberoll_operator_generation_replicas",
+    unit="replicas",
+    labels=("namespace", "rolloutjob", "state"),
+    help="Replicas of the policy, ready and desired, of jobs that start or run.",
+)
+SCALINGS: Final = Counter(
+    name="kuberoll_operator_scalings_total",
+    unit="scalings",
+    labels=("direction",),
+    help="Changes of the number of replicas that jobs want, up or down, between their first and their release.",
+)
+MILESTONE_SECONDS: Final = Histogram(
+    name="kuberoll_operator_milestone_seconds",
+    unit="seconds",
+    labels=("milestone",),
+    help="Seconds from a job's creation to: generation_ready, first_trajectory, complete.",
+    buckets=_MILESTONE_SECONDS,
+)
+
+RECONCILES: Final = Counter(
+    name="kuberoll_operator_reconciles_total",
+    unit="reconciles",
+    labels=("result",),
+    help="Reconciles by how they ended: success, retry (what failed may be better soon) or error.",
+)
+RECONCILE_SECONDS: Final = Histogram(
+    name="kuberoll_operator_reconcile_seconds",
+    unit="seconds",
+    help="Seconds of a reconcile.",
+    buckets=_RECONCILE_SECONDS,
+)
+ERRORS: Final = Counter(
+    name="kuberoll_operator_errors_total",
+    unit="errors",
+    labels=("reason",),
+    help="Errors by the API server's reason.",
+)
+QUEUE_DEPTH: Final = Gauge(name="kuberoll_operator_queue_depth", unit="jobs", help="Jobs that wait for a reconcile.")
+QUEUE_WAIT_SECONDS: Final = Histogram(
+    name="kuberoll_operator_queue_wait_seconds",
+    unit="seconds",
+    help="Seconds from the event, or the time that was due, to the beginning of the reconcile.",
+    buckets=_RECONCILE_SECONDS,
+)
+QUEUE_OLDEST_SECONDS: Final = Gauge(
+    name="kuberoll_operator_queue_oldest_seconds",
+    unit="seconds",
+    help="Age of the job that has waited or been reconciled for longest.",
+)
+
+API_REQUESTS: Final = Counter(
+    name="kuberoll_operator_api_requests_total",
+    unit="requests",
+    labels=("verb", "kind", "code"),
+    help="Requests to the API server, watches not counted; code 0: no answer.",
+)
+CACHED_OBJECTS: Final = Gauge(
+    name="kuberoll_operator_cached_objects", unit="objects", labels=("kind",), help="Objects in the cache."
+)
+LEADER: Final = Gauge(name="kuberoll_operator_leader", unit="0 or 1", help="1 while this operator leads.")
+
+GROUPS: Final = (
+    Group("Jobs", (JOBS, GENERATION_REPLICAS, SCALINGS, MILESTONE_SECONDS)),
+    Group(
+        "Reconciling",
+        (RECONCILES, RECONCILE_SECONDS, ERRORS, QUEUE_DEPTH, QUEUE_WAIT_SECONDS, QUEUE_OLDEST_SECONDS),
+    ),
+    Group("The operator itself", (API_REQUESTS, CACHED_OBJECTS, LEADER)),
+)
+
+METRICS: Final = every(GROUPS)

@@ -1,0 +1,1 @@
+"""Prometheus beside a run: its alerts, its configuration, its process."""

@@ -1,0 +1,27 @@
+"""Prometheus metrics of the workers.
+
+`definitions` says which there are. With `PROMETHEUS_MULTIPROC_DIR` set before this package is imported, several worker
+processes share one endpoint (prometheus_client's multiprocess mode), which is how `kuberoll run` serves them.
+"""
+
+from kuberoll_workers.telemetry.rollouts import (
+    FLUSH_SECONDS,
+    Collected,
+    EnvironmentMetrics,
+    JournalMetrics,
+    RolloutMetrics,
+    turn_bucket,
+)
+from kuberoll_workers.telemetry.routing import RequestOutcome, RoutingMetrics, RoutingState
+
+__all__ = [
+    "FLUSH_SECONDS",
+    "Collected",
+    "EnvironmentMetrics",
+    "JournalMetrics",
+    "RequestOutcome",
+    "RolloutMetrics",
+    "RoutingMetrics",
+    "RoutingState",
+    "turn_bucket",
+]

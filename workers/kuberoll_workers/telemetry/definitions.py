@@ -1,0 +1,243 @@
+"""Every metric of the workers, as data."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kuberoll_api.metrics import Counter, Gauge, Group, Histogram, Label, every
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REWARDS = (-10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+_TURNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+_JOB: tuple[Label, ...] = ("rolloutjob",)
+_ENVIRONMENT: tuple[Label, ...] = ("rolloutjob", "environment")
+_TURN: tuple[Label, ...] = ("rolloutjob", "environment", "turn")
+
+TRAJECTORIES_PLANNED: Final = Gauge(
+    name="kuberoll_trajectories_planned",
+    unit="trajectories",
+    labels=_JOB,
+    help="Trajectories that this worker's shards are to come to.",
+)
+TRAJECTORIES_STORED: Final = Gauge(
+    name="kuberoll_trajectories_stored",
+    unit="trajectories",
+    labels=_JOB,
+    help="Finished trajectories of this worker's shards that are durable, those from before a restart included.",
+)
+TRAJECTORIES_ABANDONED: Final = Gauge(
+    name="kuberoll_trajectories_abandoned",
+    unit="trajectories",
+    labels=_JOB,
+    help="Planned trajectories that will not be stored: given up by this process, or of groups that were filtered out "
+    "and are not replaced.",
+)
+TRAJECTORIES_ACTIVE: Final = Gauge(
+    name="kuberoll_trajectories_active",
+    unit="trajectories",
+    labels=(*_ENVIRONMENT, "state"),
+    help="Trajectories in flight, by what they wait for: generation or environment.",
+)
+TRAJECTORIES: Final = Counter(
+    name="kuberoll_trajectories_total",
+    unit="trajectories",
+    labels=(*_ENVIRONMENT, "stop_reason"),
+    help="Trajectories ended, by stop reason; failed ones are those given up.",
+)
+TRAJECTORY_SECONDS: Final = Histogram(
+    name="kuberoll_trajectory_seconds",
+    unit="seconds",
+    labels=_ENVIRONMENT,
+    help="Wall seconds of a finished trajectory.",
+    buckets=_SECONDS,
+)
+TRAJECTORY_TURNS: Final = Histogram(
+    name="kuberoll_trajectory_turns",
+    unit="turns",
+    labels=_ENVIRONMENT,
+    help="Turns of a finished trajectory.",
+    buckets=_TURNS,
+)
+RESUMED_TURNS: Final = Counter(
+    name="kuberoll_resumed_turns_total",
+    unit="turns",
+    labels=_ENVIRONMENT,
+    help="Turns taken over from before an interruption.",
+)
+DROPPED_TRAJECTORIES: Final = Counter(
+    name="kuberoll_dropped_trajectories_total",
+    unit="trajectories",
+    labels=(*_ENVIRONMENT, "reason"),
+    help="Trajectories that nobody wanted in the end: oversampled ones, and groups that were filtered out.",
+)
+DROPPED_TOKENS: Final = Counter(
+    name="kuberoll_dropped_tokens_total",
+    unit="tokens",
+    labels=(*_ENVIRONMENT, "reason"),
+    help="Tokens generated for dropped trajectories.",
+)
+
+TURNS: Final = Counter(name="kuberoll_turns_total", unit="turns", labels=_TURN, help="Turns finished.")
+TURN_WAITING_SECONDS: Final = Histogram(
+    name="kuberoll_turn_waiting_seconds",
+    unit="seconds",
+    labels=_TURN,
+    help="Wall seconds of a turn outside generation and environment: it waited for its batch (Lockstep), for the "
+    "journal, for the worker's CPU.",
+    buckets=_SECONDS,
+)
+TURN_GENERATION_SECONDS: Final = Histogram(
+    name="kuberoll_turn_generation_seconds",
+    unit="seconds",
+    labels=_TURN,
+    help="Wall seconds that a turn waited for its generation, queueing and retries included.",
+    buckets=_SECONDS,
+)
+TURN_ENVIRONMENT_SECONDS: Final = Histogram(
+    name="kuberoll_turn_environment_seconds",
+    unit="seconds",
+    labels=_TURN,
+    help="Wall seconds that a turn waited for its environment step, queueing and retries included.",
+    buckets=_SECONDS,
+)
+ENVIRONMENT_TIMEOUT_SECONDS: Final = Gauge(
+    name="kuberoll_environment_timeout_seconds",
+    unit="seconds",
+    labels=_ENVIRONMENT,
+    help="Seconds that a step of the environment may take: stepTimeoutSeconds.",
+    over_processes="max",
+)
+TOKENS: Final = Counter(
+    name="kuberoll_tokens_total",
+    unit="tokens",
+    labels=(*_ENVIRONMENT, "kind"),
+    help="Tokens by kind: prompt (sent, every turn anew), cached (of those, reused by the engine), generated, "
+    "environment.",
+)
+
+TRAJECTORY_REWARD: Final = Histogram(
+    name="kuberoll_trajectory_reward",
+    unit="reward",
+    labels=_ENVIRONMENT,
+    help="Total reward of a finished trajectory.",
+    buckets=_REWARDS,
+)
+# A histogram with buckets below 0 has no sum, and a counter must not fall: hence the two signs.
+REWARD: Final = Counter(
+    name="kuberoll_reward_total",
+    unit="reward",
+    labels=(*_ENVIRONMENT, "sign"),
+    help="Rewards of finished trajectories added up, positive and negative ones apart, as absolute values.",
+)
+
+FAILURES: Final = Counter(
+    name="kuberoll_failures_total",
+    unit="failures",
+    labels=(*_ENVIRONMENT, "kind", "stage"),
+    help="Trajectories given up, by who was at fault and at what stage.",
+)
+RETRIES: Final = Counter(
+    name="kuberoll_retries_total",
+    unit="retries",
+    labels=(*_ENVIRONMENT, "stage"),
+    help="Operations tried again.",
+)
+PREFIX_VIOLATIONS: Final = Counter(
+    name="kuberoll_prefix_violations_total",
+    unit="violations",
+    labels=_ENVIRONMENT,
+    help="Trajectories given up because their context was not what was sent and sampled: a bug of the policy.",
+)
+
+JOURNAL_SYNC_SECONDS: Final = Histogram(
+    name="kuberoll_journal_sync_seconds",
+    unit="seconds",
+    labels=_JOB,
+    help="Wall seconds of one journal write and sync.",
+    buckets=_SECONDS,
+)
+JOURNAL_ERRORS: Final = Counter(
+    name="kuberoll_journal_errors_total",
+    unit="errors",
+    labels=_JOB,
+    help="Writes or syncs of a journal that failed.",
+)
+EVENT_LOOP_LAG_SECONDS: Final = Histogram(
+    name="kuberoll_event_loop_lag_seconds",
+    unit="seconds",
+    labels=_JOB,
+    help="How late the event loop ran a timer.",
+    buckets=_LAG_SECONDS,
+)
+
+POLICY_REQUESTS: Final = Counter(
+    name="kuberoll_policy_requests_total",
+    unit="requests",
+    labels=(*_JOB, "outcome"),
+    help="Requests sent to replicas, by what came of them; only those answered cost the trajectory anything.",
+)
+POLICY_REPLICAS: Final = Gauge(
+    name="kuberoll_policy_replicas",
+    unit="replicas",
+    labels=(*_JOB, "state"),
+    help="Replicas that this worker knows, by the state of their circuit breaker.",
+    over_processes="max",
+)
+POLICY_WAITING_REQUESTS: Final = Gauge(
+    name="kuberoll_policy_waiting_requests",
+    unit="requests",
+    labels=_JOB,
+    help="Requests that wait in the worker until a replica has room for them.",
+)
+POLICY_WINDOW_REQUESTS: Final = Gauge(
+    name="kuberoll_policy_window_requests",
+    unit="requests",
+    labels=_JOB,
+    help="Requests that the worker sends at once, over all replicas, at most: learned from their refusals.",
+)
+SESSIONS_MOVED: Final = Counter(
+    name="kuberoll_sessions_moved_total",
+    unit="sessions",
+    labels=(*_JOB, "cause"),
+    help="Trajectories that went on at another replica, without their prefix in its cache, by cause.",
+)
+
+GROUPS: Final = (
+    Group(
+        "Trajectories",
+        (
+            TRAJECTORIES_PLANNED,
+            TRAJECTORIES_STORED,
+            TRAJECTORIES_ABANDONED,
+            TRAJECTORIES_ACTIVE,
+            TRAJECTORIES,
+            TRAJECTORY_SECONDS,
+            TRAJECTORY_TURNS,
+            RESUMED_TURNS,
+            DROPPED_TRAJECTORIES,
+            DROPPED_TOKENS,
+        ),
+    ),
+    Group(
+        "Turns",
+        (
+            TURNS,
+            TURN_WAITING_SECONDS,
+            TURN_GENERATION_SECONDS,
+            TURN_ENVIRONMENT_SECONDS,
+            ENVIRONMENT_TIMEOUT_SECONDS,
+            TOKENS,
+        ),
+    ),
+    Group("Rewards", (TRAJECTORY_REWARD, REWARD)),
+    Group("Failures", (FAILURES, RETRIES, PREFIX_VIOLATIONS)),
+    Group(
+        "The way to the replicas",
+        (POLICY_REQUESTS, POLICY_REPLICAS, POLICY_WAITING_REQUESTS, POLICY_WINDOW_REQUESTS, SESSIONS_MOVED),
+    ),
+    Group("The worker itself", (JOURNAL_SYNC_SECONDS, JOURNAL_ERRORS, EVENT_LOOP_LAG_SECONDS)),
+)
+
+METRICS: Final = every(GROUPS)

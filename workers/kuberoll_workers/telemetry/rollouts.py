@@ -1,0 +1,281 @@
+"""The metrics of the rollout loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple, get_args
+
+from prometheus_client import CollectorRegistry
+
+from kuberoll_workers.data.record import FailureKind
+from kuberoll_workers.telemetry import definitions as metrics
+from kuberoll_workers.telemetry.objects import Tally, counter, gauge, histogram
+from kuberoll_workers.telemetry.routing import RoutingMetrics
+
+FLUSH_SECONDS = 0.1
+
+_TURN_BUCKETS = ((1, "1"), (2, "2"), (4, "3-4"), (8, "5-8"), (16, "9-16"), (32, "17-32"))
+_LAST_BUCKET = "33+"
+
+
+def turn_bucket(turn: int) -> str:
+    """Label of a turn's number, counted from 1: a bounded set, finer where most turns are."""
+    for last, label in _TURN_BUCKETS:
+        if turn <= last:
+            return label
+    return _LAST_BUCKET
+
+
+class Collected(NamedTuple):
+    """How far the trajectories of a worker's shards have come.
+
+    Attributes:
+        planned: What the shards are to come to; None: it is not known.
+        stored: Durable ones, from before a restart included.
+        abandoned: Planned ones that will not come.
+    """
+
+    planned: int | None
+    stored: int
+    abandoned: int
+
+
+class JournalMetrics:
+    """The metrics of the journals of one job."""
+
+    def __init__(self, job: str, registry: CollectorRegistry) -> None:
+        self._seconds = histogram(metrics.JOURNAL_SYNC_SECONDS, registry).labels(job)
+        self._errors = counter(metrics.JOURNAL_ERRORS, registry).labels(job)
+
+    def observe(self, amount: float) -> None:
+        """One write, after so many seconds."""
+        self._seconds.observe(amount)
+
+    def failed(self) -> None:
+        """One write that came to nothing."""
+        self._errors.inc()
+
+
+class RolloutMetrics:
+    """All metrics of one job in this process.
+
+    Attributes:
+        collected: Asked at each flush how far the worker has come.
+    """
+
+    def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
+        """Register the metrics; each job of a process needs a registry of its own (by default a new one)."""
+        self.job = job
+        self.registry = registry = registry if registry is not None else CollectorRegistry()
+        self.collected: Callable[[], Collected] | None = None
+        self._planned = gauge(metrics.TRAJECTORIES_PLANNED, registry)
+        self._stored = gauge(metrics.TRAJECTORIES_STORED, registry)
+        self._abandoned = gauge(metrics.TRAJECTORIES_ABANDONED, registry)
+        self._active = gauge(metrics.TRAJECTORIES_ACTIVE, registry)
+        self._trajectories = counter(metrics.TRAJECTORIES, registry)
+        self._trajectory_seconds = histogram(metrics.TRAJECTORY_SECONDS, registry)
+        self._trajectory_turns = histogram(metrics.TRAJECTORY_TURNS, registry)
+        self._resumed_turns = counter(metrics.RESUMED_TURNS, registry)
+        self._dropped = counter(metrics.DROPPED_TRAJECTORIES, registry)
+        self._dropped_tokens = counter(metrics.DROPPED_TOKENS, registry)
+        self._turns = counter(metrics.TURNS, registry)
+        self._waiting_seconds = histogram(metrics.TURN_WAITING_SECONDS, registry)
+        self._generation_seconds = histogram(metrics.TURN_GENERATION_SECONDS, registry)
+        self._environment_seconds = histogram(metrics.TURN_ENVIRONMENT_SECONDS, registry)
+        self._timeout_seconds = gauge(metrics.ENVIRONMENT_TIMEOUT_SECONDS, registry)
+        self._tokens = counter(metrics.TOKENS, registry)
+        self._reward = histogram(metrics.TRAJECTORY_REWARD, registry)
+        self._reward_total = counter(metrics.REWARD, registry)
+        self._failures = counter(metrics.FAILURES, registry)
+        self._retries = counter(metrics.RETRIES, registry)
+        self._prefix_violations = counter(metrics.PREFIX_VIOLATIONS, registry)
+        self._lag = histogram(metrics.EVENT_LOOP_LAG_SECONDS, registry).labels(job)
+        self.journal_seconds = JournalMetrics(job, registry)
+        self._environments: dict[str, EnvironmentMetrics] = {}
+        self.routing = RoutingMetrics(job, registry)
+
+    def environment(self, name: str) -> EnvironmentMetrics:
+        """The metrics of one environment, their labels bound once."""
+        if name not in self._environments:
+            self._environments[name] = EnvironmentMetrics(self, name)
+        return self._environments[name]
+
+    async def watch_event_loop(self, interval: float = 0.25) -> None:
+        """Observe the lag of the running event loop, and hand on what has been counted, until cancelled."""
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(interval)
+            self._lag.observe(max(0.0, time.perf_counter() - before - interval))
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on what has been counted."""
+        for environment in self._environments.values():
+            environment.flush()
+        self.routing.flush()
+        if self.collected is not None:
+            planned, stored, abandoned = self.collected()
+            if planned is not None:
+                self._planned.labels(self.job).set(planned)
+            self._stored.labels(self.job).set(stored)
+            self._abandoned.labels(self.job).set(abandoned)
+
+    @property
+    def generating(self) -> int:
+        """Turns that wait for a response now."""
+        return sum(environment.generating for environment in self._environments.values())
+
+
+class _Turns:
+    """The turns of one bucket that have not been handed on."""
+
+    __slots__ = ("_total", "environment", "generation", "waiting")
+
+    def __init__(self, rollouts: RolloutMetrics, labels: tuple[str, str, str]) -> None:
+        self.waiting = Tally(metrics.TURN_WAITING_SECONDS, rollouts._waiting_seconds.labels(*labels))
+        self.generation = Tally(metrics.TURN_GENERATION_SECONDS, rollouts._generation_seconds.labels(*labels))
+        self.environment = Tally(metrics.TURN_ENVIRONMENT_SECONDS, rollouts._environment_seconds.labels(*labels))
+        self._total = rollouts._turns.labels(*labels)
+
+    def flush(self) -> None:
+        self._total.inc(self.generation.flush())
+        self.waiting.flush()
+        self.environment.flush()
+
+
+class EnvironmentMetrics:
+    """The metrics of one environment.
+
+    What changes with every turn or trajectory is kept in plain numbers and lists and handed on a few times a second: a
+    metric is locked and checked on every change, which would be a quarter of the loop's own time.
+
+    Attributes:
+        generating, stepping: Trajectories that wait for their generation, or environment, now.
+    """
+
+    def __init__(self, rollouts: RolloutMetrics, name: str) -> None:
+        self._rollouts = rollouts
+        self._labels = labels = (rollouts.job, name)
+        self._tokens = {
+            kind: rollouts._tokens.labels(*labels, kind) for kind in ("prompt", "cached", "generated", "environment")
+        }
+        self._active = {state: rollouts._active.labels(*labels, state) for state in ("generation", "environment")}
+        self._by_bucket: dict[str, _Turns] = {}
+        self._by_turn: dict[int, _Turns] = {}
+        self._prompt = self._cached = self._generated = self._observed = 0
+        self._flushed = time.perf_counter()
+        self._stops: dict[str, int] = {}
+        self._reward = Tally(metrics.TRAJECTORY_REWARD, rollouts._reward.labels(*labels))
+        self._turns = Tally(metrics.TRAJECTORY_TURNS, rollouts._trajectory_turns.labels(*labels))
+        self._seconds = Tally(metrics.TRAJECTORY_SECONDS, rollouts._trajectory_seconds.labels(*labels))
+        self._gained = self._lost = 0.0
+        self.generating = self.stepping = 0
+        # From the beginning: Prometheus does not see the increase of what first appears above 0.
+        rollouts._trajectories.labels(*labels, "failed")
+        for stage in ("generation", "environment"):
+            rollouts._retries.labels(*labels, stage)
+            for kind in get_args(FailureKind):
+                rollouts._failures.labels(*labels, kind, stage)
+
+    def timeout(self, seconds: float) -> None:
+        """How long a step may take."""
+        self._rollouts._timeout_seconds.labels(*self._labels).set(seconds)
+
+    def generated(self, *, prompt: int, cached: int, generated: int) -> None:
+        """One response: tokens sent, of those reused by the engine, and generated."""
+        self._prompt += prompt
+        self._cached += cached
+        self._generated += generated
+
+    def turn(
+        self,
+        turn: int,
+        *,
+        waiting_seconds: float,
+        generation_seconds: float,
+        environment_seconds: float,
+        observed: int,
+    ) -> None:
+        """One finished turn, numbered from 1, and the tokens of its observation."""
+        turns = self._by_turn.get(turn) or self._first(turn)
+        turns.waiting.observe(waiting_seconds)
+        turns.generation.observe(generation_seconds)
+        turns.environment.observe(environment_seconds)
+        self._observed += observed
+
+    def _first(self, turn: int) -> _Turns:
+        bucket = turn_bucket(turn)
+        turns = self._by_bucket.get(bucket)
+        if turns is None:
+            turns = self._by_bucket[bucket] = _Turns(self._rollouts, (*self._labels, bucket))
+        self._by_turn[turn] = turns
+        return turns
+
+    def flush(self) -> None:
+        """Hand on what has been counted."""
+        self._flushed = time.perf_counter()
+        counts = {
+            "prompt": self._prompt,
+            "cached": self._cached,
+            "generated": self._generated,
+            "environment": self._observed,
+        }
+        self._prompt = self._cached = self._generated = self._observed = 0
+        for kind, count in counts.items():
+            self._tokens[kind].inc(count)
+        self._active["generation"].set(self.generating)
+        self._active["environment"].set(self.stepping)
+        for turns in self._by_bucket.values():
+            turns.flush()
+        self._flush_trajectories()
+
+    def _flush_trajectories(self) -> None:
+        stops, self._stops = self._stops, {}
+        for stop_reason, count in stops.items():
+            self._rollouts._trajectories.labels(*self._labels, stop_reason).inc(count)
+        for tally in (self._reward, self._turns, self._seconds):
+            tally.flush()
+        gained, lost = self._gained, self._lost
+        self._gained = self._lost = 0.0
+        self._rollouts._reward_total.labels(*self._labels, "positive").inc(gained)
+        self._rollouts._reward_total.labels(*self._labels, "negative").inc(lost)
+
+    def ended(self) -> None:
+        """One trajectory has left the loop, however it ended."""
+        if time.perf_counter() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def finished(self, *, stop_reason: str, reward: float, turns: int, seconds: float) -> None:
+        """One finished trajectory."""
+        self._stops[stop_reason] = self._stops.get(stop_reason, 0) + 1
+        if reward < 0:
+            self._lost -= reward
+        else:
+            self._gained += reward
+        self._reward.observe(reward)
+        self._turns.observe(turns)
+        self._seconds.observe(seconds)
+
+    def failed(self, *, kind: str, stage: str) -> None:
+        """One trajectory given up."""
+        self._stops["failed"] = self._stops.get("failed", 0) + 1
+        self._rollouts._failures.labels(*self._labels, kind, stage).inc()
+
+    def dropped(self, *, reason: str, tokens: int) -> None:
+        """One trajectory that is not wanted, with so many generated tokens."""
+        self._rollouts._dropped.labels(*self._labels, reason).inc()
+        self._rollouts._dropped_tokens.labels(*self._labels, reason).inc(tokens)
+
+    def prefix_broken(self) -> None:
+        """One trajectory whose context was not the concatenation of its messages."""
+        self._rollouts._prefix_violations.labels(*self._labels).inc()
+
+    def resumed(self, turns: int) -> None:
+        """Turns that a trajectory had already when it was admitted."""
+        self._rollouts._resumed_turns.labels(*self._labels).inc(turns)
+
+    def retried(self, stage: str) -> None:
+        """One operation tried again."""
+        self._rollouts._retries.labels(*self._labels, stage).inc()

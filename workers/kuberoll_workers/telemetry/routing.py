@@ -1,0 +1,92 @@
+"""The metrics of the way to the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from prometheus_client import CollectorRegistry
+
+from kuberoll_workers.telemetry import definitions as metrics
+from kuberoll_workers.telemetry.objects import counter, gauge
+
+RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "refused", "aborted"]
+"""`failed`: broken connections and answers that are none; `aborted`: nobody wanted the answer any more."""
+
+MOVE_CAUSES = ("gone", "broken", "failed", "overload")
+"""Why a trajectory goes on at another replica."""
+
+_REPLICA_STATES = ("closed", "open", "half-open", "leaving")
+
+
+class RoutingState(NamedTuple):
+    """What routing is like now.
+
+    Attributes:
+        waiting: Requests that wait for a replica to take them.
+        window: Requests that the replicas take at once, as far as it is known.
+        replicas: How many there are, by the state of their circuit breaker; `leaving`: not listed any more.
+    """
+
+    waiting: int
+    window: int
+    replicas: Mapping[str, int]
+
+
+class RoutingMetrics:
+    """The metrics of the way to the replicas; counted in plain numbers, and handed on by `flush`.
+
+    Attributes:
+        policy_version: Of the newest response; None: none has said it.
+        watch: Asked for the state at each flush.
+    """
+
+    def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
+        """Register the metrics, in a new registry by default."""
+        registry = registry if registry is not None else CollectorRegistry()
+        self.policy_version: str | None = None
+        self.watch: Callable[[], RoutingState] | None = None
+        self._job = job
+        self._outcomes: dict[str, int] = {}
+        self._moves: dict[str, int] = {}
+        self._answered = 0
+        self._requests_total = counter(metrics.POLICY_REQUESTS, registry)
+        self._moves_total = counter(metrics.SESSIONS_MOVED, registry)
+        self._replicas = gauge(metrics.POLICY_REPLICAS, registry)
+        self._waiting = gauge(metrics.POLICY_WAITING_REQUESTS, registry)
+        self._window = gauge(metrics.POLICY_WINDOW_REQUESTS, registry)
+        # From the beginning: Prometheus does not see the increase of what first appears above 0.
+        for outcome in get_args(RequestOutcome):
+            self._requests_total.labels(job, outcome)
+        for cause in MOVE_CAUSES:
+            self._moves_total.labels(job, cause)
+
+    def answered(self, versions: Sequence[tuple[str, int, int]]) -> None:
+        """One response and the spans of its policy versions."""
+        self._answered += 1
+        if versions:
+            self.policy_version = versions[-1][0]
+
+    def request(self, outcome: RequestOutcome) -> None:
+        """One request that came to no response."""
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def moved(self, cause: str) -> None:
+        """One trajectory that goes on elsewhere."""
+        self._moves[cause] = self._moves.get(cause, 0) + 1
+
+    def flush(self) -> None:
+        """Hand on what has been counted."""
+        outcomes, self._outcomes = {**self._outcomes, "answered": self._answered}, {}
+        moves, self._moves = self._moves, {}
+        self._answered = 0
+        for outcome, count in outcomes.items():
+            self._requests_total.labels(self._job, outcome).inc(count)
+        for cause, count in moves.items():
+            self._moves_total.labels(self._job, cause).inc(count)
+        if self.watch is not None:
+            state = self.watch()
+            for name in _REPLICA_STATES:
+                self._replicas.labels(self._job, name).set(state.replicas.get(name, 0))
+            self._waiting.labels(self._job).set(state.waiting)
+            self._window.labels(self._job).set(state.window)
