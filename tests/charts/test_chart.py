@@ -202,6 +202,13 @@ def test_rights_are_exactly_these() -> None:
     }
 
 
+def test_the_tests_on_an_api_server_run_with_these_rights() -> None:
+    items = YAML(typ="safe").load((ROOT / "tests" / "cluster" / "rbac.yaml").read_text())["items"]
+    rules = one(items, "ClusterRole")["rules"]
+    assert sorted(rules, key=str) == sorted(RULES, key=str)
+    assert one(items, "Role")["rules"] == one(rendered(), "Role", "kuberoll-operator-lease")["rules"]
+
+
 def test_rights_are_for_the_watched_namespaces_only() -> None:
     everywhere = rendered()
     assert one(everywhere, "ClusterRole", "kuberoll-operator")["rules"] == RULES
@@ -265,6 +272,8 @@ def test_alerts_have_your_labels_and_a_runbook() -> None:
     page = (ROOT / "docs" / "alerts.md").read_text().lower()
     found = [item for group in rule["spec"]["groups"] for item in group["rules"]]
     assert len(found) == 7
+    [operator] = [item for item in found if item["alert"] == "KuberollOperatorNotReconciling"]
+    assert operator["expr"].endswith("or absent(kuberoll_operator_leader)")
     for item in found:
         assert item["labels"]["team"] == "post-training"
         assert item["labels"]["severity"] in {"warning", "critical"}

@@ -9,11 +9,16 @@ import pytest
 import pytest_asyncio
 from helm_python import Config
 
-from tests.charts.rendering import NAMESPACE, RELEASE, complete_chart
-from tests.cluster.api import Api, ApiError, Object, condition
+from kuberoll_api.manifest import load_job
+from kuberoll_operator.commands.render import children_of
+from tests.charts.rendering import NAMESPACE, RELEASE, complete_chart, one, rendered
+from tests.cluster.api import Api, ApiError, Object, condition, path_of
 from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server
 from tests.cluster.jobs import children, rollout_job
 from tests.cluster.operator_process import OperatorProcess, token_of
+from tests.cluster.test_crd import DRY
+from tests.operator import support
+from tests.operator.test_render import GOLDEN
 
 pytestmark = pytest.mark.timeout(300)
 JOBS = "research"
@@ -132,3 +137,32 @@ async def test_installed_upgraded_uninstalled_and_installed_again(
     finally:
         running.stop()
         helm.uninstall(RELEASE)
+
+
+async def test_pod_security_restricted_admits_every_pod(api: Api) -> None:
+    """Those of the chart, and those of jobs that nobody changed."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "restricted", "labels": labels}})
+    await api.create(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": "restricted"}}
+    )
+    objects = rendered({"operator": {"replicas": 2}})
+    pods = {
+        "operator": one(objects, "Deployment")["spec"]["template"]["spec"] | {"serviceAccountName": "default"},
+        "test": one(objects, "Pod")["spec"],
+    }
+    for case in ("minimal", "simulated"):
+        job = load_job(GOLDEN / case / "input.yaml")
+        for _, child in children_of(job, "restricted", support.SETTINGS):
+            if child["kind"] in {"Deployment", "Job"}:
+                pods[f"{case} {child['metadata']['name']}"] = child["spec"]["template"]["spec"]
+    assert len(pods) >= 8
+
+    async def admitted(spec: Object) -> Object:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+        return await api.request("POST", path_of("Pod", "restricted"), pod, parameters=DRY)
+
+    for spec in pods.values():
+        await admitted(spec)
+    with pytest.raises(ApiError, match="PodSecurity"):
+        await admitted({"containers": [{"name": "a", "image": "a", "securityContext": {"privileged": True}}]})
