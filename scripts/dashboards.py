@@ -384,6 +384,7 @@ FLEET_PAGE: Final = Page(
                     queries=[("{{phase}}", "max by (phase) (kuberoll_operator_jobs)")],
                     unit="short",
                     kind="stacked",
+                    width=6,
                 ),
                 Panel(
                     title="Engine replicas",
@@ -396,21 +397,36 @@ FLEET_PAGE: Final = Page(
                         )
                     ],
                     unit="short",
+                    width=6,
                 ),
                 Panel(
-                    title="Idle engine replicas",
-                    about="Ready replicas of jobs in which no trajectory waits for generation: GPUs that do nothing.",
+                    title="GPUs",
+                    about="Held by ready replicas, and wanted, of all jobs that start or run.",
+                    queries=[
+                        (
+                            "{{state}}",
+                            f"sum by (state) (max by (namespace, rolloutjob, state)"
+                            f" (kuberoll_operator_generation_gpus{{{FLEET}}}))",
+                        )
+                    ],
+                    unit="short",
+                    width=6,
+                ),
+                Panel(
+                    title="Idle GPUs",
+                    about="Of ready replicas of jobs in which no trajectory waits for generation: they do nothing.",
                     queries=[
                         (
                             "idle",
                             "sum(max by (namespace, rolloutjob)"
-                            f' (kuberoll_operator_generation_replicas{{{FLEET}, state="ready"}})'
+                            f' (kuberoll_operator_generation_gpus{{{FLEET}, state="ready"}})'
                             " unless on (namespace, rolloutjob) (sum by (namespace, rolloutjob)"
                             f' (kuberoll_trajectories_active{{{FLEET}, state="generation"}}) > 0)) or vector(0)',
                         )
                     ],
                     unit="short",
                     limits=(1, 8),
+                    width=6,
                 ),
                 Panel(
                     title="Generated tokens per second",

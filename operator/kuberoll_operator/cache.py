@@ -143,6 +143,7 @@ def _version(text: Any) -> int:
         return 1 << 128
 
 
+_PLACED = ("resources", "engineArgs", "gpusPerReplica")
 _POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
 
 
@@ -154,7 +155,12 @@ def _trim(resource: Resource, item: Object) -> Object:
         for key in ("annotations", "labels"):
             metadata.pop(key, None)
         status = item.get("status") or {}
-        return head | {"status": {key: status.get(key) for key in ("phase", "generation")}}
+        generation = (item.get("spec") or {}).get("generation") or {}
+        placed = {key: generation[key] for key in _PLACED if key in generation}
+        return head | {
+            "spec": {"generation": placed},
+            "status": {key: status.get(key) for key in ("phase", "generation")},
+        }
     if resource == PODS:
         status = item.get("status") or {}
         spec = {key: item["spec"][key] for key in ("nodeName",) if key in (item.get("spec") or {})}

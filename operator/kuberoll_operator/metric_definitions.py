@@ -16,6 +16,12 @@ GENERATION_REPLICAS: Final = Gauge(
     labels=("namespace", "rolloutjob", "state"),
     help="Replicas of the policy, ready and desired, of jobs that start or run.",
 )
+GENERATION_GPUS: Final = Gauge(
+    name="kuberoll_operator_generation_gpus",
+    unit="gpus",
+    labels=("namespace", "rolloutjob", "state"),
+    help="GPUs of those replicas.",
+)
 SCALINGS: Final = Counter(
     name="kuberoll_operator_scalings_total",
     unit="scalings",
@@ -73,7 +79,7 @@ CACHED_OBJECTS: Final = Gauge(
 LEADER: Final = Gauge(name="kuberoll_operator_leader", unit="0 or 1", help="1 while this operator leads.")
 
 GROUPS: Final = (
-    Group("Jobs", (JOBS, GENERATION_REPLICAS, SCALINGS, MILESTONE_SECONDS)),
+    Group("Jobs", (JOBS, GENERATION_REPLICAS, GENERATION_GPUS, SCALINGS, MILESTONE_SECONDS)),
     Group(
         "Reconciling",
         (RECONCILES, RECONCILE_SECONDS, ERRORS, QUEUE_DEPTH, QUEUE_WAIT_SECONDS, QUEUE_OLDEST_SECONDS),

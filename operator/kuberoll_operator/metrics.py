@@ -16,6 +16,7 @@ from kuberoll_api import conditions
 from kuberoll_api.metrics import Counter, Gauge, Histogram
 from kuberoll_operator import metric_definitions as definitions
 from kuberoll_operator.model import Key, Object
+from kuberoll_operator.placement import gpus_of
 from kuberoll_operator.plan import condition, is_true, parse_time
 
 PHASES = ("Pending", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed")
@@ -144,20 +145,24 @@ class _Now(Collector):
     def collect(self) -> Iterable[prometheus.Metric]:
         phases = Tally(str((item.get("status") or {}).get("phase") or "Pending") for _, item in self._jobs())
         yield _family(definitions.JOBS, {(phase,): phases[phase] for phase in PHASES})
-        yield _family(definitions.GENERATION_REPLICAS, dict(self._replicas()))
+        replicas = {labels: (count, gpus) for labels, count, gpus in self._replicas()}
+        yield _family(definitions.GENERATION_REPLICAS, {labels: count for labels, (count, _) in replicas.items()})
+        yield _family(definitions.GENERATION_GPUS, {labels: count * gpus for labels, (count, gpus) in replicas.items()})
         yield _family(definitions.CACHED_OBJECTS, {(kind,): count for kind, count in sorted(self._cached().items())})
         yield _family(definitions.QUEUE_DEPTH, {(): self._depth()})
         yield _family(definitions.QUEUE_OLDEST_SECONDS, {(): self._oldest()})
         yield _family(definitions.LEADER, {(): int(self._leading())})
 
-    def _replicas(self) -> Iterator[tuple[tuple[str, ...], int]]:
+    def _replicas(self) -> Iterator[tuple[tuple[str, ...], int, float]]:
+        """Labels, replicas and the GPUs of each of them."""
         for key, item in self._jobs():
             status = item.get("status") or {}
             generation = status.get("generation") or {}
             if status.get("phase") not in _UNDER_WAY or generation.get("backend") == "External":
                 continue
             for state in ("ready", "desired"):
-                yield (key.namespace, key.name, state), int(generation.get(f"{state}Replicas") or 0)
+                count = int(generation.get(f"{state}Replicas") or 0)
+                yield (key.namespace, key.name, state), count, gpus_of((item.get("spec") or {}).get("generation") or {})
 
 
 def _family(metric: Gauge, values: Mapping[tuple[str, ...], float]) -> prometheus.Metric:

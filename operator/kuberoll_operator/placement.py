@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -49,6 +50,17 @@ class Placement:
         if self.pods_per_replica == 1:
             return None
         return [{"CPU": 1.0, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(round(self.gpus) - 1))]
+
+
+def gpus_of(generation: Mapping[str, Any]) -> float:
+    """GPUs of a replica, of `spec.generation` as an API server has it; 0 where its pods have none."""
+    limits = (generation.get("resources") or {}).get("limits") or {}
+    if str(limits.get(GPU, "0")) == "0":
+        return 0.0
+    arguments = generation.get("engineArgs") or {}
+    # Whatever stands there: what cannot be placed is refused elsewhere.
+    sizes = [size for name in _PARALLEL if isinstance(size := arguments.get(name), int)]
+    return float(generation.get("gpusPerReplica") or math.prod(sizes))
 
 
 def place(generation: Generation, *, one_each: bool) -> Placement:

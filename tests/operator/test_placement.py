@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kuberoll_api.rolloutjob import Generation
-from kuberoll_operator.placement import GPU, CannotPlace, Placement, place
+from kuberoll_operator.placement import GPU, CannotPlace, Placement, gpus_of, place
 from tests.operator.support import job
 
 
@@ -99,3 +99,25 @@ def test_shares_of_a_gpu_never_come_to_more_than_one(part: float, pod_gpus: int,
     found = place(generation(pod_gpus, gpusPerReplica=part), one_each=False)
     assert found.per_pod // pod_gpus * round(part * 10_000) <= 10_000
     assert found.replicas(found.pods(replicas)) >= replicas
+
+
+@pytest.mark.parametrize(
+    ("generation", "gpus"),
+    [
+        ({}, 0),
+        ({"resources": {"limits": {"nvidia.com/gpu": "0"}}}, 0),
+        ({"resources": {"limits": {"nvidia.com/gpu": "1"}}}, 1),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "engineArgs": {"tensor_parallel_size": 8}}, 8),
+        (
+            {
+                "resources": {"limits": {"nvidia.com/gpu": "8"}},
+                "engineArgs": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2},
+            },
+            16,
+        ),
+        ({"resources": {"limits": {"nvidia.com/gpu": "1"}}, "gpusPerReplica": 0.25}, 0.25),
+        ({"resources": {"limits": {"nvidia.com/gpu": "1"}}, "engineArgs": {"tensor_parallel_size": "two"}}, 1),
+    ],
+)
+def test_gpus_of_a_replica_as_they_are_counted(generation: dict[str, Any], gpus: float) -> None:
+    assert gpus_of(generation) == gpus

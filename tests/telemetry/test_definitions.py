@@ -87,13 +87,15 @@ def test_workers_show_what_is_defined() -> None:
 def test_the_operator_shows_what_is_defined() -> None:
     metrics = Metrics()
     generation = {"readyReplicas": 1, "desiredReplicas": 2}
-    jobs: Any = [(Key("lab", "job"), {"status": {"phase": "Running", "generation": generation}})]
+    spec = {"generation": {"resources": {"limits": {"nvidia.com/gpu": "4"}}, "engineArgs": {"tensor_parallel_size": 4}}}
+    jobs: Any = [(Key("lab", "job"), {"spec": spec, "status": {"phase": "Running", "generation": generation}})]
     metrics.watch(
         jobs=lambda: jobs, depth=lambda: 0, oldest=lambda: 0.0, leading=lambda: True, cached=lambda: {"Pod": 1}
     )
     fits(shown(metrics.registry), operator.METRICS)
     labels = {"namespace": "lab", "rolloutjob": "job", "state": "desired"}
     assert metrics.registry.get_sample_value("kuberoll_operator_generation_replicas", labels) == 2
+    assert metrics.registry.get_sample_value("kuberoll_operator_generation_gpus", labels) == 8
     for family in metrics.registry.collect():
         for sample in family.samples:
             name = family.name + ("_total" if family.type == "counter" else "")
