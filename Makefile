@@ -9,10 +9,10 @@ IMAGES ?= docker build
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install demo crd images test lint format clean
+.PHONY: help install demo crd images test test-long lint format clean
 
 help: ## List the targets.
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 install: $(STAMP) ## Make .venv and install everything, vLLM for CPUs included.
 
@@ -42,6 +42,9 @@ images: ## Build the three images; IMAGES="podman build" or "buildah bud" where 
 
 test: install lint ## Check and test everything.
 	$(BIN)/pytest
+
+test-long: install ## The tests that take a minute or more, too: half an hour and more.
+	KUBEROLL_KILLS=100 $(BIN)/pytest --long
 
 lint: install ## Check style, types and the import rules.
 	$(BIN)/ruff check

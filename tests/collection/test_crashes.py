@@ -20,7 +20,7 @@ from tests.collection.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
 
-KILLS = 100
+KILLS = int(os.environ.get("KUBEROLL_KILLS", "24"))
 TASKS = 400
 LONGEST_LIFE_SECONDS = 0.8
 

@@ -119,6 +119,7 @@ def test_labels_are_those_of_the_target() -> None:
 
 @installed
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_real_engine_exports_what_is_recorded(tmp_path: Path) -> None:
     recorded = _labels(RECORDED[-1].read_text())
     assert "ray_vllm_num_requests_running" in recorded

@@ -15,7 +15,7 @@ from kuberoll_workers.policy.external import open_external
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
 from tests.policy.openai_serving import TINY, openai_client, serving_openai, tokenizer_with_ends
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

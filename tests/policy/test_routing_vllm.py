@@ -22,7 +22,7 @@ from tests.policy.hosts import starting, until_ready
 from tests.policy.test_routing_serve import replicas_of
 from tests.rollouts.fakes import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 TOKEN = "only for us"
 TRAJECTORIES = 512
 ENGINE = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
