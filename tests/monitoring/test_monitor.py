@@ -75,6 +75,7 @@ def test_it_sees_the_run_and_ends_when_the_run_is_killed(tmp_path: Path) -> None
 
 
 @installed
+@pytest.mark.long
 def test_a_run_that_ends_ends_it(tmp_path: Path) -> None:
     job = manifest(tmp_path / "job.yaml")
     with running(job, "--output", tmp_path / "out", "--metrics-port", "0", "--monitor") as run:

@@ -152,6 +152,7 @@ async def test_it_follows_the_weights_of_its_job(tmp_path: Path) -> None:
                 await client.generate(request())
 
 
+@pytest.mark.long
 async def test_a_lost_engine_is_not_ready_until_it_is_back(tmp_path: Path) -> None:
     tokenizer, away = tmp_path / "tokenizer", tmp_path / "away"
     shutil.copytree(TINY, tokenizer)
@@ -170,6 +171,7 @@ async def test_a_lost_engine_is_not_ready_until_it_is_back(tmp_path: Path) -> No
         assert generation.processes() == []
 
 
+@pytest.mark.long
 async def test_a_lost_engine_that_does_not_come_back_ends_its_pod(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(TINY, tokenizer)
