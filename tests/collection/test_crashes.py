@@ -66,7 +66,7 @@ def killed(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("format", ["JSONL", "Parquet"])
-def test_killed_a_hundred_times(processes: ForkServerContext, tmp_path: Path, format: str) -> None:
+def test_killed_again_and_again(processes: ForkServerContext, tmp_path: Path, format: str) -> None:
     job = crashing.job(
         TASKS, rollout={"concurrency": 16}, dataset={"source": {"generator": {"count": TASKS}}, "repeats": 4}
     )

@@ -184,15 +184,22 @@ async def _run(api: Api, endpoint: Endpoint, metrics: RolloutMetrics, operator: 
     async def turns(at_least: float) -> bool:
         return await api.number("sum(kuberoll_turns_total)") >= at_least
 
+    async def reconciles(at_least: float) -> bool:
+        return await api.number("sum(kuberoll_operator_reconciles_total)") >= at_least
+
     try:
         # Turns are counted after their requests.
         await until(lambda: turns(FIRST / 2), task)
+        await until(lambda: reconciles(1), task)
         seen_first = await api.number("sum(kuberoll_turns_total)")
+        # Prometheus sees the increase of what it has seen before.
+        reconciled = await api.number("sum(kuberoll_operator_reconciles_total)")
         _let_the_operator_work(operator)
         limit = SECOND
         held, endpoint.released = endpoint.released, asyncio.Event()
         held.set()
         await until(lambda: turns(seen_first + 20), task)
+        await until(lambda: reconciles(reconciled + 1), task)
         endpoint.holds = lambda request: request.session_id == "5-0-0"
         endpoint.released.set()
         endpoint.released = asyncio.Event()

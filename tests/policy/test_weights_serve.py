@@ -40,10 +40,12 @@ class Deployment:
     ) -> Answer:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         async with self._session.request(method, (url or self.url) + path, headers=headers, **options) as answer:
-            return Answer(answer.status, await answer.json(), answer.headers)
+            # Serve's own words are none: of a replica that was killed under the request.
+            body = await answer.json() if answer.content_type == "application/json" else {}
+            return Answer(answer.status, body, answer.headers)
 
     async def replicas(self) -> dict[str, str]:
-        return {one["id"]: one["url"] for one in (await self.ask("GET", "/replicas")).body["replicas"]}
+        return {one["id"]: one["url"] for one in (await self.ask("GET", "/replicas")).body.get("replicas", [])}
 
     async def until_replicas(self, fit: Callable[[dict[str, str]], bool]) -> dict[str, str]:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -53,7 +55,7 @@ class Deployment:
 
     async def until_weights(self, fit: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not fit(found := (await self.ask("GET", "/v1/weights")).body):
+            while not ((found := (await self.ask("GET", "/v1/weights")).body) and fit(found)):
                 pass
         return found
 

@@ -110,9 +110,9 @@ class FileJournal:
                 await asyncio.to_thread(self._write_and_sync, lines)
             except BaseException as error:
                 self._broken = error
+                written.set_exception(JournalBroken(f"{self._path}: {error}"))
                 if not isinstance(error, asyncio.CancelledError):
                     self._seconds.failed()
-                written.set_exception(JournalBroken(f"{self._path}: {error}"))
                 raise
             self._seconds.observe(time.perf_counter() - started)
             written.set_result(None)
