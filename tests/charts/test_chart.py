@@ -14,6 +14,7 @@ from helm_python import HelmError, chart
 from ruamel.yaml import YAML
 
 from kuberoll_api import crd
+from kuberoll_operator import names
 from kuberoll_operator.settings import Settings
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, complete_chart, notes, of_kind, one, rendered
 
@@ -149,6 +150,14 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
     assert settings.egress_ports == (443,)
 
 
+def test_the_operator_s_policy_lets_it_ask_what_it_asks() -> None:
+    """Progress of workers, weights of generation pods, and with KubeRay those of Serve."""
+    policy = one(rendered(MATRIX["locked down"]), "NetworkPolicy")
+    [jobs] = [rule for rule in policy["spec"]["egress"] if "to" in rule]
+    asked = {names.PROGRESS_PORT, names.RAY_METRICS_PORT, names.GENERATION_PORT}
+    assert {item["port"] for item in jobs["ports"]} == asked
+
+
 def test_images() -> None:
     def images(values: dict[str, Any]) -> tuple[str, str, str]:
         container = one(rendered(values), "Deployment")["spec"]["template"]["spec"]["containers"][0]
@@ -202,13 +211,6 @@ def test_rights_are_exactly_these() -> None:
     }
 
 
-def test_the_tests_on_an_api_server_run_with_these_rights() -> None:
-    items = YAML(typ="safe").load((ROOT / "tests" / "cluster" / "rbac.yaml").read_text())["items"]
-    rules = one(items, "ClusterRole")["rules"]
-    assert sorted(rules, key=str) == sorted(RULES, key=str)
-    assert one(items, "Role")["rules"] == one(rendered(), "Role", "kuberoll-operator-lease")["rules"]
-
-
 def test_rights_are_for_the_watched_namespaces_only() -> None:
     everywhere = rendered()
     assert one(everywhere, "ClusterRole", "kuberoll-operator")["rules"] == RULES
@@ -221,7 +223,15 @@ def test_rights_are_for_the_watched_namespaces_only() -> None:
     for namespace in ("team-a", "team-b"):
         [role] = [item for item in of_kind(some, "Role") if item["metadata"]["namespace"] == namespace]
         assert role["rules"] == RULES
-    assert one(some, "Role", "kuberoll-operator-lease")["metadata"]["namespace"] == NAMESPACE
+    lease = one(some, "Role", "kuberoll-operator-lease")
+    assert lease["metadata"]["namespace"] == NAMESPACE
+    assert lease["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "verbs": ["get", "create", "update", "patch"],
+        }
+    ]
 
 
 def test_nothing_reads_secrets_or_runs_in_pods() -> None:

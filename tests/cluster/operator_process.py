@@ -13,30 +13,32 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
+from tests.charts.rendering import rendered
 from tests.cluster.api import Api, Object, is_true
 from tests.cluster.control_plane import ServerProcess, free_port, kubeconfig
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 CRD = ROOT / "crds" / "rolloutjobs.kuberoll.io.yaml"
 SYSTEM_NAMESPACE = "kuberoll-system"
 SERVICE_ACCOUNT = "kuberoll-operator"
+RIGHTS = frozenset({"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
 
 LEASE_SECONDS = 3
 """Seconds after which another may take a killed operator's place: short, because tests wait for it."""
 
 
 async def install(api: Api) -> str:
-    """Applies the CRD and the operator's account with its rights; the account's token.
+    """Applies the CRD and the operator's account with its rights, as the chart has them; the account's token.
 
     Applying them again changes nothing.
     """
-    yaml = YAML(typ="safe")
-    crd = yaml.load(CRD.read_text())
+    crd = YAML(typ="safe").load(CRD.read_text())
     await api.apply(crd)
     await api.wait("CustomResourceDefinition", None, crd["metadata"]["name"], _is_established)
-    for item in yaml.load((HERE / "rbac.yaml").read_text())["items"]:
-        await api.apply(item)
+    await api.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM_NAMESPACE}})
+    for item in rendered(namespace=SYSTEM_NAMESPACE):
+        if item["kind"] in RIGHTS:
+            await api.apply(item)
     return await token_of(api, SYSTEM_NAMESPACE, SERVICE_ACCOUNT)
 
 
