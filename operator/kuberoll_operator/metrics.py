@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 from kuberoll_api import conditions
 from kuberoll_api.metrics import Counter, Gauge, Histogram
 from kuberoll_operator import metric_definitions as definitions
-from kuberoll_operator.model import Key, Object
+from kuberoll_operator.model import Key, Object, condition, is_true
 from kuberoll_operator.placement import gpus_of
-from kuberoll_operator.plan import condition, is_true, parse_time
+from kuberoll_operator.plan import parse_time
 
 PHASES = ("Pending", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed")
 

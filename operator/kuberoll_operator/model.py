@@ -118,3 +118,16 @@ class Plan:
     apply: Sequence[Object] = ()
     delete: Sequence[Ref] = ()
     delete_job: bool = False
+
+
+def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """A condition of an object's status; empty if it was never set."""
+    for item in status.get("conditions") or ():
+        if item.get("type") == kind:
+            return item  # type: ignore[no-any-return]
+    return {}
+
+
+def is_true(status: Mapping[str, Any], kind: str) -> bool:
+    """Whether a condition is True."""
+    return condition(status, kind).get("status") == "True"

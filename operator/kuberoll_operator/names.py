@@ -57,6 +57,11 @@ def generation(job: str) -> str:
     return f"{job}-generation"
 
 
+def generation_url(job: str, namespace: str) -> str:
+    """Where the policy is, of backends whose Service is ours."""
+    return f"http://{generation(job)}.{namespace}.svc:{GENERATION_PORT}"
+
+
 def ray_service(job: str) -> str:
     """The RayService; KubeRay's own names begin with it, and leave it 47 characters."""
     return f"{job}-gen"

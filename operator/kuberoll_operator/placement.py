@@ -100,6 +100,15 @@ def place(generation: Generation, *, one_each: bool) -> Placement:
     )
 
 
+def misplacement(generation: Generation, *, one_each: bool) -> str | None:
+    """Why a job's replicas cannot be placed; None: they can."""
+    try:
+        place(generation, one_each=one_each)
+    except CannotPlace as error:
+        return str(error)
+    return None
+
+
 def _replica_gpus(generation: Generation, pod_gpus: int) -> tuple[float, str]:
     """GPUs of a replica, and how they come about."""
     sizes = [(name, _size(generation.engine_args, name)) for name in _PARALLEL]

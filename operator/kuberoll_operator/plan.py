@@ -29,7 +29,7 @@ from kuberoll_operator.backends.pods import (
     still_there,
     told,
 )
-from kuberoll_operator.model import Object, Observed, Plan, Ref
+from kuberoll_operator.model import Object, Observed, Plan, Ref, condition, is_true
 from kuberoll_operator.render import Subject
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
@@ -217,19 +217,6 @@ def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation
 def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The status of an object that may have none."""
     return raw.get("status") or {}
-
-
-def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """A condition; empty if it was never set."""
-    for item in status.get("conditions") or ():
-        if item.get("type") == kind:
-            return item  # type: ignore[no-any-return]
-    return {}
-
-
-def is_true(status: Mapping[str, Any], kind: str) -> bool:
-    """Whether a condition is True."""
-    return condition(status, kind).get("status") == "True"
 
 
 def parse_time(text: Any) -> datetime | None:

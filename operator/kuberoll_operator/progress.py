@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from kuberoll_api import conditions
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import of_component, shard_of
-from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served
-from kuberoll_operator.plan import is_true, status_of
+from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served, is_true
+from kuberoll_operator.plan import status_of
 
 ANSWER_SECONDS = 2.0
 ANSWER_BYTES = 64 * 1024

@@ -13,17 +13,15 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import of, short
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import Problem, ended, first_problem, of_component, shard_of, still_there, told
-from kuberoll_operator.model import Object, Observed
+from kuberoll_operator.model import Object, Observed, condition, is_true
 from kuberoll_operator.plan import (
     Cause,
     Situation,
     Stage,
     active_deadline,
     cause_of,
-    condition,
     end_of_life,
     is_ours,
-    is_true,
     number,
     parse_time,
     said,

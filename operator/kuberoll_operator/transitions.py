@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
-from kuberoll_operator.plan import condition
+from kuberoll_operator.model import condition
 
 NOTE_CHARACTERS: Final = 1000
 

@@ -28,8 +28,7 @@ from kuberoll_operator.kube.errors import (
 )
 from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS
 from kuberoll_operator.metrics import Metrics
-from kuberoll_operator.model import Key
-from kuberoll_operator.plan import condition, is_true
+from kuberoll_operator.model import Key, condition, is_true
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import SLOW_SECONDS, Pool
 from tests.operator.emulator import Emulator, Fault, Request, in_virtual_time

@@ -20,9 +20,8 @@ from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.events import Recorder
 from kuberoll_operator.kube.resources import CHILDREN, PODS, resource_of_object
 from kuberoll_operator.metrics import Metrics
-from kuberoll_operator.model import Heard, Key, Object
+from kuberoll_operator.model import Heard, Key, Object, condition, is_true
 from kuberoll_operator.observe import observe
-from kuberoll_operator.plan import condition, is_true
 from kuberoll_operator.progress import ProgressPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler

@@ -11,12 +11,13 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import autoscaling, names
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import Problem, first_problem, of_component, refusal, still_there, told
-from kuberoll_operator.model import Object, Observed, Ref
-from kuberoll_operator.placement import CannotPlace, place
+from kuberoll_operator.model import Object, Observed, Ref, condition, is_true
+from kuberoll_operator.placement import CannotPlace, misplacement, place
 from kuberoll_operator.render.generation import SERVE_LABEL, build_generation_services
 from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
 from kuberoll_operator.render.subject import Subject
 
+_READY: Final = "Ready"
 _BROKEN: Final = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 _WITHOUT_REPLICAS: Final = frozenset({"NOT_STARTED", "DELETING"})
 
@@ -27,14 +28,10 @@ class KubeRay:
     name = "KubeRay"
 
     def problem(self, job: RolloutJob) -> str | None:
-        try:
-            place(job.spec.generation, one_each=False)
-        except CannotPlace as error:
-            return str(error)
-        return None
+        return misplacement(job.spec.generation, one_each=False)
 
     def endpoint(self, job: RolloutJob, namespace: str) -> str:
-        return f"http://{names.generation(job.metadata.name)}.{namespace}.svc:{names.GENERATION_PORT}"
+        return names.generation_url(job.metadata.name, namespace)
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:
         return build_generation_services(subject)
@@ -89,9 +86,11 @@ class KubeRay:
         """
         applications = _applications(status)
         told_of = {str(item.get("status")) for item in applications.values()}
-        if not told_of or told_of & _WITHOUT_REPLICAS or _ready(status).get("status") != "True":
+        if not told_of or told_of & _WITHOUT_REPLICAS or not is_true(status, _READY):
             return 0
-        there = self._replicas(job, [pod for pod in pods if _is_engine(pod) and _is_ready(pod)])
+        there = self._replicas(
+            job, [pod for pod in pods if _is_engine(pod) and is_true(pod.get("status") or {}, "Ready")]
+        )
         broken = any(item in _BROKEN for item, _ in _statements(status))
         # A pod that has no processor time for a moment is not ready, and its replica goes on.
         return min(desired, max(there, 0 if broken else 1))
@@ -120,7 +119,7 @@ def _is_complete(status: Mapping[str, Any]) -> bool:
     """
     applications = _applications(status)
     running = bool(applications) and all(_is_running(item) for item in applications.values())
-    return running and _ready(status).get("status") == "True"
+    return running and is_true(status, _READY)
 
 
 def _is_seen(live: Object, status: Mapping[str, Any]) -> bool:
@@ -135,7 +134,7 @@ def _is_running(application: Mapping[str, Any]) -> bool:
 
 def _failure(status: Mapping[str, Any]) -> Problem | None:
     """What Serve says of an engine that failed: its own traceback, mostly."""
-    ready = _ready(status)
+    ready = condition(status, _READY)
     if ready.get("reason") == "InitializingTimeout":
         return Problem(Reason.STARTING, told(f"KubeRay gave up, and it begins anew: {ready.get('message', '')}"))
     broken = [item for item in _statements(status) if item[0] in _BROKEN and item[1]]
@@ -170,7 +169,7 @@ def _applications(status: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _refused(status: Mapping[str, Any]) -> str | None:
-    ready = _ready(status)
+    ready = condition(status, _READY)
     if ready.get("reason") != "ValidationFailed":
         return None
     return told(f"KubeRay does not take the RayService: {ready.get('message', '')}")
@@ -178,15 +177,8 @@ def _refused(status: Mapping[str, Any]) -> str | None:
 
 def _timed_out(live: Object) -> bool:
     """Whether KubeRay has given it up: no change of its spec revives it."""
-    ready = _ready(live.get("status") or {})
+    ready = condition(live.get("status") or {}, _READY)
     return ready.get("status") == "False" and ready.get("reason") == "InitializingTimeout"
-
-
-def _ready(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    for item in status.get("conditions") or ():
-        if item.get("type") == "Ready":
-            return item  # type: ignore[no-any-return]
-    return {}
 
 
 def _is_dying(live: Object) -> bool:
@@ -195,8 +187,3 @@ def _is_dying(live: Object) -> bool:
 
 def _is_engine(pod: Object) -> bool:
     return (pod["metadata"].get("labels") or {}).get(SERVE_LABEL) == "true" and not _is_dying(pod)
-
-
-def _is_ready(pod: Object) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(item.get("type") == "Ready" and item.get("status") == "True" for item in conditions)

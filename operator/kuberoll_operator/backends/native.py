@@ -18,7 +18,7 @@ from kuberoll_operator.backends.pods import (
     still_there,
 )
 from kuberoll_operator.model import Object, Observed, Ref
-from kuberoll_operator.placement import CannotPlace, place
+from kuberoll_operator.placement import misplacement
 from kuberoll_operator.render.generation import MUTABLE, build_generation_deployment, build_generation_services
 from kuberoll_operator.render.objects import annotated, keep_shape
 from kuberoll_operator.render.subject import Subject
@@ -30,14 +30,10 @@ class Native:
     name = "Native"
 
     def problem(self, job: RolloutJob) -> str | None:
-        try:
-            place(job.spec.generation, one_each=True)
-        except CannotPlace as error:
-            return str(error)
-        return None
+        return misplacement(job.spec.generation, one_each=True)
 
     def endpoint(self, job: RolloutJob, namespace: str) -> str:
-        return f"http://{names.generation(job.metadata.name)}.{namespace}.svc:{names.GENERATION_PORT}"
+        return names.generation_url(job.metadata.name, namespace)
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:
         return build_generation_services(subject)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from kuberoll_api.conditions import Reason
 from kuberoll_operator import names
-from kuberoll_operator.model import Object
+from kuberoll_operator.model import Object, condition, is_true
 
 MESSAGE_CHARACTERS: Final = 1000
 
@@ -141,7 +141,7 @@ def ended(pod: Mapping[str, Any], container: str) -> Ended | None:
 
 def is_disrupted(pod: Mapping[str, Any]) -> bool:
     """Whether the cluster took the pod away: eviction, preemption, a lost node."""
-    return _condition(pod, "DisruptionTarget").get("status") == "True"
+    return is_true(pod.get("status") or {}, "DisruptionTarget")
 
 
 def first_problem(pods: Sequence[Object], container: str) -> Problem | None:
@@ -169,7 +169,7 @@ def refusal(pods: Sequence[Object], container: str) -> str | None:
 
 def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
     """Why the controller of a Deployment cannot make pods, from the Deployment's conditions."""
-    failure = _condition(owner, "ReplicaFailure")
+    failure = condition(owner.get("status") or {}, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
     message = told(str(failure.get("message", "")))
@@ -219,7 +219,7 @@ def _crash(pod: Object, container: str) -> Problem | None:
 
 
 def _unscheduled(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
-    scheduled = _condition(pod, "PodScheduled")
+    scheduled = condition(pod.get("status") or {}, "PodScheduled")
     if scheduled.get("status") != "False":
         return None
     return Problem(Reason.UNSCHEDULABLE, told(str(scheduled.get("message") or scheduled.get("reason") or "")))
@@ -235,13 +235,6 @@ def _waiting(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _statuses(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     status = pod.get("status", {})
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-
-
-def _condition(item: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    for condition in item.get("status", {}).get("conditions") or ():
-        if condition.get("type") == kind:
-            return condition  # type: ignore[no-any-return]
-    return {}
 
 
 def _name(pod: Mapping[str, Any]) -> str:
