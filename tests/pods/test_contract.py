@@ -18,6 +18,7 @@ from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.pod import dataset_mounted, settle
 from kuberoll_workers.pod_contract import ConfigRefused, clipped, encode_message, read_config
+from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.refusals import ended_by, is_refused
 from kuberoll_workers.worker import trajectories_to_come
 
@@ -56,6 +57,8 @@ def raised(error: Exception, cause: BaseException | None) -> Exception:
         (raised(DatasetError("x"), raised(DatasetError("y"), OSError("x"))), False),
         (raised(UnusableEnvironment("x"), ImportError("x")), True),
         (raised(UnusableEnvironment("x"), RuntimeError("x")), False),
+        (raised(ConfigRefused("x"), PolicyRefused("x")), True),
+        (raised(ConfigRefused("x"), PolicyUnavailable("x")), False),
         (RunRefused("x"), True),
         (ConfigRefused("x"), True),
         (OSError("x"), False),

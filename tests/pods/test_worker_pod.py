@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.run_directory import MANIFEST
@@ -317,3 +319,52 @@ async def test_a_pod_that_is_stopped_while_it_waits_ends_at_once(place: Place) -
         started.signal(signal.SIGTERM)
         assert await started.end() == 75
         assert started.message()["cause"] == "stopped before the work began"
+
+
+@asynccontextmanager
+async def somebody_elses() -> AsyncIterator[str]:
+    """An OpenAI-compatible server that wants a key, and says neither its window nor token ids."""
+
+    async def models(request: web.Request) -> web.Response:
+        known = request.headers.get("authorization") == "Bearer the key"
+        return web.json_response({"data": [{"id": "m"}]} if known else {}, status=200 if known else 401)
+
+    async def completions(request: web.Request) -> web.Response:
+        await request.read()
+        choice = {"index": 0, "text": "<action>up</action>", "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"completion_tokens": 3, "prompt_tokens": 3}})
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
+    server = TestServer(app)
+    await server.start_server()
+    try:
+        yield str(server.make_url(""))
+    finally:
+        await server.close()
+
+
+def external_job(url: str, **rollout: Any) -> dict[str, Any]:
+    external = {"url": url, "api": "OpenAI", "apiKeyVariable": "THE_KEY"}
+    generation = {"model": {"source": str(TINY)}, "backend": "External", "external": external}
+    return job(generation=generation, rollout={"concurrency": 18, **rollout})
+
+
+async def test_an_endpoint_that_does_not_say_its_window_has_the_job_s(place: Place) -> None:
+    async with somebody_elses() as url:
+        place.job = external_job(url, maxSequenceLength=400)
+        async with place.pod(0, THE_KEY="the key") as started:
+            assert await started.end() == 0, started.log
+            assert started.message()["failed"] == 0
+    assert place.contents()
+
+
+@pytest.mark.parametrize(("variables", "said"), [({"THE_KEY": "another"}, "401"), ({}, "THE_KEY")])
+async def test_a_key_that_does_not_fit_is_refused(place: Place, variables: dict[str, str], said: str) -> None:
+    async with somebody_elses() as url:
+        place.job = external_job(url, maxSequenceLength=400)
+        async with place.pod(0, **variables) as started:
+            assert await started.end() == 78, started.log
+            cause = started.message()["cause"]
+    assert cause.startswith("spec.generation.external")
+    assert said in cause

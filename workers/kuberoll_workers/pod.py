@@ -51,6 +51,7 @@ from kuberoll_workers.pod_contract import (
 )
 from kuberoll_workers.pod_http import health_route, json_route, metrics_route, serving
 from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.interface import PolicyRefused
 from kuberoll_workers.refusals import ended_by
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
@@ -231,8 +232,12 @@ class ShardPod:
         patience = float(self._job.spec.startup_deadline_seconds)
         external, token = self._job.spec.generation.external, self._config.token
         if external is not None:
-            async with external_client(external, external.url, limit=1, token=token) as foreign:
-                return (await foreign.wait_ready(patience)).max_model_len
+            window = self._job.spec.rollout.max_sequence_length
+            try:
+                async with external_client(external, external.url, limit=1, token=token, window=window) as foreign:
+                    return (await foreign.wait_ready(patience)).max_model_len
+            except (PolicyRefused, ValueError) as error:
+                raise ConfigRefused(f"spec.generation.external: {error}") from error
         async with ServeClient(self._config.endpoint, limit=1, token=token) as client:
             return (await client.wait_ready(patience)).max_model_len
 

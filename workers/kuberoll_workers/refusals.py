@@ -12,6 +12,7 @@ from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.pod_contract import EXIT_FAILED, EXIT_REFUSED, ConfigRefused
+from kuberoll_workers.policy.interface import PolicyRefused
 
 _REFUSALS = (
     ConfigRefused,
@@ -37,6 +38,7 @@ _LASTING = (
     NotADirectoryError,
     NotImplementedError,
     PermissionError,
+    PolicyRefused,
     SyntaxError,
     TypeError,
     ValueError,
