@@ -7,15 +7,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes
+from kuberoll_workers.local.watchdog import end_processes
 from tests.cluster.api import Api, ApiError
 from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server, start_controller_manager
-from tests.cluster.kubelet import Kubelet
+from tests.cluster.kubelet import Kubelet, running_kubelet
 
 
 @pytest.fixture(scope="session")
@@ -62,25 +61,8 @@ def session_id() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def kubelet(control_plane: ApiServer, session_id: str) -> Iterator[Kubelet]:
-    """One node with 8 GPUs."""
-    kubelet = Kubelet(
-        control_plane.url,
-        control_plane.token,
-        control_plane.authority,
-        environment={
-            RUN_ID_VARIABLE: session_id,
-            # Pods may run modules of the tests, and run the same code as these.
-            "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-            ),
-            # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
-            "KUBEROLL_DRAIN_SECONDS": "3",
-        },
-    )
-    try:
+    with running_kubelet(control_plane, session_id) as kubelet:
         yield kubelet
-    finally:
-        kubelet.stop()
 
 
 @pytest_asyncio.fixture

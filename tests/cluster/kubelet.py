@@ -18,14 +18,16 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from tests.cluster.api import Api, ApiError, Object
 from tests.cluster.containers import Container, Launch, now
+from tests.cluster.control_plane import ApiServer
 from tests.cluster.processes import end_marked, marked
 from tests.cluster.scheduling import in_use, why_not
 from tests.cluster.services import Services
@@ -185,18 +187,13 @@ class PodRunner:
         self._ending = True
         for container in (*self.init_containers, *self.containers):
             container.signal(signal.SIGTERM)
-        running = asyncio.gather(*(self._gone(item) for item in (*self.init_containers, *self.containers)))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running, grace)
+        if any(container.process is not None for container in (*self.init_containers, *self.containers)):
+            # They end themselves: this waits for the one who waits for the processes.
+            await asyncio.wait({self.work}, timeout=grace)
         await self.kill()
         await self.publish()
         with contextlib.suppress(ApiError):
             await self._node.api.delete("Pod", self.namespace, self.name, grace=0, uid=self.uid)
-
-    async def _gone(self, container: Container) -> None:
-        if container.process is not None:
-            # It ends itself: this waits for the one who waits for the process.
-            await asyncio.wait({self.work})
 
     async def kill(self) -> None:
         """SIGKILL to everything; returns when all is gone and the last state is known."""
@@ -455,6 +452,29 @@ def _own_network() -> tuple[socket.socket, int]:
             continue
         return lock, number
     raise RuntimeError("no free network in 127.0.0.0/8: are test kubelets left over?")
+
+
+@contextlib.contextmanager
+def running_kubelet(server: ApiServer, session_id: str) -> Iterator[Kubelet]:
+    """One node with 8 GPUs, whose processes carry the tests' identity."""
+    kubelet = Kubelet(
+        server.url,
+        server.token,
+        server.authority,
+        environment={
+            RUN_ID_VARIABLE: session_id,
+            # Pods may run modules of the tests, and run the same code as these.
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
+            "KUBEROLL_DRAIN_SECONDS": "3",
+        },
+    )
+    try:
+        yield kubelet
+    finally:
+        kubelet.stop()
 
 
 class Kubelet:

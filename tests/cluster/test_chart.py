@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from helm_python import Config
+from helm_python import Config, HelmError
 
 from kuberoll_api.manifest import load_job
 from kuberoll_operator.commands.render import children_of
 from tests.charts.rendering import NAMESPACE, RELEASE, complete_chart, one, rendered
-from tests.cluster.api import Api, ApiError, Object, condition, path_of
-from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server
-from tests.cluster.jobs import children, rollout_job
+from tests.cluster.api import Api, ApiError, Object, condition, is_true, path_of
+from tests.cluster.control_plane import (
+    ApiServer,
+    MissingBinaries,
+    kubeconfig,
+    start_api_server,
+    start_controller_manager,
+)
+from tests.cluster.jobs import CLAIM, children, make_claim, read_output, rollout_job
+from tests.cluster.kubelet import Kubelet, running_kubelet
 from tests.cluster.operator_process import OperatorProcess, token_of
 from tests.cluster.test_crd import DRY
 from tests.operator import support
@@ -136,6 +144,51 @@ async def test_installed_upgraded_uninstalled_and_installed_again(
         assert {place: before[place] for place in after} == after
     finally:
         running.stop()
+        helm.uninstall(RELEASE)
+
+
+@pytest.fixture
+def node(server: ApiServer, session_id: str) -> Iterator[Kubelet]:
+    """A node for the pods of the chart, and of the jobs of its operator."""
+    start_controller_manager(server)
+    with running_kubelet(server, session_id) as kubelet:
+        yield kubelet
+
+
+async def test_the_operator_as_the_chart_runs_it(
+    server: ApiServer, api: Api, helm: Config, node: Kubelet, tmp_path: Path
+) -> None:
+    """`helm install --wait`, `helm test`, a job, `helm uninstall`, with all pods running."""
+    await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "lab"}})
+    await api.wait("ServiceAccount", "lab", "default", lambda item: item is not None)
+    chart = complete_chart(tmp_path)
+    helm.install(chart, RELEASE, {"operator": {"replicas": 0}}, create_namespace=True)
+    access = tmp_path / "kubeconfig"
+    token = await token_of(api, NAMESPACE, "kuberoll-operator")
+    access.write_text(json.dumps(kubeconfig(server.url, token, server.authority)))
+    # A process of this machine finds neither the files of its account nor an address of its own.
+    environment = [
+        {"name": "KUBECONFIG", "value": str(access)},
+        {"name": "KUBEROLL_HTTP_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+    helm.upgrade(chart, RELEASE, {"operator": {"extraEnv": environment}}, wait="watcher", timeout=120)
+    try:
+        [operator] = [item for item in await api.list("Pod", NAMESPACE) if "test" not in item["metadata"]["name"]]
+        assert is_true(operator, "Ready")
+        helm.test(RELEASE, timeout=60)
+        told = node.logs(NAMESPACE, f"{RELEASE}-test")
+        assert [f"{path} 200" in told for path in ("/healthz", "/readyz", "/metrics")] == [True] * 3
+        assert await api.find("Pod", NAMESPACE, f"{RELEASE}-test") is None
+
+        await make_claim(api, "lab")
+        await api.create(rollout_job("lab"))
+        await api.wait("RolloutJob", "lab", "puzzles", lambda item: is_true(item, "Complete"), seconds=120)
+        assert len(read_output(node.claim("lab", CLAIM) / "puzzles")) == 16
+
+        await api.delete("Service", NAMESPACE, "kuberoll-operator")
+        with pytest.raises(HelmError, match=f"{RELEASE}-test"):
+            helm.test(RELEASE, timeout=60)
+    finally:
         helm.uninstall(RELEASE)
 
 
