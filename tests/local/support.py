@@ -70,7 +70,11 @@ class Endpoint:
         released: Those held up are answered once it is set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        """
+        Args:
+            seconds: That a response takes.
+        """
         self.url = ""
         self.requests: list[str] = []
         self.waiting: set[str] = set()
@@ -80,7 +84,7 @@ class Endpoint:
         self._engine = Simulated(
             model="none",
             tokenizer=str(TINY),
-            settings=SimulatedEngine.model_validate({"responses": WAYS}),
+            settings=SimulatedEngine.model_validate({"responses": WAYS, "firstTokenSeconds": seconds}),
             engine_args={"max_model_len": 512},
         )
 
@@ -122,6 +126,24 @@ class Endpoint:
         return web.Response(
             body=wire.encode_result(await self._engine.generate(asked), wire.MSGPACK), content_type=wire.MSGPACK
         )
+
+
+@contextmanager
+def external_generation(seconds: float = 0.0) -> Iterator[dict[str, Any]]:
+    """`spec.generation` of a job whose engine somebody else keeps: an `Endpoint` in a thread of this process.
+
+    For runs in which neither Ray nor its start and end are what is tested.
+    """
+    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
+        endpoint, loop = Endpoint(seconds), runner.get_loop()
+        serving = endpoint.serving()
+        runner.run(serving.__aenter__())
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        stack.callback(lambda: runner.run(serving.__aexit__(None, None, None)))
+        stack.callback(thread.join)
+        stack.callback(loop.call_soon_threadsafe, loop.stop)
+        yield {"backend": "External", "external": {"url": endpoint.url}, "model": {"source": str(TINY)}}
 
 
 class Run:

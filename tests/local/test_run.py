@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.data.record import TrajectoryRecord
 from tests.collection.s3 import S3Server, s3, s3_server
 from tests.local.support import (
+    external_generation,
     manifest,
     run_to_end,
     running,
@@ -38,6 +41,13 @@ def slow_down(job: Path, seconds: float = 0.2) -> None:
     document = json.loads(job.read_text())
     document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = seconds
     job.write_text(json.dumps(document))
+
+
+@pytest.fixture
+def slow_generation() -> Iterator[dict[str, Any]]:
+    """Somebody else's engine, which takes 0.2 s for a response."""
+    with external_generation(0.2) as generation:
+        yield generation
 
 
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
@@ -73,13 +83,15 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
 
 def test_interrupted_then_killed_then_resumed_is_the_same_as_uninterrupted(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    quick = manifest(tmp_path / "quick.yaml", rollout={"concurrency": 4})
-    assert run_to_end(quick, "--output", whole, "--metrics-port", "0")[0] == 0
+    with external_generation() as generation:
+        uninterrupted = manifest(tmp_path / "whole.yaml", rollout={"concurrency": 4}, generation=generation)
+        assert run_to_end(uninterrupted, "--output", whole, "--metrics-port", "0")[0] == 0
     expected = _contents(trajectories(whole))
 
     output = tmp_path / "out"
-    slow_down(quick)
-    arguments = (quick, "--output", output, "--metrics-port", "0")
+    job = manifest(tmp_path / "job.yaml", rollout={"concurrency": 4})
+    slow_down(job)
+    arguments = (job, "--output", output, "--metrics-port", "0")
 
     with running(*arguments) as run:
         wait_for_trajectories(run, output, 0)
@@ -107,15 +119,17 @@ def test_interrupted_then_killed_then_resumed_is_the_same_as_uninterrupted(tmp_p
     assert records[: len(drained)] == drained
 
 
-def test_an_object_store_as_output(s3: tuple[S3Server, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_as_output(
+    s3: tuple[S3Server, str], slow_generation: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     job = manifest(
         tmp_path / "job.yaml",
         workers={"replicas": 2, "shards": 3},
         rollout={"concurrency": 2},
         output={"uri": f"{s3[1]}/run", "format": "Parquet", "parts": {"maxSeconds": 0.2}},
+        generation=slow_generation,
     )
-    slow_down(job)
     arguments = (job, "--metrics-port", "0")
     storage = open_storage(f"{s3[1]}/run")
     with running(*arguments) as run:
@@ -164,8 +178,7 @@ def test_a_second_interrupt_does_not_wait_for_what_is_in_flight(tmp_path: Path) 
     assert trajectories(tmp_path / "out") == []
 
 
-def test_failures_beyond_the_budget(tmp_path: Path) -> None:
-    # Nothing listens there: every trajectory fails after its tries.
+def test_failures_beyond_the_budget(slow_generation: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "class Broken:\n"
         "    def __init__(self, config): pass\n"
@@ -183,6 +196,7 @@ def test_failures_beyond_the_budget(tmp_path: Path) -> None:
             "repeats": 3,
         },
         rollout={"retries": {"backoffSeconds": 0}},
+        generation=slow_generation,
     )
     code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
     assert code == 1

@@ -18,7 +18,15 @@ import pytest
 
 from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.monitor.prometheus import PROGRAM, PrometheusUnavailable, Target, configuration, prometheus
-from tests.local.support import EXAMPLES, Run, manifest, run_to_end, running, wait_until_none_is_left
+from tests.local.support import (
+    EXAMPLES,
+    Run,
+    external_generation,
+    manifest,
+    run_to_end,
+    running,
+    wait_until_none_is_left,
+)
 from tests.local.test_run import slow_down
 from tests.monitoring.support import Api, until
 from tests.monitoring.test_queries import RECORDED
@@ -51,7 +59,7 @@ def wait_for(run: Run, url: str, *expressions: str) -> None:
 
 @installed
 def test_it_sees_the_run_and_ends_when_the_run_is_killed(tmp_path: Path) -> None:
-    job = manifest(tmp_path / "job.yaml", workers={"replicas": 2}, dataset={"source": {"generator": {"count": 500}}})
+    job = manifest(tmp_path / "job.yaml", workers={"replicas": 2}, dataset={"source": {"generator": {"count": 5000}}})
     slow_down(job)
     output = tmp_path / "out"
     with running(job, "--output", output, "--metrics-port", "0", "--monitor") as run:
@@ -64,7 +72,7 @@ def test_it_sees_the_run_and_ends_when_the_run_is_killed(tmp_path: Path) -> None
         wait_for(run, url, planned, *(f"count({expression})" for expression in shown), 'count({rolloutjob="test"})')
         # The engine is simulated; Ray is not.
         wait_for(run, url, 'count(ray_serve_num_http_requests_total{rolloutjob="test"})', "sum(up) == 2")
-        assert ask(url, lambda api: api.number(planned)) == 500
+        assert ask(url, lambda api: api.number(planned)) == 5000
         groups = ask(url, lambda api: api.get("rules"))["groups"]
         assert [group["name"] for group in groups] == ["kuberoll-jobs", "kuberoll-operator"]
         assert PROGRAM in {process.name() for process in processes_of(run_id)}
@@ -95,8 +103,9 @@ def test_without_prometheus_the_run_goes_on_and_says_how_to_get_it(
             if path.name != PROGRAM and not (programs / path.name).is_symlink():
                 (programs / path.name).symlink_to(path)
     monkeypatch.setenv("PATH", str(programs))
-    job = manifest(tmp_path / "job.yaml")
-    code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0", "--monitor")
+    with external_generation() as generation:
+        job = manifest(tmp_path / "job.yaml", generation=generation)
+        code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0", "--monitor")
     assert code == 0, text
     assert "--monitor: there is no `prometheus` program on the PATH: `apt install prometheus`" in text
 

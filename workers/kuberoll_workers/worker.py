@@ -1,8 +1,9 @@
 """One environment worker: runs some shards of a job against a policy endpoint.
 
-A child process of `kuberoll run` is `python -m kuberoll_workers.worker --config FILE`; a pod of the cluster (`pod`)
-does the same work. Progress goes to standard output, one JSON object a line, the last one with `"done": true`; words go
-to standard error. SIGTERM drains: nothing new is begun, what is in flight is finished and stored.
+A child process of `kuberoll run` is `python -m kuberoll_workers.worker --tokenizer SOURCE`; a pod of the cluster
+(`pod`) does the same work. It makes ready while the engine starts, and begins when its WorkerConfig comes, a line of
+JSON at standard input. Progress goes to standard output, one JSON object a line, the last one with `"done": true`;
+words go to standard error. SIGTERM drains: nothing new is begun, what is in flight is finished and stored.
 """
 
 from __future__ import annotations
@@ -264,13 +265,20 @@ async def open_policy(
 
 
 async def work(
-    config: WorkerConfig, *, metrics: RolloutMetrics, drain: Drain, progress: Progress, policy: Policy | None = None
+    config: WorkerConfig,
+    *,
+    metrics: RolloutMetrics,
+    drain: Drain,
+    progress: Progress,
+    policy: Policy | None = None,
+    tokenizer: HuggingFaceTokenizer | None = None,
 ) -> bool:
     """Run the config's shards to their end, or until drained.
 
     Args:
         progress: Counted up as trajectories are stored.
         policy: Answers instead of the endpoint.
+        tokenizer: The config's, where it is loaded already.
 
     Returns:
         Whether the shards are done; False: it was drained first.
@@ -279,7 +287,8 @@ async def work(
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
     """
     job = RolloutJob.model_validate(config.job)
-    tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
+    if tokenizer is None:
+        tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
     seeded = job.spec.dataset.seed_per_repeat
     async with AsyncExitStack() as stack:
         # What is stored last is stored when the store is closed.
@@ -386,7 +395,7 @@ def group_policy(config: WorkerConfig, job: RolloutJob, state: RunState) -> Grou
     )
 
 
-async def _main(config: WorkerConfig, reports: TextIO) -> None:
+async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: TextIO) -> None:
     drain, progress = Drain(), Progress()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -394,7 +403,7 @@ async def _main(config: WorkerConfig, reports: TextIO) -> None:
     metrics = RolloutMetrics(str(config.job["metadata"]["name"]))
     background = [asyncio.create_task(metrics.watch_event_loop()), asyncio.create_task(_report(progress, reports))]
     try:
-        await work(config, metrics=metrics, drain=drain, progress=progress)
+        await work(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
     finally:
         for task in background:
             task.cancel()
@@ -436,11 +445,16 @@ def _own_stdout() -> TextIO:
 def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.worker", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="JSON file of a WorkerConfig")
+    parser.add_argument("--tokenizer", required=True, help="Directory or hub id, loaded while the config is awaited.")
     arguments = parser.parse_args()
-    config = msgspec.json.decode(arguments.config.read_bytes(), type=WorkerConfig)
+    reports = _own_stdout()
+    # With PyTorch at hand transformers imports it: seconds, which the engine's start takes anyway.
+    tokenizer = HuggingFaceTokenizer.load(arguments.tokenizer)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # whoever started it needs it no more
     tune_garbage_collector()
-    asyncio.run(_main(config, _own_stdout()))
+    asyncio.run(_main(msgspec.json.decode(line, type=WorkerConfig), tokenizer, reports))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,13 @@ class Child:
                 if isinstance(report, dict):
                     yield report
 
+    async def tell(self, line: bytes) -> None:
+        """Give it a line at its standard input; one that has ended hears nothing."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(line + b"\n")
+            await self._process.stdin.drain()
+
     async def wait(self) -> int:
         """Wait for its end; the exit code."""
         return await self._process.wait()

@@ -191,29 +191,46 @@ class _LocalRun:
         async with AsyncExitStack() as stack:
             port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
             self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
+            assignment = self._assignment()
+            workers: list[Child] = []
+            stack.push_async_callback(self._stop_workers, workers)
+            for number in range(len(assignment)):
+                worker = await self._start_worker(number, metrics_directory, environment)
+                workers.append(worker)
             host, endpoint = await self._start_generation(stack, scratch, environment)
+            # Begun before the engine, ended before it too.
+            stack.push_async_callback(self._stop_workers, workers)
             if self._options.monitor:
                 await self._start_monitor(stack, environment, port, endpoint.metrics_port)
             self._workers_started = time.perf_counter()
-            environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_directory)
-            assignment = self._assignment()
-            for number, shards in enumerate(assignment):
+            for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Their metrics are added up, and so are these.
                 planned = share(self._planned(), number, len(assignment))
-                config = self._worker_config(endpoint, shards, planned)
-                path = _secret_file(scratch / f"worker-{number}.json", msgspec.json.encode(config))
-                log = self._logs / f"worker-{number}.log"
-                variables = {**environment, **self._python_path(), **literal_variables(self._job.spec.workers.env)}
-                worker = await Child.start(
-                    "kuberoll_workers.worker", ["--config", str(path)], log=log, environment=variables
-                )
-                stack.push_async_callback(self._stop, worker, WORKER_PATIENCE_SECONDS)
+                await worker.tell(msgspec.json.encode(self._worker_config(endpoint, shards, planned)))
                 self._workers.append(worker)
                 self._progress.append(Progress())
             await self._watch(host)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
             stopping = time.perf_counter()
         self._seconds["shutdown"] = time.perf_counter() - stopping
+
+    async def _start_worker(self, number: int, metrics: Path, environment: Mapping[str, str]) -> Child:
+        """A worker that is not told yet what to do: it makes ready while the engine starts."""
+        return await Child.start(
+            "kuberoll_workers.worker",
+            ["--tokenizer", self._preflight.tokenizer],
+            log=self._logs / f"worker-{number}.log",
+            environment={
+                **environment,
+                "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+                **self._python_path(),
+                **literal_variables(self._job.spec.workers.env),
+            },
+        )
+
+    async def _stop_workers(self, workers: Sequence[Child]) -> None:
+        for worker in workers:
+            await self._stop(worker, WORKER_PATIENCE_SECONDS)
 
     async def _stop(self, child: Child, patience: float) -> None:
         # A second Ctrl-C is not to be kept waiting; what a child would have stopped itself, the watchdog ends.
