@@ -67,6 +67,10 @@ EXPOSE 9464
 CMD ["python", "-m", "kuberoll_workers.pod", "--config", "/etc/kuberoll/job.json"]
 
 FROM base AS serve-cpu
+USER root
+# vLLM's kernels for CPUs are linked with it.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+USER 65532:65532
 COPY --from=build-serve-cpu /opt/kuberoll /opt/kuberoll
 
 FROM ${GPU_IMAGE} AS serve-gpu

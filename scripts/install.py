@@ -71,7 +71,8 @@ def main(extras: list[str]) -> None:
         needed = [line for name in extras for line in project["optional-dependencies"][name]]
         pip(*project["dependencies"], *needed, *others, torch)
     else:
-        pip("--editable", f"{ROOT}[operator,workers,dev]", *others, torch)
+        # Compiling all that nobody will import takes two minutes of six. An image cannot do it later.
+        pip("--no-compile", "--editable", f"{ROOT}[operator,workers,dev]", *others, torch)
 
 
 if __name__ == "__main__":

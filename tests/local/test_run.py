@@ -14,11 +14,15 @@ from typing import Any
 
 import pytest
 
+from kuberoll_api.manifest import load_job
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.local.preflight import Refused, check
+from kuberoll_workers.policy.engines import vllm_engine
 from tests.collection.s3 import S3Server, s3, s3_server
 from tests.local.support import (
+    EXAMPLES,
     external_generation,
     manifest,
     run_to_end,
@@ -242,3 +246,13 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
     assert code == 1
     assert "generation did not start: JSONDecodeError" in text, text
+
+
+def test_a_library_that_is_not_there_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job(EXAMPLES / "sliding-puzzle" / "rolloutjob.yaml")
+    monkeypatch.setattr(vllm_engine, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(vllm_engine, "_CPU_LIBRARY", "libnowhere.so.1")
+    with pytest.raises(
+        Refused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not here: apt-get"
+    ):
+        check(job, base=EXAMPLES / "sliding-puzzle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kuberoll_workers.policy.app import (
 )
 from kuberoll_workers.policy.causes import root_cause
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
-from kuberoll_workers.policy.ray_settings import free_ports, serve_environment
+from kuberoll_workers.policy.ray_settings import HAPROXY_OPEN_FILES, free_ports, serve_environment, why_no_haproxy
 
 ENGINE_LOG = """\
 :actor_name:ServeReplica:kuberoll:Generation
@@ -203,3 +204,20 @@ def test_two_runs_share_neither_ports_nor_files(tmp_path: Path) -> None:
 
 def test_without_haproxy_serve_s_own_proxy_is_used(tmp_path: Path) -> None:
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in serve_environment("Session", tmp_path, free_ports(3), haproxy=False)
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (HAPROXY_OPEN_FILES, None),
+        (resource.RLIM_INFINITY, None),
+        (1024, "processes may have 1,024 files open here, and HAProxy wants 10,276; raise the hard limit"),
+    ],
+)
+def test_haproxy_is_left_out_where_it_would_not_start(
+    limit: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (min(limit, 1024), limit))
+    reason = why_no_haproxy()
+    assert (reason is None) == (words is None)
+    assert (words or "") in (reason or "")

