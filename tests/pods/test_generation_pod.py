@@ -187,6 +187,7 @@ async def test_a_lost_engine_that_does_not_come_back_ends_its_pod(tmp_path: Path
         assert generation.processes() == []
 
 
+@pytest.mark.long
 async def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     told = config({"responses": ["x"]}, tokenizer="/nowhere/at-all")
     async with generation_pod(tmp_path, told) as generation:

@@ -16,7 +16,7 @@ from tests.policy.hosts import PATIENCE_SECONDS, starting, until_ready
 def test_a_failed_start_says_why_and_leaves_nothing() -> None:
     with starting(simulated={"responses": ["x"]}, tokenizer="/nowhere/at-all") as host:
         events = list(iter(host.event, None))
-        assert [event["event"] for event in events] == ["phase", "phase", "failed"]
+        assert [event["event"] for event in events] == ["phase", "phase", "failed"], events[-1]
         assert "/nowhere/at-all" in events[-1]["message"]
         assert "Traceback" not in events[-1]["message"]
         assert host.process.wait(timeout=PATIENCE_SECONDS) == 1

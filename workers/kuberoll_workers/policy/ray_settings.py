@@ -41,8 +41,13 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
         ports: Three free ones.
         haproxy: False where there is none: then Serve's own proxy has to do, and routing is up to it.
     """
-    # Whatever keeps an engine from starting here keeps it from starting again.
-    common = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
+    common = {
+        # Whatever keeps an engine from starting here keeps it from starting again.
+        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
+        # A proxy that is not ready after 5 seconds is killed by default, and with it the start of Serve. Its imports
+        # alone take as long on a machine that has other things to do.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    }
     if not haproxy:
         return common
     metrics, stats, fallback = ports
@@ -75,6 +80,9 @@ def ray_environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default all that Ray starts gives way to the machine's other processes, with niceness 15: engines would to
+        # environments, and on a busy machine Serve does not even start within its own time limits.
+        "RAY_worker_niceness": "0",
         "RAY_DEDUP_LOGS": "0",
     }
 
