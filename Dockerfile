@@ -36,7 +36,8 @@ RUN pip install --no-deps .
 
 FROM build AS build-serve-cpu
 ARG PIP_INDEX_URL
-RUN python scripts/install.py workers s3 gcs
+RUN python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt \
+    && python scripts/install.py -r /tmp/requirements.txt
 COPY . .
 # setuptools is among what vLLM needs.
 RUN pip install --no-deps . && pip uninstall -y pip

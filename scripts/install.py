@@ -1,7 +1,7 @@
 """Install KubeRoll with the CPU engine into the running interpreter's environment (`make install`).
 
-    python scripts/install.py                   # KubeRoll itself, editable, with all that its development needs
-    python scripts/install.py workers s3 gcs    # the engine and what these extras need, without KubeRoll: image layers
+    python scripts/install.py            # KubeRoll itself, editable, with all that its development needs
+    python scripts/install.py -r FILE    # the engine and what the file names, without KubeRoll: image layers
 
 Plain `pip install kuberoll[cpu]` is not enough on a machine without a GPU, for two reasons that pip has no
 option for: the default PyTorch wheels carry several GB of CUDA libraries, and vLLM asks for torchvision,
@@ -57,7 +57,7 @@ def engine_requirements(distribution: str) -> tuple[str, list[str]]:
     return torch, others
 
 
-def main(extras: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     engine = project["optional-dependencies"]["cpu"][0]
     print(f"installing {engine.partition(' ')[0]}", flush=True)
@@ -67,12 +67,8 @@ def main(extras: list[str]) -> None:
     print(f"installing {torch}", flush=True)
     install_torch(torch)
     print("installing everything else; this takes some minutes", flush=True)
-    if extras:
-        needed = [line for name in extras for line in project["optional-dependencies"][name]]
-        pip(*project["dependencies"], *needed, *others, torch)
-    else:
-        # Compiling all that nobody will import takes two minutes of six. An image cannot do it later.
-        pip("--no-compile", "--editable", f"{ROOT}[operator,workers,dev]", *others, torch)
+    # Compiling all that nobody will import takes two minutes of six. An image cannot do it later.
+    pip(*(arguments or ["--no-compile", "--editable", f"{ROOT}[operator,workers,dev]"]), *others, torch)
 
 
 if __name__ == "__main__":

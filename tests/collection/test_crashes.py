@@ -20,8 +20,8 @@ from tests.collection.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
 
-KILLS = int(os.environ.get("KUBEROLL_KILLS", "12"))
-TASKS = 200
+KILLS = int(os.environ.get("KUBEROLL_KILLS", "24"))
+TASKS = 400
 LONGEST_LIFE_SECONDS = 0.8
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 
 from kuberoll_api.rolloutjob import SimulatedEngine
 from kuberoll_workers.collection import records
@@ -134,15 +135,8 @@ def external_generation(seconds: float = 0.0) -> Iterator[dict[str, Any]]:
 
     For runs in which neither Ray nor its start and end are what is tested.
     """
-    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
-        endpoint, loop = Endpoint(seconds), runner.get_loop()
-        serving = endpoint.serving()
-        runner.run(serving.__aenter__())
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        stack.callback(lambda: runner.run(serving.__aexit__(None, None, None)))
-        stack.callback(thread.join)
-        stack.callback(loop.call_soon_threadsafe, loop.stop)
+    endpoint = Endpoint(seconds)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(endpoint.serving()):
         yield {"backend": "External", "external": {"url": endpoint.url}, "model": {"source": str(TINY)}}
 
 
