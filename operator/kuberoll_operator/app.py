@@ -18,7 +18,8 @@ from kuberoll_operator.health import Health, routes, serving
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.events import Recorder
-from kuberoll_operator.kube.lease import Elector
+from kuberoll_operator.kube.lease import Elector, LeadershipLost
+from kuberoll_operator.kube.owner import owner_of_pod
 from kuberoll_operator.kube.resources import RAY_SERVICES
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key
@@ -119,6 +120,7 @@ class Operator:
             self._watches = watches = Watches(
                 self.cache,
                 lambda: load_access(self._kubeconfig),
+                identity=self.identity,
                 namespaces=settings.namespaces,
                 resources=(*WATCHED, RAY_SERVICES) if settings.kuberay else WATCHED,
             )
@@ -171,7 +173,9 @@ class Operator:
                 _log.info("stopping: %d jobs wait, reconciles under way are finished", self.queue.depth())
             else:
                 failed = leading if leading in done else watching
-                _log.critical("cannot go on: %s", failed.exception())
+                error = failed.exception()
+                expected = isinstance(error, LeadershipLost)
+                _log.critical("cannot go on: %s", error, exc_info=None if expected else error)
             await pool.stop(0 if leading in done else DRAIN_SECONDS)
         finally:
             self._working = False

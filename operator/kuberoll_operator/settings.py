@@ -61,8 +61,11 @@ class Settings(BaseModel):
     leader_election: bool = Field(default=True, description="Work only while holding the lease.")
     lease_name: str = Field(default="kuberoll-operator", description="Name of the lease.")
     lease_namespace: str = Field(default="kuberoll-system", description="Namespace of the lease: the operator's own.")
-    lease_seconds: Seconds = Field(default=15.0, description="A lease that was not renewed for so long is free.")
+    lease_seconds: Seconds = Field(default=30.0, description="A lease that was not renewed for so long is free.")
     identity: str | None = Field(default=None, description="Holder of the lease; absent: host name and a random part.")
+    pod_name: str | None = Field(
+        default=None, description="Pod that the operator runs in; the lease is owned by its controller."
+    )
     concurrency: int = Field(default=8, ge=1, le=256, description="Jobs that are reconciled at once.")
     reconcile_seconds: Seconds = Field(default=60.0, description="Longest that one reconcile may take.")
     resync_seconds: Seconds = Field(default=600.0, description="Every job is looked at at least this often.")

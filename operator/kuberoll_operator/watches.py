@@ -34,18 +34,26 @@ class WatchesEnded(Exception):
 
 
 class Watches:
-    """The watches of all kinds, in all namespaces or in some."""
+    """The watches of all kinds, in all namespaces or in some.
+
+    Args:
+        identity: Name of this operator for kopf, which tells nobody: there are no peers.
+    """
 
     def __init__(
         self,
         cache: Cache,
         access: Callable[[], Awaitable[Access]],
         *,
+        identity: str = "kuberoll-operator",
         namespaces: tuple[str, ...] = (),
         resources: tuple[Resource, ...] = WATCHED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._access, self._clock = cache, access, clock
+        # Without one kopf asks for the user's name, and a container's user need not have any. Its type for it, a str,
+        # is not public.
+        self._identity: Any = identity
         self._resources = resources
         self.scopes: tuple[Scope, ...] = namespaces or (None,)
         self._lists = {resource.path(scope): (resource, scope) for resource in resources for scope in self.scopes}
@@ -67,6 +75,7 @@ class Watches:
         tasks = await kopf.spawn_tasks(
             registry=self._registry(),
             settings=operator_settings(self._resources),
+            identity=self._identity,
             standalone=True,
             clusterwide=self.scopes == (None,),
             namespaces=[scope for scope in self.scopes if scope is not None],

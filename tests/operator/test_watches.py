@@ -51,12 +51,28 @@ async def watching(server: Emulator, directory: Path, **options: object) -> Asyn
         watches = Watches(told.cache, lambda: load_access(kubeconfig), **options)  # type: ignore[arg-type]
         task = asyncio.create_task(watches.run())
         try:
-            await watches.synced()
+            synced = asyncio.create_task(watches.synced())
+            await asyncio.wait({task, synced}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                synced.cancel()
+                task.result()
             await server.until(lambda: server.watching() >= {item.plural for item in WATCHED})
             yield watches, told
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_user_without_a_name_watches_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_name() -> str:
+        raise OSError("No username set in the environment")
+
+    # As in a container whose user is in no /etc/passwd; Python 3.12 and older raise KeyError there.
+    monkeypatch.setattr("getpass.getuser", no_name)
+    server = Emulator()
+    server.put(manifest())
+    async with watching(server, tmp_path) as (watches, _):
+        assert watches.unsynced() == []
 
 
 async def test_selectors_are_the_servers_and_kopf_writes_nothing(tmp_path: Path) -> None:
