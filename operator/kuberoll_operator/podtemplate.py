@@ -23,13 +23,17 @@ _KEYS: Final[Mapping[str, str]] = {
 # Their items are of one kind or another (a value or a source, one source of many): two kinds cannot be mixed.
 _REPLACED: Final = frozenset({"volumes", "env"})
 
+# A probe has one handler: the API server refuses one that is merged of two.
+_PROBES: Final = frozenset({"livenessProbe", "readinessProbe", "startupProbe"})
+_HANDLERS: Final = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
+
 
 def merge(base: Any, over: Any) -> Any:
     """`over` on top of `base`; neither is changed.
 
     Mappings are merged key by key, and a null removes the key. Containers, volumes, environment variables and other
     lists whose items have names are merged by them: new items come last, volumes and variables of the same name are
-    replaced. Everything else is replaced.
+    replaced. A probe that names a handler (httpGet, exec, ...) loses the one it had. Everything else is replaced.
     """
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
@@ -40,6 +44,9 @@ def merge(base: Any, over: Any) -> Any:
         elif key in _KEYS and isinstance(value, list) and isinstance(merged.get(key), list):
             merged[key] = merge_named(merged[key], value, _KEYS[key], replace=key in _REPLACED)
         else:
+            there = merged.get(key)
+            if key in _PROBES and isinstance(there, Mapping) and isinstance(value, Mapping) and _HANDLERS & set(value):
+                merged[key] = {name: item for name, item in there.items() if name not in _HANDLERS}
             merged[key] = merge(merged[key], value) if key in merged else _without_nulls(value)
     return merged
 

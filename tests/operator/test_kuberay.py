@@ -52,6 +52,18 @@ def engine(suffix: str, *, ready: bool = True, **more: Any) -> Object:
     return found
 
 
+@pytest.mark.parametrize("case", RAY_CASES)
+def test_no_pod_is_left_to_kuberays_probes_which_need_wget_in_the_image(case: str) -> None:
+    cluster = next(item for item in children(case) if item["kind"] == "RayService")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        main = group["template"]["spec"]["containers"][0]
+        for probe in ("livenessProbe", "readinessProbe"):
+            assert set(main[probe]) >= {"httpGet"}
+    engines = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    assert engines["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+    assert {"name": "serve", "containerPort": 8000} in engines["ports"]
+
+
 def ray_job(**generation: Any) -> RolloutJob:
     return job(generation={"backend": "KubeRay", **generation})
 

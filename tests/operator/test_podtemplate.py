@@ -31,6 +31,16 @@ BASE: dict[str, Any] = {
 }
 
 
+def test_a_probe_has_one_handler() -> None:
+    base = {"readinessProbe": {"httpGet": {"path": "/healthz", "port": 8080}, "periodSeconds": 5}}
+    other = merge(base, {"readinessProbe": {"exec": {"command": ["true"]}}})
+    assert other == {"readinessProbe": {"exec": {"command": ["true"]}, "periodSeconds": 5}}
+    slower = merge(base, {"readinessProbe": {"periodSeconds": 60}})
+    assert slower == {"readinessProbe": {**base["readinessProbe"], "periodSeconds": 60}}
+    elsewhere = merge(base, {"readinessProbe": {"httpGet": {"port": 1}}})
+    assert elsewhere == {"readinessProbe": {"httpGet": {"port": 1}, "periodSeconds": 5}}
+
+
 def test_containers_and_variables_are_merged_by_name() -> None:
     over = {
         "spec": {
