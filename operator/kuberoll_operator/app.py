@@ -50,7 +50,7 @@ class Operator:
         self.identity = settings.identity or f"{socket.gethostname()}_{secrets.token_hex(4)}"
         self.metrics = Metrics()
         self.queue: WorkQueue[Key] = WorkQueue()
-        self.cache = Cache(self.queue.add)
+        self.cache = Cache(self._changed)
         self.stop = asyncio.Event()
         self.port: int | None = None
         self._kubeconfig = kubeconfig
@@ -94,7 +94,7 @@ class Operator:
                 watch=self._oldest_activity,
                 unsynced=self._unsynced,
                 queue=self.queue.oldest_age,
-                leading=lambda: self._working,
+                leading=self._leads,
                 lease_tried=elector.tried_age if elector else lambda: None,
                 lease_seconds=settings.lease_seconds,
             )
@@ -102,7 +102,7 @@ class Operator:
                 jobs=self.cache.jobs,
                 depth=self.queue.depth,
                 oldest=self.queue.oldest_age,
-                leading=lambda: self._working,
+                leading=self._leads,
                 cached=self.cache.sizes,
             )
             self.port = await stack.enter_async_context(
@@ -135,6 +135,21 @@ class Operator:
                 resync=settings.resync_seconds,
             )
             return await self._run(watches, pool, self._changes(client, settings) if asked else asyncio.Event().wait())
+
+    def _leads(self) -> bool:
+        return self._working and (self._elector is None or self._elector.leading)
+
+    def _changed(self, key: Key) -> None:
+        # Who stands by would collect keys that grow old; what there is to do, the cache knows when it is needed.
+        if self._working:
+            self.queue.add(key)
+
+    def _work(self, pool: Pool) -> None:
+        """Begin to reconcile: all jobs that there are, then those that change."""
+        self._working = True
+        for key, _ in self.cache.jobs():
+            self.queue.add(key)
+        pool.start()
 
     def _oldest_activity(self) -> tuple[float, str]:
         return (0.0, "") if self._watches is None else self._watches.oldest_activity()
@@ -196,13 +211,11 @@ class Operator:
         """
         await watches.synced()
         if self._elector is None:
-            self._working = True
-            pool.start()
+            self._work(pool)
             await asyncio.Event().wait()
             return
         await self._elector.acquire()
-        self._working = True
-        pool.start()
+        self._work(pool)
         try:
             await self._elector.hold()
         finally:

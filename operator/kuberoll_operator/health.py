@@ -41,7 +41,6 @@ class Health:
         age, kind = self._watch()
         if age > WATCH_SECONDS:
             found.append(f"watch: no sign of life of {kind} for {age:.0f} s")
-        # Whoever stands by collects keys and works on none.
         if self._leading() and (waited := self._queue()) > QUEUE_SECONDS:
             found.append(f"queue: a job has waited for {waited:.0f} s")
         return found + self._lease_problems()

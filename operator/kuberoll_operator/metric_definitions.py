@@ -9,7 +9,7 @@ from kuberoll_api.metrics import Counter, Gauge, Group, Histogram, every
 _RECONCILE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MILESTONE_SECONDS = (5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400, 259200, 604800)
 
-JOBS: Final = Gauge(name="kuberoll_operator_jobs", unit="jobs", labels=("phase",), help="RolloutJobs by phase.")
+JOBS: Final = Gauge(name="kuberoll_operator_jobs", unit="jobs", labels=("phase",), help="RolloutJobs by phase; of the operator that leads.")
 GENERATION_REPLICAS: Final = Gauge(
     name="kuberoll_operator_generation_replicas",
     unit="replicas",
@@ -54,7 +54,7 @@ ERRORS: Final = Counter(
     labels=("reason",),
     help="Errors by the API server's reason.",
 )
-QUEUE_DEPTH: Final = Gauge(name="kuberoll_operator_queue_depth", unit="jobs", help="Jobs that wait for a reconcile.")
+QUEUE_DEPTH: Final = Gauge(name="kuberoll_operator_queue_depth", unit="jobs", help="Jobs that wait for a reconcile; 0 while another operator leads.")
 QUEUE_WAIT_SECONDS: Final = Histogram(
     name="kuberoll_operator_queue_wait_seconds",
     unit="seconds",
@@ -64,7 +64,7 @@ QUEUE_WAIT_SECONDS: Final = Histogram(
 QUEUE_OLDEST_SECONDS: Final = Gauge(
     name="kuberoll_operator_queue_oldest_seconds",
     unit="seconds",
-    help="Age of the job that has waited or been reconciled for longest.",
+    help="Age of the job that has waited or been reconciled for longest; 0 while another operator leads.",
 )
 
 API_REQUESTS: Final = Counter(

@@ -143,15 +143,21 @@ class _Now(Collector):
         return ()
 
     def collect(self) -> Iterable[prometheus.Metric]:
+        leading = self._leading()
+        if leading:
+            # One that stands by sees the same jobs, and a sum over operators would have them twice.
+            yield from self._of_jobs()
+        yield _family(definitions.CACHED_OBJECTS, {(kind,): count for kind, count in sorted(self._cached().items())})
+        yield _family(definitions.QUEUE_DEPTH, {(): self._depth()})
+        yield _family(definitions.QUEUE_OLDEST_SECONDS, {(): self._oldest()})
+        yield _family(definitions.LEADER, {(): int(leading)})
+
+    def _of_jobs(self) -> Iterable[prometheus.Metric]:
         phases = Tally(str((item.get("status") or {}).get("phase") or "Pending") for _, item in self._jobs())
         yield _family(definitions.JOBS, {(phase,): phases[phase] for phase in PHASES})
         replicas = {labels: (count, gpus) for labels, count, gpus in self._replicas()}
         yield _family(definitions.GENERATION_REPLICAS, {labels: count for labels, (count, _) in replicas.items()})
         yield _family(definitions.GENERATION_GPUS, {labels: count * gpus for labels, (count, gpus) in replicas.items()})
-        yield _family(definitions.CACHED_OBJECTS, {(kind,): count for kind, count in sorted(self._cached().items())})
-        yield _family(definitions.QUEUE_DEPTH, {(): self._depth()})
-        yield _family(definitions.QUEUE_OLDEST_SECONDS, {(): self._oldest()})
-        yield _family(definitions.LEADER, {(): int(self._leading())})
 
     def _replicas(self) -> Iterator[tuple[tuple[str, ...], int, float]]:
         """Labels, replicas and the GPUs of each of them."""

@@ -144,7 +144,13 @@ async def test_who_stands_by_is_ready_writes_nothing_and_takes_over(tmp_path: Pa
                 await server.until(lambda: phase(server) == "Starting")
                 while (await get(second, "/readyz"))[0] != 200:
                     pass
-                assert "kuberoll_operator_leader 0.0" in (await get(second, "/metrics"))[1]
+                standby = (await get(second, "/metrics"))[1]
+                assert "kuberoll_operator_leader 0.0" in standby
+                # It neither ages nor counts jobs, which are the leader's.
+                assert second.cache.jobs()
+                assert "kuberoll_operator_queue_depth 0.0" in standby
+                assert "kuberoll_operator_queue_oldest_seconds 0.0" in standby
+                assert "kuberoll_operator_jobs{" not in standby
                 first.terminate()
                 await first.communicate()
                 assert first.returncode == 0
@@ -153,6 +159,7 @@ async def test_who_stands_by_is_ready_writes_nothing_and_takes_over(tmp_path: Pa
                 lease = server.get("leases", NAMESPACE, "kuberoll-operator") or {}
                 assert lease["spec"]["holderIdentity"] == "second"
                 assert lease["spec"]["leaseTransitions"] == 1
+                assert "kuberoll_operator_jobs{" in (await get(second, "/metrics"))[1]
 
 
 async def test_who_loses_the_lease_ends_with_an_error(tmp_path: Path) -> None:
