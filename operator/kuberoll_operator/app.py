@@ -77,6 +77,7 @@ class Operator:
             if settings.leader_election:
                 own = await stack.enter_async_context(Client(way, told=self.metrics.request, seconds=5.0))
                 seconds = settings.lease_seconds
+                owner = await owner_of_pod(own, settings.lease_namespace, settings.pod_name)
                 self._elector = Elector(
                     own,
                     namespace=settings.lease_namespace,
@@ -85,6 +86,7 @@ class Operator:
                     lease_seconds=seconds,
                     renew_seconds=seconds * 2 / 3,
                     retry_seconds=seconds * 2 / 15,
+                    owner=owner,
                 )
             elector = self._elector
             client = await stack.enter_async_context(

@@ -229,8 +229,9 @@ def test_rights_are_for_the_watched_namespaces_only() -> None:
         {
             "apiGroups": ["coordination.k8s.io"],
             "resources": ["leases"],
-            "verbs": ["get", "create", "update", "patch"],
-        }
+            "verbs": ["get", "create", "update"],
+        },
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]},
     ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
-from kuberoll_operator.kube.errors import Conflict, Unavailable
+from kuberoll_operator.kube.errors import Conflict, NotFound, Unavailable
 from kuberoll_operator.kube.lease import Elector, LeadershipLost
 from kuberoll_operator.kube.resources import Resource
 from kuberoll_operator.model import Object
@@ -29,6 +29,7 @@ class OneLease:
     def __init__(self) -> None:
         self.lease: Object | None = None
         self.away: set[str] = set()
+        self.requests: list[str] = []
         self.version = 0
 
     def of(self, identity: str) -> Client:
@@ -36,18 +37,20 @@ class OneLease:
 
         class Way:
             async def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
-                await self._arrive()
+                await self._arrive("get")
                 return server.lease
 
             async def create(self, item: Object) -> Object:
-                await self._arrive()
+                await self._arrive("create")
                 if server.lease is not None:
                     raise Conflict("it is there", code=409)
                 return self._store(item)
 
             async def replace(self, item: Object) -> Object:
-                await self._arrive()
-                if server.lease is None or item["metadata"]["resourceVersion"] != str(server.version):
+                await self._arrive("replace")
+                if server.lease is None:
+                    raise NotFound("it is gone", code=404)
+                if item["metadata"]["resourceVersion"] != str(server.version):
                     raise Conflict("another version", code=409)
                 return self._store(item)
 
@@ -57,7 +60,8 @@ class OneLease:
                 server.lease = {**item, "metadata": metadata}
                 return server.lease
 
-            async def _arrive(self) -> None:
+            async def _arrive(self, verb: str) -> None:
+                server.requests.append(verb)
                 await asyncio.sleep(0.01)
                 if identity in server.away:
                     await asyncio.sleep(3)
@@ -94,18 +98,72 @@ def test_who_cannot_renew_stops_before_the_next_begins() -> None:
         assert first.leading
         assert not second.leading
         server.away.add("first")
-        await leading
+        while first.write_seconds():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        told.append((asyncio.get_running_loop().time(), "first stops"))
         assert not first.leading
-        assert first.write_seconds() == 0
         while not second.leading:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+        assert not leading.done()
+        server.away.clear()
+        await leading
         following.cancel()
         return told
 
-    (_, one), (lost, two), (began, three) = in_virtual_time(main())
-    assert (one, two, three) == ("first leads", "first lost", "second leads")
-    assert lost + 5 <= began + 2 + 0.1
-    assert began - lost < 15
+    (_, one), (stopped, two), (began, three), (_, four) = in_virtual_time(main())
+    assert (one, two, three, four) == ("first leads", "first stops", "second leads", "first lost")
+    assert stopped + 5 <= began + 2 + 0.2
+    assert began - stopped < 15
+
+
+def test_who_was_too_late_goes_on_where_nobody_took_the_lease() -> None:
+    async def main() -> None:
+        server = OneLease()
+        one = elector(server, "one")
+        await one.acquire()
+        holding = asyncio.create_task(one.hold())
+        server.away.add("one")
+        await asyncio.sleep(60)
+        assert not one.leading
+        assert one.write_seconds() == 0
+        server.away.clear()
+        await asyncio.sleep(6)
+        assert one.leading
+        assert not holding.done()
+        holding.cancel()
+        assert server.lease is not None
+        assert server.lease["spec"]["leaseTransitions"] == 0
+
+    in_virtual_time(main())
+
+
+def test_a_renewal_is_one_request() -> None:
+    async def main() -> list[str]:
+        server = OneLease()
+        one = elector(server, "one")
+        await one.acquire()
+        server.requests.clear()
+        holding = asyncio.create_task(one.hold())
+        await asyncio.sleep(21)
+        holding.cancel()
+        return list(server.requests)
+
+    assert in_virtual_time(main()) == ["replace"] * 10
+
+
+def test_a_lease_that_was_deleted_is_made_again() -> None:
+    async def main() -> None:
+        server = OneLease()
+        one = elector(server, "one")
+        await one.acquire()
+        holding = asyncio.create_task(one.hold())
+        server.lease = None
+        await asyncio.sleep(3)
+        assert one.leading
+        assert server.lease is not None
+        holding.cancel()
+
+    in_virtual_time(main())
 
 
 def test_a_released_lease_is_taken_at_once() -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kuberoll_operator.kube.client import Client
-from kuberoll_operator.kube.errors import ApiError, Conflict
+from kuberoll_operator.kube.errors import ApiError, Conflict, NotFound
 from kuberoll_operator.kube.resources import LEASES
 from kuberoll_operator.model import Object
 
@@ -18,19 +18,23 @@ _log = logging.getLogger(__name__)
 
 
 class LeadershipLost(Exception):
-    """The lease could not be renewed in time, or is another's."""
+    """Another one has the lease."""
 
 
 class Elector:
     """Holds, or waits for, one Lease.
 
-    The holder renews it every `retry_seconds`. It counts itself leader for `renew_seconds` from the start of the last
-    renewal that succeeded; others take the lease when they have seen no renewal for `lease_seconds`. Both are measured
-    on each one's own monotonic clock, so that clocks that differ do no harm; the difference between the two is the time
-    that writes under way have to end.
+    The holder renews it every `retry_seconds`, by one request. It counts itself leader for `renew_seconds` from the
+    start of the last renewal that succeeded; others take the lease when they have seen no renewal for `lease_seconds`.
+    Both are measured on each one's own monotonic clock, so that clocks that differ do no harm; the difference between
+    the two is the time that writes under way have to end.
+
+    A holder that was too late, because its process got no processor or the API server did not answer, writes nothing
+    until it has renewed the lease, and goes on where nobody else took it meanwhile.
 
     Args:
         client: Its requests must not depend on the leadership that is decided here.
+        owner: Owner reference of the lease, which goes with its owner; None: it stays.
         clock: Monotonic seconds.
     """
 
@@ -44,6 +48,7 @@ class Elector:
         lease_seconds: float = 15.0,
         renew_seconds: float = 10.0,
         retry_seconds: float = 2.0,
+        owner: Object | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not retry_seconds < renew_seconds < lease_seconds:
@@ -51,8 +56,10 @@ class Elector:
         self.identity = identity
         self._client, self._namespace, self._name = client, namespace, name
         self._lease, self._renew, self._retry = lease_seconds, renew_seconds, retry_seconds
+        self._owner = owner
         self._clock = clock
         self._renewed: float | None = None
+        # As it was last read or written.
         self._lease_object: Object | None = None
         # The lease as another one left it, and since when it has been like this.
         self._seen: tuple[object, float] = (None, 0.0)
@@ -86,24 +93,17 @@ class Elector:
         _log.info("leading as %s", self.identity)
 
     async def hold(self) -> None:
-        """Renews the lease until it is lost.
+        """Renews the lease until another one has it.
 
         Raises:
-            LeadershipLost: Always, while leadership is still sure or at the moment when it is not any more.
+            LeadershipLost: Always, when that is known.
         """
-        while self._renewed is not None:
-            await asyncio.sleep(min(self._retry, self.remaining()))
-            if not self.leading:
-                break
-            try:
-                async with asyncio.timeout(self.remaining()):
-                    held = await self._try()
-            except TimeoutError:
-                break
-            if not held and self._holder() not in (self.identity, None):
+        while True:
+            await asyncio.sleep(min(self._retry, self.remaining()) if self.leading else self._retry)
+            if not await self._try() and self._holder() not in (self.identity, "", None):
                 break
         self._renewed = None
-        raise LeadershipLost(f"the lease {self._namespace}/{self._name} is lost")
+        raise LeadershipLost(f"the lease {self._namespace}/{self._name} is held by {self._holder()}")
 
     async def release(self) -> None:
         """Gives the lease up, so that the next leader need not wait; nothing where it is not held."""
@@ -126,18 +126,33 @@ class Elector:
         """Gets or renews the lease, if it is to be had; errors are an answer of no."""
         start = self._tried = self._clock()
         try:
-            lease = await self._client.get(LEASES, self._namespace, self._name)
-            if lease is not None and not self._free(lease, start):
+            held = self._holder() == self.identity and await self._renew_as_known()
+            if not held and not await self._take(start):
                 return False
-            wanted = self._wanted(lease)
-            found = await (self._client.create(wanted) if lease is None else self._client.replace(wanted))
         except Conflict:
             # Another one was faster; the next look says who.
             return False
         except ApiError as error:
             _log.warning("the lease cannot be read or renewed: %s", error)
             return False
-        self._lease_object, self._renewed = found, start
+        self._renewed = start
+        return True
+
+    async def _renew_as_known(self) -> bool:
+        """Renews the lease as it was left, without a look at it; False where somebody has written it since."""
+        try:
+            self._lease_object = await self._client.replace(self._wanted(self._lease_object))
+        except (Conflict, NotFound):
+            return False
+        return True
+
+    async def _take(self, now: float) -> bool:
+        """Looks at the lease and takes it where it is free, or this one's."""
+        lease = await self._client.get(LEASES, self._namespace, self._name)
+        if lease is not None and not self._free(lease, now):
+            return False
+        wanted = self._wanted(lease)
+        self._lease_object = await (self._client.create(wanted) if lease is None else self._client.replace(wanted))
         return True
 
     def _free(self, lease: Object, now: float) -> bool:
@@ -170,6 +185,8 @@ class Elector:
         elif lease is not None:
             spec["leaseTransitions"] += 1
         metadata: dict[str, Any] = {"namespace": self._namespace, "name": self._name}
+        if self._owner is not None:
+            metadata["ownerReferences"] = [self._owner]
         if lease is not None:
             metadata["resourceVersion"] = lease["metadata"]["resourceVersion"]
         return {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": spec}
