@@ -54,8 +54,6 @@ _STRICTER: Final[dict[str, dict[str, Any]]] = {
 }
 # Objects of Kubernetes' own shape, which the API server checks.
 _FREE: Final = frozenset({"operator.resources", "operator.podSecurityContext", "operator.securityContext"})
-# Values of a subchart, which has a schema of its own.
-_SUBCHARTS: Final = {"kuberay-operator": {"type": "object"}}
 
 
 def values_of(text: str) -> Any:
@@ -101,7 +99,7 @@ def schema(text: str) -> dict[str, Any]:
     """The JSON schema of the values: what is not there is a mistake."""
     comments = words(text)
     made = _object(values_of(text), "", comments)
-    made["properties"] |= {"global": {"type": "object"}, **_SUBCHARTS}
+    made["properties"] |= {"global": {"type": "object"}}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of KubeRoll's chart", **made}
 
 

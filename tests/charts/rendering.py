@@ -22,26 +22,13 @@ NAMESPACE = "kuberoll-system"
 Object = dict[str, Any]
 
 
-def complete_chart(directory: Path, version: str | None = None) -> Path:
-    """A copy of the chart with a stand-in for KubeRay's, which has to be fetched from its repository.
-
-    Args:
-        version: Of the copy; None: the chart's own.
-    """
+def chart_of_version(version: str, directory: Path) -> Path:
+    """A copy of the chart that says that it is of another version."""
     place = directory / "kuberoll"
     shutil.copytree(CHART, place)
-    ray = place / "charts" / "kuberay-operator"
-    (ray / "templates").mkdir(parents=True)
-    (ray / "Chart.yaml").write_text("apiVersion: v2\nname: kuberay-operator\nversion: 1.7.0\n")
-    (ray / "templates" / "stand-in.yaml").write_text(
-        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: kuberay-stand-in}\n"
-    )
-    if version is not None:
-        file = place / "Chart.yaml"
-        lines = [
-            f"version: {version}" if line.startswith("version:") else line for line in file.read_text().split("\n")
-        ]
-        file.write_text("\n".join(lines))
+    file = place / "Chart.yaml"
+    lines = [f"version: {version}" if line.startswith("version:") else line for line in file.read_text().split("\n")]
+    file.write_text("\n".join(lines))
     return place
 
 

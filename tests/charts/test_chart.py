@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from kuberoll_api import crd
 from kuberoll_operator import names
 from kuberoll_operator.settings import Settings
-from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, complete_chart, notes, of_kind, one, rendered
+from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, notes, of_kind, one, rendered
 
 MONITORED = {
     "operator": {"serviceMonitor": {"enabled": True, "additionalLabels": {"release": "prometheus"}}},
@@ -94,8 +94,8 @@ def test_what_is_made_is_there(script: str) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_lint_finds_nothing(values: dict[str, Any], tmp_path: Path) -> None:
-    report = chart.lint(complete_chart(tmp_path), values, strict=True, namespace=NAMESPACE)
+def test_lint_finds_nothing(values: dict[str, Any]) -> None:
+    report = chart.lint(CHART, values, strict=True, namespace=NAMESPACE)
     assert report["errors"] == []
     assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
 
@@ -250,7 +250,6 @@ def test_nothing_reads_secrets_or_runs_in_pods() -> None:
         ({"image": {"digest": "latest"}}, "/image/digest"),
         ({"operator": {"logLevel": "loud"}}, "/operator/logLevel"),
         ({"monitoring": {"workers": {"podMonitor": {"interval": "15"}}}}, "/monitoring/workers/podMonitor/interval"),
-        ({"kuberay": {"enabled": "yes"}}, "/kuberay/enabled"),
     ],
 )
 def test_mistakes_in_values_are_named(values: dict[str, Any], field: str) -> None:
@@ -258,10 +257,9 @@ def test_mistakes_in_values_are_named(values: dict[str, Any], field: str) -> Non
         rendered(values)
 
 
-def test_kuberay_comes_with_it_when_asked_for(tmp_path: Path) -> None:
-    path = complete_chart(tmp_path)
-    assert all(item["metadata"]["name"] != "kuberay-stand-in" for item in rendered({}, path))
-    assert one(rendered({"kuberay": {"enabled": True}}, path), "ConfigMap", "kuberay-stand-in")
+def test_the_chart_is_whole_without_a_network() -> None:
+    chart = YAML(typ="safe").load((CHART / "Chart.yaml").read_text())
+    assert "dependencies" not in chart
 
 
 def test_monitors_find_what_they_scrape() -> None:

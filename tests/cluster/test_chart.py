@@ -12,7 +12,7 @@ from helm_python import Config, HelmError
 
 from kuberoll_api.manifest import load_job
 from kuberoll_operator.commands.render import children_of
-from tests.charts.rendering import NAMESPACE, RELEASE, complete_chart, one, rendered
+from tests.charts.rendering import CHART, NAMESPACE, RELEASE, chart_of_version, one, rendered
 from tests.cluster.api import Api, ApiError, Object, condition, is_true, path_of
 from tests.cluster.control_plane import (
     ApiServer,
@@ -90,7 +90,7 @@ async def test_installed_upgraded_uninstalled_and_installed_again(
     server: ApiServer, api: Api, helm: Config, tmp_path: Path
 ) -> None:
     await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": JOBS}})
-    first = complete_chart(tmp_path / "first", version="0.0.9")
+    first = chart_of_version("0.0.9", tmp_path)
     release = helm.install(first, RELEASE, VALUES, create_namespace=True)
     assert release["status"] == "deployed"
     for role, right in (("viewer", "list"), ("editor", "create")):
@@ -115,7 +115,7 @@ async def test_installed_upgraded_uninstalled_and_installed_again(
         before = await uids(api)
         assert any(place.startswith("Deployment/") for place in before)
 
-        second = complete_chart(tmp_path / "second")
+        second = CHART
         upgraded = helm.upgrade(second, RELEASE, {**VALUES, "commonLabels": {"team": "post-training"}})
         assert (upgraded["status"], len(helm.history(RELEASE))) == ("deployed", 2)
         crd = await api.get("CustomResourceDefinition", None, "rolloutjobs.kuberoll.io")
@@ -161,7 +161,7 @@ async def test_the_operator_as_the_chart_runs_it(
     """`helm install --wait`, `helm test`, a job, `helm uninstall`, with all pods running."""
     await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "lab"}})
     await api.wait("ServiceAccount", "lab", "default", lambda item: item is not None)
-    chart = complete_chart(tmp_path)
+    chart = CHART
     helm.install(chart, RELEASE, {"operator": {"replicas": 0}}, create_namespace=True)
     access = tmp_path / "kubeconfig"
     token = await token_of(api, NAMESPACE, "kuberoll-operator")
