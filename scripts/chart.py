@@ -34,6 +34,8 @@ _STRICTER: Final[dict[str, dict[str, Any]]] = {
     "image.pullPolicy": {"enum": _POLICIES},
     "jobs.imagePullPolicy": {"enum": ["", *_POLICIES]},
     "jobs.fsGroup": {"type": ["integer", "null"], "minimum": 1},
+    "jobs.runAsGroup": {"type": ["integer", "null"], "minimum": 1},
+    "jobs.runAsUser": {"type": ["integer", "null"], "minimum": 1},
     "jobs.egressPorts": {"type": "array", "items": _PORT},
     "watch.namespaces": {"type": "array", "items": _NAMESPACE, "uniqueItems": True},
     "operator.replicas": {"type": "integer", "minimum": 0, "maximum": 16},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 SUSPENDED: Final = "Suspended"
+WORKERS_CHECKED: Final = "WorkersChecked"
 GENERATION_READY: Final = "GenerationReady"
 WORKERS_READY: Final = "WorkersReady"
 WEIGHTS_SERVED: Final = "WeightsServed"
@@ -15,6 +16,7 @@ FAILED: Final = "Failed"
 
 CONDITION_TYPES: Final = (
     SUSPENDED,
+    WORKERS_CHECKED,
     GENERATION_READY,
     WORKERS_READY,
     WEIGHTS_SERVED,
@@ -29,9 +31,14 @@ class Reason:
     """Reasons, by what they are about. docs/operating.md explains each."""
 
     # Suspended
+    SUSPENDING: Final = "Suspending"
     JOB_SUSPENDED: Final = "JobSuspended"
     JOB_RESUMED: Final = "JobResumed"
+    # WorkersChecked
+    CHECKING: Final = "Checking"
+    CHECKED: Final = "Checked"
     # GenerationReady
+    WAITING_FOR_CHECK: Final = "WaitingForCheck"
     STARTING: Final = "Starting"
     UNSCHEDULABLE: Final = "Unschedulable"
     IMAGE_PULL: Final = "ImagePullError"
@@ -57,6 +64,7 @@ class Reason:
     ACTIVE_DEADLINE: Final = "DeadlineExceeded"
     FAILED_SHARDS: Final = "FailedShards"
     REFUSED: Final = "Refused"
+    CHECK_FAILED: Final = "CheckFailed"
     FAILURE_BUDGET: Final = "FailureBudgetExceeded"
     FINISH_FAILED: Final = "FinishFailed"
     # On any condition of a part that cannot be written

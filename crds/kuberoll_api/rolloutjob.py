@@ -643,7 +643,11 @@ class RolloutJobSpec(Model):
         default=None, ge=1, le=MAX_SECONDS, description="Longest that the job may run before it is failed."
     )
     startup_deadline_seconds: int = Field(
-        default=1800, ge=1, le=7 * 86400, description="Generation must be ready by then, else the job fails."
+        default=1800,
+        ge=1,
+        le=7 * 86400,
+        description="The check of what workers need, then generation, then the first worker must be ready within so "
+        "many seconds each, else the job fails.",
     )
     ttl_seconds_after_finished: int | None = Field(
         default=None, ge=0, le=MAX_SECONDS, description="The job is deleted so long after its end; absent: never."

@@ -30,8 +30,8 @@ class Condition(Model):
     """One thing that is so, is not so, or is not known, as in metav1.Condition."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)] = Field(
-        description="Suspended, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, FailureTarget, "
-        "Complete or Failed."
+        description="Suspended, WorkersChecked, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, "
+        "FailureTarget, Complete or Failed."
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether it is so.")
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=256)] = Field(
@@ -65,7 +65,7 @@ class WorkersStatus(Model):
 
     desired: Pods = Field(default=0, description="Pods at once that are wanted.")
     active: Pods = Field(default=0, description="Pods that are pending or running.")
-    ready: Pods = Field(default=0, description="Pods that are ready.")
+    ready: Pods = Field(default=0, description="Pods that run, and are not told to end.")
     succeeded: Pods = Field(default=0, description="Shards that are done.")
     failed: Pods = Field(default=0, description="Shards that have failed for good.")
     shards: Pods | None = Field(default=None, description="Parts of the dataset; settled when the workers first start.")
@@ -121,7 +121,7 @@ class Summary(Model):
     """The columns of `kubectl get`, as text: it can neither divide nor round."""
 
     generation: Word = Field(default="", description="Replicas, ready of desired: 2/2.")
-    workers: Word = Field(default="", description="Worker pods, active of desired: 3/4.")
+    workers: Word = Field(default="", description="Worker pods, running of desired: 3/4.")
     progress: Word = Field(default="", description="Trajectories, finished of planned: 812/1024.")
     mean_reward: Word = Field(default="", description="Mean reward so far: 0.413.")
     reason: Word = Field(default="", description="Reason of the condition that says most about the phase.")
@@ -142,8 +142,8 @@ class RolloutJobStatus(Model):
         default_factory=list,
         max_length=16,
         json_schema_extra=keyed_by("type"),
-        description="Suspended, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, FailureTarget, "
-        "Complete, Failed.",
+        description="Suspended, WorkersChecked, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, "
+        "FailureTarget, Complete, Failed.",
     )
     generation: GenerationStatus | None = Field(default=None, description="The policy's replicas.")
     workers: WorkersStatus | None = Field(default=None, description="The environment workers and their shards.")

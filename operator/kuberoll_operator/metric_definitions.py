@@ -9,7 +9,12 @@ from kuberoll_api.metrics import Counter, Gauge, Group, Histogram, every
 _RECONCILE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MILESTONE_SECONDS = (5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400, 259200, 604800)
 
-JOBS: Final = Gauge(name="kuberoll_operator_jobs", unit="jobs", labels=("phase",), help="RolloutJobs by phase; of the operator that leads.")
+JOBS: Final = Gauge(
+    name="kuberoll_operator_jobs",
+    unit="jobs",
+    labels=("phase",),
+    help="RolloutJobs by phase; of the operator that leads.",
+)
 GENERATION_REPLICAS: Final = Gauge(
     name="kuberoll_operator_generation_replicas",
     unit="replicas",
@@ -54,7 +59,11 @@ ERRORS: Final = Counter(
     labels=("reason",),
     help="Errors by the API server's reason.",
 )
-QUEUE_DEPTH: Final = Gauge(name="kuberoll_operator_queue_depth", unit="jobs", help="Jobs that wait for a reconcile; 0 while another operator leads.")
+QUEUE_DEPTH: Final = Gauge(
+    name="kuberoll_operator_queue_depth",
+    unit="jobs",
+    help="Jobs that wait for a reconcile; 0 while another operator leads.",
+)
 QUEUE_WAIT_SECONDS: Final = Histogram(
     name="kuberoll_operator_queue_wait_seconds",
     unit="seconds",

@@ -27,6 +27,7 @@ AUTOSCALING: Final = "kuberoll.io/autoscaling"
 CONFIG: Final = "config"
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
+CHECK: Final = "check"
 FINISH: Final = "finish"
 
 CONFIG_KEY: Final = "job.json"
@@ -75,6 +76,11 @@ def generation_pods(job: str) -> str:
 def workers(job: str) -> str:
     """The Indexed Job, its headless Service and its NetworkPolicy."""
     return f"{job}-workers"
+
+
+def check(job: str) -> str:
+    """The Job that looks at what workers need, before an engine is started."""
+    return f"{job}-check"
 
 
 def finish(job: str) -> str:

@@ -6,7 +6,6 @@ reconcile and cleaned up after in the next.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -25,12 +24,14 @@ from kuberoll_operator.backends.pods import (
     how_it_ended,
     is_disrupted,
     of_component,
+    parse_message,
     shard_of,
     still_there,
     told,
 )
 from kuberoll_operator.model import Object, Observed, Plan, Ref, condition, is_true
 from kuberoll_operator.render import Subject
+from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
 from kuberoll_operator.render.output import OutputRefused, output_of
@@ -49,6 +50,7 @@ class Stage(Enum):
     FAILING = "a cause is found, and what holds resources is removed"
     CLEARING = "all is done, and the last GPUs are on their way back"
     SUSPENDED = "stopped by the user"
+    CHECKING = "what workers need is looked at, before any engine is asked for"
     FINISHING = "all shards are done, and are being aggregated"
     RUNNING = "workers may run"
     STARTING = "generation is awaited"
@@ -89,6 +91,21 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The check Job.
+
+    Attributes:
+        done: Whether engines may be asked for.
+        planned: Trajectories that the job comes to; None: not known from here.
+        problem: Why the job fails.
+    """
+
+    done: bool
+    planned: int | None = None
+    problem: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """The finish Job.
 
@@ -120,6 +137,7 @@ class Situation:
     generation: GenerationState
     ready: bool
     shards: Shards
+    check: Check
     finish: Finish
     failure: Cause | None
     taken: Cause | None
@@ -142,8 +160,11 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
         return Plan(delete_job=_outlived(job, status_of(raw), now))
     if here.stage is Stage.FAILING:
         # Not before it is written down: what tells the cause is about to go.
-        recorded = is_true(status_of(raw), conditions.FAILURE_TARGET)
-        return Plan(delete=_deletable(_disposable(job, here), job, raw, observed) if recorded else ())
+        if not is_true(status_of(raw), conditions.FAILURE_TARGET):
+            return Plan()
+        stopped, unstoppable = _stopped(job, raw, observed, settings, here)
+        delete = _deletable([*_engine_refs(job), *unstoppable], job, raw, observed)
+        return Plan(apply=tuple(render.seal(child) for child in stopped), delete=delete)
     engines = _engine_refs(job)
     if here.stage is Stage.CLEARING:
         return Plan(delete=_deletable(engines, job, raw, observed))
@@ -151,6 +172,11 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
     # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
     draining = here.stage is Stage.SUSPENDED and still_there(of_component(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or here.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
+    if here.stage is not Stage.CHECKING and (
+        here.stage is Stage.SUSPENDED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
+    ):
+        # A job that is resumed may have another spec, and is looked at again.
+        delete.append(Ref("batch/v1", "Job", names.check(job.metadata.name)))
     if spec_problem(job, here.backend, kuberay=settings.kuberay) is None:
         wanted, outdated = _wanted(job, raw, observed, settings, here, now)
         delete += outdated
@@ -165,18 +191,30 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
     backend = BACKENDS.get(name)
     generation = backend.state(job, observed) if backend else GenerationState(ready=0, desired=0, gone=True)
     shards = _shards(job, raw, observed)
+    check = _check(job, raw, observed, name, generation=generation, shards=shards)
     end = _finish(job, raw, observed)
     ready = _is_ready(generation, status)
     failure = _failure(
-        job, raw, observed, name, settings, now, generation=generation, ready=ready, shards=shards, finish=end
+        job,
+        raw,
+        observed,
+        name,
+        settings,
+        now,
+        generation=generation,
+        ready=ready,
+        shards=shards,
+        check=check,
+        finish=end,
     )
     return Situation(
-        stage=_stage(job, raw, ready=ready, shards=shards, finish=end, failure=failure),
+        stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure),
         backend=name,
         endpoint=backend.endpoint(job, raw["metadata"]["namespace"]) if backend else "",
         generation=generation,
         ready=ready,
         shards=shards,
+        check=check,
         finish=end,
         failure=failure,
         taken=_taken(job, raw, observed, backend),
@@ -235,14 +273,44 @@ def active_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | No
     return None if seconds is None or start is None or job.spec.suspend else start + timedelta(seconds=seconds)
 
 
-def startup_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
-    """Until when generation must be ready, while it is asked for and is not; a resumed job has its time anew."""
-    found = condition(status, conditions.GENERATION_READY)
-    if job.spec.suspend or found.get("status") != "False" or found.get("reason") == Reason.RELEASED:
-        return None
-    asked = [parse_time(found.get("lastTransitionTime")), parse_time(status.get("startTime"))]
-    since = max((time for time in asked if time is not None), default=None)
-    return None if since is None else since + timedelta(seconds=job.spec.startup_deadline_seconds)
+def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, datetime]:
+    """Until when what is awaited must have come, by the condition that says so.
+
+    What workers need must have been found in order, then generation be ready, then a worker run: each has
+    `startupDeadlineSeconds` from when the one before it came, and a resumed job has them anew.
+    """
+    if job.spec.suspend:
+        return {}
+    checked, generation, workers = (
+        condition(status, kind)
+        for kind in (conditions.WORKERS_CHECKED, conditions.GENERATION_READY, conditions.WORKERS_READY)
+    )
+    start = status.get("startTime")
+    since: dict[str, list[Any]] = {}
+    if checked.get("status") == "False":
+        since[conditions.WORKERS_CHECKED] = [start]
+    elif generation.get("status") == "False" and generation.get("reason") != Reason.RELEASED:
+        since[conditions.GENERATION_READY] = [
+            generation["lastTransitionTime"],
+            checked.get("lastTransitionTime"),
+            start,
+        ]
+    elif generation.get("status") == "True" and _never_ran(job, generation, workers):
+        since[conditions.WORKERS_READY] = [generation["lastTransitionTime"], start]
+    found: dict[str, datetime] = {}
+    for part, texts in since.items():
+        times = [time for text in texts if (time := parse_time(text)) is not None]
+        if times:
+            found[part] = max(times) + timedelta(seconds=job.spec.startup_deadline_seconds)
+    return found
+
+
+def _never_ran(job: RolloutJob, generation: Mapping[str, Any], workers: Mapping[str, Any]) -> bool:
+    """Whether no worker has run since generation became ready; not where somebody else's endpoint waits for free."""
+    if job.spec.workers.replicas == 0 or generation.get("reason") == Reason.EXTERNAL:
+        return False
+    times = [parse_time(item.get("lastTransitionTime")) for item in (workers, generation)]
+    return workers.get("status") == "False" and None not in times and times[0] <= times[1]  # type: ignore[operator]
 
 
 def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
@@ -257,11 +325,8 @@ def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
 
 def said(message: str) -> Mapping[str, Any]:
     """A termination message that is JSON; what is none is its cause."""
-    try:
-        found = json.loads(message)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"cause": message}
+    found = parse_message(message)
+    return {"cause": message} if found is None else found
 
 
 def _outlived(job: RolloutJob, status: Mapping[str, Any], now: datetime) -> bool:
@@ -270,7 +335,7 @@ def _outlived(job: RolloutJob, status: Mapping[str, Any], now: datetime) -> bool
 
 
 def _stage(
-    job: RolloutJob, raw: Object, *, ready: bool, shards: Shards, finish: Finish, failure: Cause | None
+    job: RolloutJob, raw: Object, *, ready: bool, shards: Shards, check: Check, finish: Finish, failure: Cause | None
 ) -> Stage:
     status = status_of(raw)
     if job.spec.managed_by not in {None, names.MANAGED_BY} or raw["metadata"].get("deletionTimestamp"):
@@ -285,6 +350,8 @@ def _stage(
         return Stage.SUSPENDED
     if shards.done:
         return Stage.FINISHING
+    if not check.done:
+        return Stage.CHECKING
     return Stage.RUNNING if ready or shards.begun else Stage.STARTING
 
 
@@ -305,6 +372,7 @@ def _failure(
     generation: GenerationState,
     ready: bool,
     shards: Shards,
+    check: Check,
     finish: Finish,
 ) -> Cause | None:
     """The first cause for which the job fails; once it is recorded there is no other."""
@@ -314,7 +382,7 @@ def _failure(
         return Cause(found.get("reason", ""), found.get("message", ""))
     if is_true(status, conditions.SUCCESS_CRITERIA_MET):
         return None
-    for cause in (shards.problem, finish.problem):
+    for cause in (shards.problem, check.problem, finish.problem):
         if cause is not None:
             return cause
     if job.spec.suspend or finish.done:
@@ -332,15 +400,31 @@ def _failure(
         return Cause(
             Reason.ACTIVE_DEADLINE, f"not done within activeDeadlineSeconds ({job.spec.active_deadline_seconds})"
         )
-    deadline = startup_deadline(job, status)
-    if not shards.done and not ready and deadline is not None and now >= deadline:
-        # Before the engine has any, the last words are those of the scheduler or the kubelet.
-        last = generation.message or condition(status, conditions.GENERATION_READY).get("message", "")
-        seconds = job.spec.startup_deadline_seconds
-        return Cause(
-            Reason.STARTUP_DEADLINE,
-            told(f"generation was not ready within startupDeadlineSeconds ({seconds}): {last or 'no cause was given'}"),
-        )
+    return None if shards.done else _not_started(job, status, generation, now, ready=ready, check=check)
+
+
+def _not_started(
+    job: RolloutJob,
+    status: Mapping[str, Any],
+    generation: GenerationState,
+    now: datetime,
+    *,
+    ready: bool,
+    check: Check,
+) -> Cause | None:
+    """Which part has not started within the time that each has."""
+    parts = [
+        (conditions.WORKERS_CHECKED, not check.done, "what workers need was not there", ""),
+        (conditions.GENERATION_READY, check.done and not ready, "generation was not ready", generation.message),
+        (conditions.WORKERS_READY, ready, "no worker ran while generation was ready", ""),
+    ]
+    deadlines = startup_deadlines(job, status)
+    for part, awaited, text, message in parts:
+        if awaited and part in deadlines and now >= deadlines[part]:
+            # Before a program has any, the last words are those of the scheduler or the kubelet.
+            last = message or condition(status, part).get("message", "") or "no cause was given"
+            seconds = job.spec.startup_deadline_seconds
+            return Cause(Reason.STARTUP_DEADLINE, told(f"{text} within startupDeadlineSeconds ({seconds}): {last}"))
     return None
 
 
@@ -360,6 +444,9 @@ def _wanted(
     if here.stage in {Stage.STARTING, Stage.RUNNING}:
         children += backend.engines(subject, observed, now)
         outdated += backend.outdated(job, observed)
+    if here.stage is Stage.CHECKING:
+        live = observed.get("Job", names.check(subject.name))
+        children += [] if is_dying(live) else [keep_shape(render.build_check_job(subject), live, MUTABLE_CHECK)]
     if not here.shards.done:
         live = observed.get("Job", names.workers(subject.name))
         wanted = render.build_workers_job(subject, suspend=here.stage is not Stage.RUNNING)
@@ -399,6 +486,7 @@ def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
         Ref("v1", "ConfigMap", names.config(name)),
         Ref("networking.k8s.io/v1", "NetworkPolicy", names.workers(name)),
         Ref("v1", "Service", names.workers(name)),
+        Ref("batch/v1", "Job", names.check(name)),
         Ref("batch/v1", "Job", names.workers(name)),
         Ref("batch/v1", "Job", names.finish(name)),
     ]
@@ -431,12 +519,41 @@ def _engine_refs(job: RolloutJob) -> list[Ref]:
     return [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
 
 
-def _disposable(job: RolloutJob, here: Situation) -> list[Ref]:
-    """What a failing job holds; the finish Job that failed it stays, with its logs."""
-    refs = [*_engine_refs(job), Ref("batch/v1", "Job", names.workers(job.metadata.name))]
-    if here.finish.problem is None:
-        refs.append(Ref("batch/v1", "Job", names.finish(job.metadata.name)))
-    return refs
+def _stopped(
+    job: RolloutJob, raw: Object, observed: Observed, settings: Settings, here: Situation
+) -> tuple[list[Object], list[Ref]]:
+    """The Jobs of a failing job, suspended: their ended pods stay, and their logs.
+
+    Returns:
+        Those that still run pods, as they are to be; and those that cannot be rendered any more, to remove.
+    """
+    under_way = [
+        name
+        for part in (names.check, names.workers, names.finish)
+        if (live := observed.get("Job", name := part(job.metadata.name))) is not None
+        and is_ours(live, job, raw)
+        and not is_dying(live)
+        and not is_at_rest(live)
+    ]
+    if not under_way or spec_problem(job, here.backend, kuberay=settings.kuberay) is not None:
+        return [], [Ref("batch/v1", "Job", name) for name in under_way]
+    subject = subject_of(job, raw, settings, here)
+    wanted = [
+        (render.build_check_job(subject, suspend=True), MUTABLE_CHECK),
+        (render.build_workers_job(subject, suspend=True), MUTABLE_WORKERS),
+        (render.build_finish_job(subject, suspend=True), MUTABLE_FINISH),
+    ]
+    return [
+        keep_shape(item, observed.get("Job", item["metadata"]["name"]), mutable)
+        for item, mutable in wanted
+        if item["metadata"]["name"] in under_way
+    ], []
+
+
+def is_at_rest(live: Mapping[str, Any]) -> bool:
+    """Whether a Job makes no pods any more: it has ended, or is suspended."""
+    ended_already = any(is_true(live.get("status") or {}, kind) for kind in ("Complete", "Failed"))
+    return ended_already or bool((live.get("spec") or {}).get("suspend"))
 
 
 def _deletable(refs: Sequence[Ref], job: RolloutJob, raw: Object, observed: Observed) -> tuple[Ref, ...]:
@@ -516,17 +633,7 @@ def _first(ends: Mapping[int, Ended], wanted: Callable[[Ended], bool]) -> str | 
     if not found:
         return None
     shard = found[0][1]
-    return told(f"shard {shard}: {cause_of(ends[shard])}")
-
-
-def cause_of(end: Ended) -> str:
-    """Why a container ended, in its own words where it had any."""
-    words = said(end.message).get("cause") if end.message else None
-    return (
-        told(str(words))
-        if words and end.reason != "OOMKilled"
-        else how_it_ended(end._replace(message=str(words or "")))
-    )
+    return told(f"shard {shard}: {how_it_ended(ends[shard])}")
 
 
 def _ends(observed: Observed) -> dict[int, Ended]:
@@ -542,6 +649,36 @@ def _ends(observed: Observed) -> dict[int, Ended]:
     return {shard: end for shard, (_, end) in sorted(found.items())}
 
 
+def _check(
+    job: RolloutJob, raw: Object, observed: Observed, backend: str, *, generation: GenerationState, shards: Shards
+) -> Check:
+    status = status_of(raw)
+    recorded = condition(status, conditions.WORKERS_CHECKED)
+    # Nothing of ours waits for workers where the engine is somebody else's; a job that an older operator began was
+    # never looked at, and goes on.
+    needless = backend == "External" or (not recorded and (shards.exists or not generation.gone))
+    if needless or shards.done or recorded.get("status") == "True":
+        return Check(done=True)
+    live = observed.get("Job", names.check(job.metadata.name))
+    if live is None or is_dying(live) or not is_ours(live, job, raw):
+        return Check(done=False)
+    ends = sorted(
+        (end for pod in of_component(observed.pods, names.CHECK) if (end := ended(pod, "worker")) is not None),
+        key=lambda end: end.finished,
+    )
+    found = live.get("status") or {}
+    if is_true(found, "Complete"):
+        message = next((said(end.message) for end in reversed(ends) if end.exit_code == 0 and end.message), {})
+        return Check(done=True, planned=number(message.get("planned")) if "planned" in message else None)
+    verdict = next((condition(found, kind) for kind in ("FailureTarget", "Failed") if is_true(found, kind)), None)
+    if verdict is None:
+        return Check(done=False)
+    bad = [end for end in ends if end.exit_code not in {0, names.EXIT_DRAINED}]
+    refused = verdict.get("reason") == "PodFailurePolicy"
+    text = how_it_ended(bad[-1]) if bad else str(verdict.get("message", ""))
+    return Check(done=False, problem=Cause(Reason.REFUSED if refused else Reason.CHECK_FAILED, told(text)))
+
+
 def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
     recorded = is_true(status_of(raw), conditions.SUCCESS_CRITERIA_MET)
     live = observed.get("Job", names.finish(job.metadata.name))
@@ -551,7 +688,7 @@ def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
     ends = sorted((end for pod in pods if (end := ended(pod, "finish")) is not None), key=lambda end: end.finished)
     status = live.get("status") or {}
     if is_true(status, "Failed") or is_true(status, "FailureTarget"):
-        bad = [cause_of(end) for end in ends if end.exit_code != 0]
+        bad = [how_it_ended(end) for end in ends if end.exit_code != 0]
         words = condition(status, "Failed").get("message") or condition(status, "FailureTarget").get("message", "")
         text = told(f"aggregation failed: {bad[-1] if bad else words}")
         return Finish(message={}, problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)

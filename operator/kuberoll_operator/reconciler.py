@@ -109,7 +109,8 @@ class Reconciler:
             return 0.0
         due = next_deadline(job, new, now, interval=self._settings.progress_seconds)
         waits = [SLOW_SECONDS] if observed.errors else []
-        if new.get("phase") == "Running":
+        if job.spec.generation.autoscaling is not None and new.get("phase") == "Running":
+            # How long more or fewer replicas have been called for is a matter of time alone.
             waits.append(self._settings.progress_seconds)
         return min([*waits, *([] if due is None else [due])], default=None)
 

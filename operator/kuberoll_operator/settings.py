@@ -32,6 +32,12 @@ class Settings(BaseModel):
         default_factory=lambda: _image("worker"), description="Image of worker and finish pods of jobs that name none."
     )
     image_pull_policy: str | None = Field(default=None, description="Of all pods; absent: Kubernetes' default.")
+    run_as_user: int | None = Field(
+        default=65532, ge=1, description="User of all pods; absent where the cluster chooses it (OpenShift)."
+    )
+    run_as_group: int | None = Field(
+        default=65532, ge=1, description="Group of all pods; absent where the cluster chooses it (OpenShift)."
+    )
     fs_group: int | None = Field(
         default=65532,
         ge=1,

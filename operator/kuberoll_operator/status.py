@@ -12,21 +12,30 @@ from kuberoll_api.conditions import CONDITION_TYPES, Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import of, short
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import Problem, ended, first_problem, of_component, shard_of, still_there, told
+from kuberoll_operator.backends.pods import (
+    Problem,
+    ended,
+    first_problem,
+    how_it_ended,
+    of_component,
+    shard_of,
+    still_there,
+    told,
+)
 from kuberoll_operator.model import Object, Observed, condition, is_true
 from kuberoll_operator.plan import (
     Cause,
     Situation,
     Stage,
     active_deadline,
-    cause_of,
     end_of_life,
+    is_at_rest,
     is_ours,
     number,
     parse_time,
     said,
     situation,
-    startup_deadline,
+    startup_deadlines,
     status_of,
 )
 from kuberoll_operator.settings import Settings
@@ -34,6 +43,7 @@ from kuberoll_operator.settings import Settings
 Json = dict[str, Any]
 
 _PHASES: Final[Mapping[Stage, str]] = {
+    Stage.CHECKING: "Starting",
     Stage.STARTING: "Starting",
     Stage.RUNNING: "Running",
     Stage.SUSPENDED: "Suspended",
@@ -111,12 +121,10 @@ def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, 
         due = []
     else:
         written = _next_write(status, interval)
-        if written is not None and written <= now:
-            # Whatever was kept back is written by now; only a job that runs has more to say in a while.
-            written = now + timedelta(seconds=interval) if status.get("phase") == "Running" else None
-        due = [written]
+        # Whatever was kept back is written by then; more to say comes with an event, or from the pods that are asked.
+        due = [] if written is None or written <= now else [written]
         if not is_true(status, conditions.SUCCESS_CRITERIA_MET):
-            due += [active_deadline(job, status), startup_deadline(job, status)]
+            due += [active_deadline(job, status), *startup_deadlines(job, status).values()]
     seconds = [(time - now).total_seconds() for time in due if time is not None]
     return max(0.0, min(seconds)) if seconds else None
 
@@ -129,14 +137,15 @@ def format_time(time: datetime) -> str:
 def _phase(here: Situation, observed: Observed, found: Mapping[str, _Verdict]) -> str:
     if conditions.COMPLETE in found:
         return "Succeeded"
-    if here.stage is Stage.STARTING and (here.taken or observed.errors):
+    if here.stage in {Stage.CHECKING, Stage.STARTING} and (here.taken or observed.errors):
         return "Pending"
     return _PHASES[here.stage]
 
 
 def _start_time(job: RolloutJob, old: Json, time: str) -> str:
     """Set when the job first runs, and anew when it is resumed, as batch/v1 does."""
-    resumed = is_true(old, conditions.SUSPENDED) and not job.spec.suspend
+    before = condition(old, conditions.SUSPENDED)
+    resumed = bool(before) and before.get("reason") != Reason.JOB_RESUMED and not job.spec.suspend
     return time if resumed or "startTime" not in old else str(old["startTime"])
 
 
@@ -145,16 +154,17 @@ def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situatio
     old = status_of(raw)
     found: dict[str, _Verdict] = {}
     suspended = condition(old, conditions.SUSPENDED)
+    settled = here.generation.gone and not still_there(observed.pods)
     if here.stage is Stage.SUSPENDED:
-        text = "no engine and no worker runs; everything finished is kept"
-        found[conditions.SUSPENDED] = (True, Reason.JOB_SUSPENDED, text)
+        found[conditions.SUSPENDED] = _suspended(observed, settled=settled)
     elif suspended and here.stage is not Stage.FAILING:
         found[conditions.SUSPENDED] = (False, Reason.JOB_RESUMED, "")
+    if (checked := _workers_checked(job, old, observed, here)) is not None:
+        found[conditions.WORKERS_CHECKED] = checked
     found[conditions.GENERATION_READY] = _generation_ready(job, old, observed, here)
     found[conditions.WORKERS_READY] = _workers_ready(job, old, observed, here)
     if (weights := _weights_served(job, old, observed, here)) is not None:
         found[conditions.WEIGHTS_SERVED] = weights
-    settled = here.generation.gone and not still_there(observed.pods)
     if here.stage is Stage.FINISHING:
         found[conditions.SUCCESS_CRITERIA_MET] = _finishing(job, observed, here)
     if here.stage is Stage.CLEARING:
@@ -165,12 +175,45 @@ def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situatio
             found[conditions.COMPLETE] = (True, Reason.TRAJECTORIES_DONE, text)
     if here.stage is Stage.FAILING and here.failure is not None:
         found[conditions.FAILURE_TARGET] = (True, here.failure.reason, here.failure.message)
-        live = observed.get("Job", names.workers(job.metadata.name))
-        stopped = live is None or not is_ours(live, job, raw)
+        jobs = [observed.get("Job", part(job.metadata.name)) for part in (names.check, names.workers, names.finish)]
+        stopped = all(live is None or not is_ours(live, job, raw) or is_at_rest(live) for live in jobs)
         # Only what was recorded before is being cleaned up: what this reconcile has written is not observed yet.
         if settled and stopped and is_true(old, conditions.FAILURE_TARGET):
             found[conditions.FAILED] = (True, here.failure.reason, here.failure.message)
     return found
+
+
+def _suspended(observed: Observed, *, settled: bool) -> _Verdict:
+    """Whether a job that is to be suspended is: what was in flight is finished first."""
+    if settled:
+        return True, Reason.JOB_SUSPENDED, "no engine and no worker runs; everything finished is kept"
+    workers = sum(still_there([pod]) for pod in of_component(observed.pods, names.WORKERS))
+    waits = f"{workers} workers finish what is in flight" if workers else "the engines are ending"
+    return False, Reason.SUSPENDING, waits
+
+
+def _workers_checked(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict | None:
+    """Whether workers will find what they need; None where nobody looks."""
+    before = condition(old, conditions.WORKERS_CHECKED)
+    if here.stage is Stage.SUSPENDED:
+        return (False, Reason.JOB_SUSPENDED, "looked at again when the job is resumed") if before else None
+    if here.stage is Stage.CHECKING:
+        blocked = here.taken or _error(observed, job, names.config, names.check)
+        problem = first_problem(of_component(observed.pods, names.CHECK), "worker")
+        if blocked is not None:
+            return False, blocked.reason, blocked.message
+        if problem is not None:
+            return False, *_kept(problem, before)
+        return False, Reason.CHECKING, "a pod looks at what workers need; engines start after that"
+    if here.stage is Stage.FAILING:
+        if here.check.problem is not None:
+            return False, here.check.problem.reason, here.check.problem.message
+        return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
+    if before.get("status") == "True" or (not before and here.check.planned is None):
+        # Of a job that nobody looked at, nothing is said.
+        return (True, before["reason"], before.get("message", "")) if before else None
+    count = "" if here.check.planned is None else f": {here.check.planned} trajectories in {here.shards.count} shards"
+    return True, Reason.CHECKED, f"workers have what they need{count}"
 
 
 def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict:
@@ -179,12 +222,14 @@ def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observe
         return _stopped(before, here, gone=not here.ready)
     if state.reason == Reason.EXTERNAL:
         return True, Reason.EXTERNAL, state.message
-    if here.stage not in _UNDER_WAY:
+    if here.stage not in {Stage.CHECKING, *_UNDER_WAY}:
         why = "suspended" if here.stage is Stage.SUSPENDED else "all shards are done"
         return False, Reason.RELEASED, f"the engines are released: {why}"
     blocked = here.taken or _error(
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
     )
+    if here.stage is Stage.CHECKING and blocked is None:
+        return False, Reason.WAITING_FOR_CHECK, "engines start when workers have what they need"
     count = f"{state.ready} of {state.desired} replicas are ready"
     cause = Cause(state.reason, state.message)
     if state.repeats and before.get("reason") == state.reason:
@@ -250,7 +295,7 @@ def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, 
     living = [pod for pod in of_component(observed.pods, names.WORKERS) if still_there([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
     bad = [(end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, names.EXIT_DRAINED}]
-    last = f"; shard {max(bad)[1]} was tried again after: {cause_of(shards.ended[max(bad)[1]])}" if bad else ""
+    last = f"; shard {max(bad)[1]} was tried again after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
     text = told(f"{running} workers run, {count}{last}")
     problem = first_problem(living, "worker")
     if running or (before.get("status") == "True" and problem is None):
@@ -328,14 +373,18 @@ def _generation(old: Json, observed: Observed, here: Situation) -> Json:
 
 def _workers(job: RolloutJob, old: Json, observed: Observed, here: Situation) -> Json:
     shards, before = here.shards, old.get("workers") or {}
-    pods = of_component(observed.pods, names.WORKERS)
+    running = [
+        pod
+        for pod in of_component(observed.pods, names.WORKERS)
+        if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+    ]
     there = shards.exists
     # Until the Job is made, how many there are may still be edited.
     settled = there or shards.done or here.stage is Stage.RUNNING or "shards" in before
     return {
         "desired": min(job.spec.workers.replicas, shards.count),
         "active": shards.active,
-        "ready": sum(pod.get("status", {}).get("phase") == "Running" for pod in pods),
+        "ready": len(running),
         "succeeded": shards.succeeded if there else max(shards.succeeded, before.get("succeeded", 0)),
         "failed": len(shards.failed) if there else before.get("failed", 0),
         **({"shards": shards.count} if settled else {}),
@@ -372,7 +421,7 @@ def _summary(status: Json) -> Json:
     results = status.get("results") or progress
     return {
         "generation": "-" if external else of(generation["readyReplicas"], generation["desiredReplicas"]),
-        "workers": of(workers["active"], workers["desired"]),
+        "workers": of(workers["ready"], workers["desired"]),
         "progress": of(progress["completed"], progress["trajectories"]),
         "meanReward": short(results.get("meanReward")),
         "reason": _telling(status)[:64],
@@ -387,6 +436,8 @@ def _telling(status: Json) -> str:
     last = condition(status, conditions.SUCCESS_CRITERIA_MET)
     if last:
         return str(last["reason"])
+    if condition(status, conditions.WORKERS_CHECKED).get("status") == "False":
+        return str(condition(status, conditions.WORKERS_CHECKED)["reason"])
     ready = is_true(status, conditions.GENERATION_READY)
     return str(condition(status, conditions.WORKERS_READY if ready else conditions.GENERATION_READY)["reason"])
 
@@ -417,7 +468,11 @@ def _progress(old: Json, observed: Observed, here: Situation, now: datetime) -> 
     if here.finish.message:
         found = _settled(before, here.finish.message)
     else:
-        found = _counted(before, _tallies(observed), here.shards.count)
+        if here.check.planned is not None:
+            before["trajectories"] = here.check.planned
+        # What the check counted is exact.
+        known = here.check.planned is not None or is_true(old, conditions.WORKERS_CHECKED)
+        found = _counted(before, _tallies(observed), before["trajectories"] if known else None, here.shards.count)
     if here.stage is Stage.RUNNING:
         remaining = _remaining(old.get("progress") or {}, found, now)
         found |= {} if remaining is None else {"estimatedSecondsRemaining": remaining}
@@ -429,13 +484,18 @@ def _new_progress() -> Json:
     return dict.fromkeys(counts, 0)
 
 
-def _counted(before: Json, tallies: list[_Tally], shards: int) -> Json:
-    """The sum of what is known of shards; what was told before, where a pod that is not heard makes it less."""
+def _counted(before: Json, tallies: list[_Tally], planned: int | None, shards: int) -> Json:
+    """The sum of what is known of shards; what was told before, where a pod that is not heard makes it less.
+
+    Args:
+        planned: Trajectories that the job comes to; None: not known, and estimated.
+    """
     completed, failed = sum(tally.completed for tally in tallies), sum(tally.failed for tally in tallies)
     if not tallies or completed + failed < before["completed"] + before["failed"]:
         return dict(before)
-    # Shards that have not begun are taken to be as large as the others.
-    planned = round(sum(tally.planned for tally in tallies) / len(tallies) * shards)
+    if planned is None:
+        # Shards that have not begun are taken to be as large as the others.
+        planned = round(sum(tally.planned for tally in tallies) / len(tallies) * shards)
     reward = sum(tally.reward for tally in tallies)
     return {
         **before,
@@ -519,7 +579,13 @@ def _pressing(status: Mapping[str, Any]) -> Json:
         "conditions": [_less(item, ("message",)) for item in status.get("conditions") or ()],
         "generation": _less(status.get("generation") or {}, ("readyReplicas",)),
         "workers": _less(status.get("workers") or {}, ("active", "ready", "succeeded", "failed")),
+        "begun": _begun(status.get("progress") or {}),
     }
+
+
+def _begun(progress: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether it is known how many trajectories there will be, and whether one has ended."""
+    return bool(progress.get("trajectories")), bool(progress.get("completed") or progress.get("failed"))
 
 
 def _less(mapping: Mapping[str, Any], keys: Iterable[str]) -> Json:

@@ -65,7 +65,26 @@ PROBLEMS: Final = frozenset(
 
 RULES: Final[tuple[Rule, ...]] = (
     Rule(conditions.SUSPENDED, "True", None, "Normal", "Suspended", "Suspend"),
-    Rule(conditions.SUSPENDED, "False", None, "Normal", "Resumed", "Resume"),
+    Rule(
+        conditions.SUSPENDED,
+        "False",
+        frozenset({Reason.SUSPENDING}),
+        "Normal",
+        "Suspending",
+        "Suspend",
+        again=True,
+    ),
+    Rule(
+        conditions.SUSPENDED,
+        "False",
+        frozenset({Reason.JOB_RESUMED}),
+        "Normal",
+        "Resumed",
+        "Resume",
+        again=True,
+    ),
+    Rule(conditions.WORKERS_CHECKED, "False", PROBLEMS, "Warning", None, "CheckWorkers", again=True),
+    Rule(conditions.WORKERS_CHECKED, "True", None, "Normal", "WorkersChecked", "StartGeneration"),
     Rule(
         conditions.GENERATION_READY,
         "False",

@@ -33,7 +33,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "monitored namespaces": {"monitoring": MONITORED, "watch": {"namespaces": ["team-a"]}},
     "locked down": {"networkPolicy": {"enabled": True, "apiServerPorts": [6443]}, "operator": {"hostUsers": False}},
     "OpenShift": {
-        "jobs": {"fsGroup": None},
+        "jobs": {"fsGroup": None, "runAsUser": None, "runAsGroup": None},
         "operator": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     },
     "images": {
@@ -146,7 +146,12 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
     assert {name for name in given if name.startswith("KUBEROLL_")} <= known
     settings = Settings.from_environment(given)
     assert list(settings.namespaces) == values.get("watch", {}).get("namespaces", [])
-    assert settings.fs_group == values.get("jobs", {"fsGroup": 65532}).get("fsGroup", 65532)
+    for name, found in (
+        ("fsGroup", settings.fs_group),
+        ("runAsUser", settings.run_as_user),
+        ("runAsGroup", settings.run_as_group),
+    ):
+        assert found == values.get("jobs", {}).get(name, 65532)
     assert settings.egress_ports == (443,)
 
 

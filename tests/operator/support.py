@@ -54,6 +54,11 @@ def job(name: str = "puzzle", **spec: Any) -> RolloutJob:
     return RolloutJob.model_validate(manifest(name, **spec))
 
 
+def checked_manifest(name: str = "puzzle", **spec: Any) -> Object:
+    """The manifest of a job of which it is known that its workers will have what they need."""
+    return {**manifest(name, **spec), "status": {"conditions": [condition("WorkersChecked", True, "Checked")]}}
+
+
 def raw(status: Mapping[str, Any] | None = None, name: str = "puzzle", **metadata: Any) -> Object:
     """The live object of a job, less its spec."""
     found: Object = {"metadata": {"name": name, "namespace": NAMESPACE, "uid": UID, "generation": 1, **metadata}}
@@ -99,6 +104,11 @@ def workers_job(*, suspend: bool = False, completions: int = 4, **status: Any) -
     return child("Job", "puzzle-workers", spec={"suspend": suspend, "completions": completions}, status=status)
 
 
+def check_job(**status: Any) -> Object:
+    """The check Job."""
+    return child("Job", "puzzle-check", spec={"suspend": False}, status=status)
+
+
 def finish_job(**status: Any) -> Object:
     """The finish Job."""
     return child("Job", "puzzle-finish", spec={"suspend": False}, status=status)
@@ -120,7 +130,7 @@ def pod(
     conditions: list[Object] | None = None,
 ) -> Object:
     """A pod of the job; `container` is the status of its one container."""
-    main = {"generation": "generation", "workers": "worker", "finish": "finish"}[component]
+    main = {"generation": "generation", "workers": "worker", "check": "worker", "finish": "finish"}[component]
     labels = {names.JOB_LABEL: "puzzle", names.COMPONENT_LABEL: component}
     if shard is not None:
         labels["batch.kubernetes.io/job-completion-index"] = str(shard)

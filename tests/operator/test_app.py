@@ -28,7 +28,7 @@ from tests.cluster.conftest import api, api_server  # noqa: F401
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.operator_process import install
 from tests.operator.emulator import Emulator, Fault
-from tests.operator.support import NAMESPACE, manifest
+from tests.operator.support import NAMESPACE, checked_manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,11 +57,11 @@ async def get(found: Operator, path: str) -> tuple[int, str]:
 
 async def test_a_job_is_reconciled_from_its_events_and_the_probes_are_well(tmp_path: Path) -> None:
     server = Emulator()
-    server.put(manifest())
+    server.put(checked_manifest())
     async with server.running(tmp_path) as kubeconfig, operator(kubeconfig) as (found, task):
         await server.until(lambda: phase(server) == "Starting")
         # A job that comes later, and a child that goes.
-        server.put(manifest("late"))
+        server.put(checked_manifest("late"))
         await server.until(lambda: phase(server, "late") == "Starting")
         server.remove("services", NAMESPACE, "puzzle-generation")
         await server.until(lambda: server.get("services", NAMESPACE, "puzzle-generation"))
@@ -89,7 +89,7 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
 ) -> None:
     monkeypatch.setattr("kuberoll_operator.app.kuberay_changes", partial(kuberay_changes, seconds=0.05))
     server = Emulator()
-    server.put(manifest(generation={"backend": "Auto"}))
+    server.put(checked_manifest(generation={"backend": "Auto"}))
     async with server.running(tmp_path) as kubeconfig:
         async with operator(kubeconfig) as (_, task):
             await server.until(lambda: server.get("deployments", NAMESPACE, "puzzle-generation"))
@@ -97,7 +97,7 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
             # Not as an error: whoever ran it goes on with another one.
             assert await task == AGAIN
         async with operator(kubeconfig) as (_, task):
-            server.put(manifest("late", generation={"backend": "Auto"}))
+            server.put(checked_manifest("late", generation={"backend": "Auto"}))
             await server.until(lambda: server.get("rayservices", NAMESPACE, "late-gen"))
             assert server.get("rayservices", NAMESPACE, "puzzle-gen") is None
             assert server.get("deployments", NAMESPACE, "late-generation") is None
@@ -111,7 +111,7 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
 
 async def test_what_is_not_known_of_kuberay_is_waited_for(tmp_path: Path) -> None:
     server = Emulator()
-    server.put(manifest(generation={"backend": "Auto"}))
+    server.put(checked_manifest(generation={"backend": "Auto"}))
     server.kuberay = True
     server.faults.append(Fault(lambda asked: asked.path == "/apis/ray.io/v1", status=503))
     async with server.running(tmp_path) as kubeconfig, operator(kubeconfig) as (found, _):
@@ -122,7 +122,7 @@ async def test_what_is_not_known_of_kuberay_is_waited_for(tmp_path: Path) -> Non
 
 async def test_what_was_missed_while_the_server_forgot_is_made_up_for(tmp_path: Path) -> None:
     server = Emulator()
-    server.put(manifest())
+    server.put(checked_manifest())
     async with server.running(tmp_path) as kubeconfig, operator(kubeconfig, leader_election=False):
         await server.until(lambda: phase(server) == "Starting")
         await server.until(lambda: server.watching() >= {item.plural for item in WATCHED})
@@ -140,7 +140,7 @@ async def test_who_stands_by_is_ready_writes_nothing_and_takes_over(tmp_path: Pa
             lease = await server.until(lambda: server.get("leases", NAMESPACE, "kuberoll-operator"))
             assert lease["spec"]["holderIdentity"] == "first"
             async with operator(kubeconfig, identity="second") as (second, _):
-                server.put(manifest())
+                server.put(checked_manifest())
                 await server.until(lambda: phase(server) == "Starting")
                 while (await get(second, "/readyz"))[0] != 200:
                     pass
@@ -154,7 +154,7 @@ async def test_who_stands_by_is_ready_writes_nothing_and_takes_over(tmp_path: Pa
                 first.terminate()
                 await first.communicate()
                 assert first.returncode == 0
-                server.put(manifest("next"))
+                server.put(checked_manifest("next"))
                 await server.until(lambda: phase(server, "next") == "Starting")
                 lease = server.get("leases", NAMESPACE, "kuberoll-operator") or {}
                 assert lease["spec"]["holderIdentity"] == "second"
@@ -185,7 +185,7 @@ async def test_an_operator_whose_watches_have_ended_ends_and_releases_the_lease(
 
 async def test_an_operator_without_rights_lives_says_what_it_misses_and_waits(tmp_path: Path) -> None:
     server = Emulator()
-    server.put(manifest())
+    server.put(checked_manifest())
     server.faults.append(Fault(lambda item: item.is_list and item.plural == "jobs", 403, times=None))
     async with server.running(tmp_path) as kubeconfig, operator(kubeconfig) as (found, _):
         await server.until(lambda: {"pods", "rolloutjobs"} <= server.watching())
@@ -230,7 +230,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_process_well(tmp_path: Path, number: signal.Signals) -> None:
     server = Emulator()
-    server.put(manifest())
+    server.put(checked_manifest())
     environment = {"KUBEROLL_HTTP_PORT": str(free_port()), "KUBEROLL_LEASE_NAMESPACE": NAMESPACE}
     async with server.running(tmp_path) as kubeconfig, process(kubeconfig, environment) as found:
         await server.until(lambda: phase(server) == "Starting")
@@ -285,9 +285,10 @@ async def test_on_a_real_api_server(api_server: ApiServer, api: Api, tmp_path: P
     await install(api)
     namespace = f"app-{uuid.uuid4().hex[:8]}"
     await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-    wanted = manifest()
+    wanted = checked_manifest()
     wanted["metadata"]["namespace"] = namespace
-    await api.create(wanted)
+    await api.create({key: value for key, value in wanted.items() if key != "status"})
+    await api.patch("RolloutJob", namespace, "puzzle", {"status": wanted["status"]}, subresource="status")
     given: dict[str, object] = {"lease_namespace": namespace, "namespaces": (namespace,)}
     async with operator(api_server.kubeconfig, **given) as (found, task):
 

@@ -18,12 +18,13 @@ from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import names
 from kuberoll_operator.backends import backend_of
 from kuberoll_operator.model import Object, Observed, Plan, PodProgress, is_true
-from kuberoll_operator.plan import indexes, plan
+from kuberoll_operator.plan import indexes, plan, situation
 from kuberoll_operator.status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
 from tests.operator.support import (
     SETTINGS,
     at,
+    check_job,
     child,
     condition,
     deployment,
@@ -80,9 +81,48 @@ def shaped(live: Object, **spec: Any) -> Object:
     }
 
 
-def test_generation_comes_first() -> None:
-    assert applied(decide(observed())) == [*STANDING, "Deployment/generation"]
+CHECKED = condition("WorkersChecked", True, "Checked")
+UNCHECKED = condition("WorkersChecked", False, "Checking")
+
+
+def test_no_engine_is_asked_for_before_the_check_is_done() -> None:
+    assert applied(decide(observed())) == [*STANDING, "Job/check"]
+    status = {"conditions": [UNCHECKED]}
+    assert applied(decide(observed(check_job(active=1)), status)) == [*STANDING, "Job/check"]
+    done = decide(observed(check_job(conditions=job_condition("Complete"))), status)
+    # What its pod said is written down first.
+    assert (applied(done), deleted(done)) == ([*STANDING, "Deployment/generation"], [])
+    recorded = decide(observed(check_job(conditions=job_condition("Complete"))), {"conditions": [CHECKED]})
+    assert (applied(recorded), deleted(recorded)) == ([*STANDING, "Deployment/generation"], ["Job/check"])
+
+
+def test_a_failed_check_asks_for_no_engine() -> None:
+    failed = check_job(conditions=job_condition("Failed", "PodFailurePolicy"))
+    pods = [pod("check", phase="Failed", container=terminated(78, "there is no environment type sliding_puzle"))]
+    facts = observed(failed, pods=pods)
+    assert decide(facts, {"conditions": [UNCHECKED]}) == Plan()
+    cause = situation(job(), raw({"conditions": [UNCHECKED]}), facts, SETTINGS, at(0)).failure
+    assert cause == ("Refused", "there is no environment type sliding_puzle")
+    # Its pod stays, with its log.
+    assert decide(facts, {"conditions": [TARGET]}) == Plan()
+
+
+def test_a_resumed_job_is_checked_again() -> None:
+    suspended = decide(observed(check_job()), {"conditions": [UNCHECKED]}, suspend=True)
+    assert deleted(suspended) == ["Job/check"]
+    live = shaped(workers_job(suspend=True))
+    resumed = decide(observed(live), {"conditions": [condition("WorkersChecked", False, "JobSuspended")]})
+    assert applied(resumed) == [*STANDING, "Job/check", "Job/workers"]
+    assert resumed.apply[-1]["spec"]["suspend"] is True
+
+
+def test_a_job_of_an_older_operator_goes_on_unchecked() -> None:
     assert applied(decide(observed(deployment(1)))) == [*STANDING, "Deployment/generation"]
+
+
+def test_somebody_elses_engine_needs_no_check() -> None:
+    external = {"generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}}
+    assert "Job/check" not in applied(decide(observed(), **external))
 
 
 def test_workers_come_when_generation_is_ready() -> None:
@@ -155,14 +195,31 @@ def test_a_failure_is_written_down_before_its_traces_are_removed() -> None:
     failed = workers_job(conditions=job_condition("Failed", "FailedIndexes"), failedIndexes="1")
     assert decide(observed(deployment(2), failed)) == Plan()
     found = decide(observed(deployment(2), failed), {"conditions": [TARGET]})
-    assert (applied(found), deleted(found)) == ([], ["Deployment/generation", "Job/workers"])
+    # The workers' Job stays, with its pods and their logs.
+    assert (applied(found), deleted(found)) == ([], ["Deployment/generation"])
+
+
+def test_a_job_that_fails_while_workers_run_suspends_them() -> None:
+    live = shaped(workers_job(active=2))
+    found = decide(observed(deployment(2), live), {"conditions": [TARGET]})
+    assert (applied(found), deleted(found)) == (["Job/workers"], ["Deployment/generation"])
+    assert found.apply[0]["spec"]["suspend"] is True
+    at_rest = {**live, "spec": {**live["spec"], "suspend": True}}
+    assert applied(decide(observed(at_rest), {"conditions": [TARGET]})) == []
+
+
+def test_workers_that_cannot_be_rendered_any_more_are_removed() -> None:
+    found = decide(observed(workers_job(active=2)), {"conditions": [TARGET]}, output={"uri": "relative/path"})
+    assert (applied(found), deleted(found)) == ([], ["Job/workers"])
 
 
 def test_the_finish_job_that_failed_stays_with_its_logs() -> None:
     status = {"conditions": [condition("FailureTarget", True, "FinishFailed")]}
-    facts = observed(workers_job(), finish_job(conditions=job_condition("Failed")))
-    assert deleted(decide(facts, status)) == ["Job/workers"]
-    assert deleted(decide(observed(finish_job()), {"conditions": [TARGET]})) == ["Job/finish"]
+    facts = observed(workers_job(conditions=job_condition("Complete")), finish_job(conditions=job_condition("Failed")))
+    assert decide(facts, status) == Plan()
+    under_way = decide(observed(finish_job()), {"conditions": [TARGET]})
+    assert applied(under_way) == ["Job/finish"]
+    assert under_way.apply[0]["spec"]["suspend"] is True
 
 
 @pytest.mark.parametrize("end", ["Complete", "Failed"])
@@ -255,7 +312,7 @@ class Cluster(RuleBasedStateMachine):
         self.seconds = 0
         self.made = 0
         self.deleted = False
-        self.was_ready = False
+        self.was_ready = self.checked = False
         self.attentive = True
         self.over: dict[str, Any] | None = None
 
@@ -348,6 +405,9 @@ class Cluster(RuleBasedStateMachine):
             else:
                 assert live["spec"]["template"] == item["spec"]["template"]
                 assert live["spec"]["completions"] == item["spec"]["completions"]
+        if item["kind"] == "Deployment" and live is None:
+            # Never an engine before it is known that workers will find what they need.
+            assert self.checked
         made = copy.deepcopy(item)
         made["metadata"]["generation"] = 1
         made["status"] = copy.deepcopy(live["status"]) if live else {}
@@ -355,6 +415,8 @@ class Cluster(RuleBasedStateMachine):
 
     def delete(self, kind: str, name: str) -> None:
         del self.children[kind, name]
+        if name == "puzzle-check":
+            self.checked = self.checked and not self.spec.get("suspend")
         component = name.removeprefix("puzzle-")
         for item in self.pods.values():
             if item["metadata"]["labels"][names.COMPONENT_LABEL] == component:
@@ -467,6 +529,22 @@ class Cluster(RuleBasedStateMachine):
         elif len(self.done) + len(self.given_up) == self.SHARDS:
             status["conditions"] = job_condition("Failed", "FailedIndexes", "some failed")
 
+    @rule(code=st.sampled_from([0, 0, 0, 1, 78]))
+    def check_ends(self, code: int) -> None:
+        live = self.children.get(("Job", "puzzle-check"))
+        if live is None or live["spec"]["suspend"] or live["status"]:
+            return
+        self.start("check")
+        item = self.pods[f"puzzle-check-{self.made}"]
+        ended = terminated(code, json.dumps({"planned": self.PLANNED * self.SHARDS, "cause": "it ended"}))
+        item["status"] = {
+            "phase": "Failed" if code else "Succeeded",
+            "containerStatuses": [{"name": "worker", **ended}],
+        }
+        reason = {1: "BackoffLimitExceeded", 78: "PodFailurePolicy"}.get(code, "")
+        live["status"] = {"conditions": job_condition("Failed" if code else "Complete", reason)}
+        self.checked = code == 0
+
     @rule()
     def finish_ends(self) -> None:
         live = self.children.get(("Job", "puzzle-finish"))
@@ -517,6 +595,8 @@ class Cluster(RuleBasedStateMachine):
     def may_have_begun(self, begun: bool) -> None:
         if begun:
             self.reconcile()
+            type(self).check_ends(self, 0)
+            self.reconcile()
             self.generation_becomes_ready()
             self.remember_readiness()
             self.reconcile()
@@ -530,6 +610,7 @@ class Cluster(RuleBasedStateMachine):
             if self.deleted:
                 break
             self.reconcile()
+            type(self).check_ends(self, 0)
             self.generation_becomes_ready()
             self.remember_readiness()
             self.workers_start()

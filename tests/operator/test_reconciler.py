@@ -26,7 +26,7 @@ from kuberoll_operator.progress import ProgressPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
 from tests.operator.emulator import Emulator, in_virtual_time
-from tests.operator.support import NAMESPACE, SETTINGS, manifest
+from tests.operator.support import NAMESPACE, SETTINGS, checked_manifest
 
 KEY = Key(NAMESPACE, "puzzle")
 
@@ -75,7 +75,7 @@ class Bench:
 @asynccontextmanager
 async def bench(directory: Path, **spec: Any) -> AsyncIterator[Bench]:
     server, cache, metrics = Emulator(), Cache(lambda _: None), Metrics()
-    server.put(manifest(**spec))
+    server.put(checked_manifest(**spec))
     async with (
         server.running(directory) as kubeconfig,
         Client(await load_access(kubeconfig), told=metrics.request) as client,

@@ -11,12 +11,14 @@ import pytest
 
 from kuberoll_api.conditions import CONDITION_TYPES
 from kuberoll_api.status import RolloutJobStatus
+from kuberoll_operator import model
 from kuberoll_operator.backends.pods import told
 from kuberoll_operator.model import Object, Observed, PodProgress, Served, WriteError
 from kuberoll_operator.status import compute_status, next_deadline
 from tests.operator.support import (
     SETTINGS,
     at,
+    check_job,
     child,
     condition,
     deployment,
@@ -84,8 +86,57 @@ ROWS = [
         "first sight",
         observed(),
         "Starting",
-        ["GenerationReady=False/Starting", "WorkersReady=False/WaitingForGeneration"],
-        "0 of 2 replicas are ready",
+        [
+            "WorkersChecked=False/Checking",
+            "GenerationReady=False/WaitingForCheck",
+            "WorkersReady=False/WaitingForGeneration",
+        ],
+        "a pod looks at what workers need",
+    ),
+    Row(
+        "a claim of the workers' that is not there",
+        observed(check_job(active=1), pods=[pod("check", conditions=unschedulable('claim "nope" not found'))]),
+        "Starting",
+        ["WorkersChecked=False/Unschedulable", "GenerationReady=False/WaitingForCheck"],
+        'claim "nope" not found',
+    ),
+    Row(
+        "a Secret of the workers' that is not there",
+        observed(
+            check_job(active=1),
+            pods=[pod("check", container=waiting("CreateContainerConfigError", 'secret "s3" not found'))],
+        ),
+        "Starting",
+        ["WorkersChecked=False/PodConfigError"],
+        'secret "s3" not found',
+    ),
+    Row(
+        "what workers need comes too late",
+        observed(check_job(active=1), pods=[pod("check", conditions=unschedulable('claim "nope" not found'))]),
+        "Failed",
+        ["FailureTarget=True/StartupDeadlineExceeded"],
+        'what workers need was not there within startupDeadlineSeconds (1800): claim "nope" not found',
+        {
+            "startTime": stamp(0),
+            "conditions": [condition("WorkersChecked", False, "Unschedulable", 'claim "nope" not found')],
+        },
+        seconds=1801,
+    ),
+    Row(
+        "workers that do not start while engines wait",
+        observed(
+            deployment(2),
+            workers_job(active=1),
+            pods=[pod("workers", "0", phase="Pending", shard=0, conditions=unschedulable("too few CPUs"))],
+        ),
+        "Failed",
+        ["FailureTarget=True/StartupDeadlineExceeded"],
+        "no worker ran while generation was ready within startupDeadlineSeconds (1800): too few CPUs",
+        {
+            "startTime": stamp(0),
+            "conditions": [READY, condition("WorkersReady", False, "Unschedulable", "too few CPUs")],
+        },
+        seconds=1801,
     ),
     Row("first sight, suspended", observed(), "Suspended", ["Suspended=True/JobSuspended"], spec={"suspend": True}),
     Row("external", observed(), "Running", ["GenerationReady=True/External"], "http://policy:1", spec=EXTERNAL),
@@ -718,10 +769,10 @@ def test_the_remaining_time_follows_the_pace() -> None:
 
 
 def test_transition_times_move_with_the_status_only() -> None:
-    first = run({}, observed(), 0)
+    first = run({}, observed(deployment()), 0)
     second = run(first, observed(deployment(), pods=engine(**waiting("ErrImagePull", "no"))), 100)
     ready = run(second, observed(deployment(2)), 200)
-    times = [item["conditions"][0]["lastTransitionTime"] for item in (first, second, ready)]
+    times = [model.condition(item, "GenerationReady")["lastTransitionTime"] for item in (first, second, ready)]
     assert times == [stamp(0), stamp(0), stamp(200)]
 
 
@@ -758,8 +809,15 @@ def test_deadlines() -> None:
     # What was kept back for a while, then the startup, then the whole job.
     assert next_deadline(job(**spec), first, at(1)) == 14
     assert next_deadline(job(**spec), first, at(100)) == 1700
-    started = run(first, observed(deployment(2), workers_job(active=1)), 1700, **spec)
-    assert next_deadline(job(**spec), started, at(1800)) == 15
+    # The check, the engines, then the workers have as much time each.
+    checked = run(first, observed(check_job(conditions=job_condition("Complete"))), 100, **spec)
+    assert next_deadline(job(**spec), checked, at(200)) == 1700
+    ready = run(checked, observed(deployment(2)), 1700, **spec)
+    assert next_deadline(job(**spec), ready, at(1800)) == 1700
+    running = [pod("workers", "0", shard=0)]
+    started = run(ready, observed(deployment(2), workers_job(active=1), pods=running), 1750, **spec)
+    # Of a job that runs nothing is due but its own end.
+    assert next_deadline(job(**spec), started, at(1800)) == 1800
     assert next_deadline(job(**spec), started, at(3599)) == 1
     over = {"conditions": [condition("Complete", True, "X", seconds=10)]}
     assert next_deadline(job(**spec), over, at(20)) == 90

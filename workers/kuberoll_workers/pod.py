@@ -1,6 +1,9 @@
 """An environment worker pod: one shard of a job, and what the operator and Prometheus ask of it.
 
     JOB_COMPLETION_INDEX=3 POD_IP=10.0.0.7 python -m kuberoll_workers.pod --config FILE
+    python -m kuberoll_workers.pod --config FILE --check
+
+With `--check` it looks at what the workers of a job need, and ends: before an engine is started.
 
 FILE is a `pod_contract.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
 its exit code and its termination message how it ended: see docs/pods.md.
@@ -160,6 +163,19 @@ class ShardPod:
             seconds = float(os.environ.get(DRAIN_SECONDS_VARIABLE) or _DRAIN_SECONDS)
             asyncio.get_running_loop().call_later(seconds, self._give_up.set)
 
+    async def check(self) -> None:
+        """Look at what all workers of the job need, and write the run's manifest.
+
+        Raises:
+            Drained: Stopped before the end.
+        """
+        await self._unless_stopped(_in_thread(self._check))
+        self.done = True
+
+    def _check(self) -> None:
+        self._inspect()
+        self._planned = sum(self._planned_by_shard())
+
     async def run(self, host: str) -> None:
         """Work until the shard is done or `stop` was called.
 
@@ -207,6 +223,12 @@ class ShardPod:
 
     def _prepare(self) -> tuple[int, Progress]:
         """Find out what there is to do and what is done; refuse what cannot be done."""
+        storage = self._inspect()
+        planned = self._planned_by_shard()[self.shard]
+        return planned, stored_earlier(storage, self.shard, self._config.shard_count)
+
+    def _inspect(self) -> Storage:
+        """Look at the environments, the model's path, the dataset and the output; refuse what cannot be used."""
         job, config = self._job, self._config
         environment = environment_source(job)
         for spec in job.spec.environments:
@@ -217,15 +239,19 @@ class ShardPod:
             storage.path.mkdir(parents=True, exist_ok=True)
         inputs = scan(job, base=self._base, environment=environment)
         settle(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
-        mine = sum(
-            group.keep
-            for group in prompt_groups(job, base=self._base, environment=environment)
-            if shard_of(group.task_index, config.shard_count) == self.shard
-        )
+        return storage
+
+    def _planned_by_shard(self) -> list[int]:
+        """Trajectories that each shard is to come to."""
+        job, count = self._job, self._config.shard_count
+        found = [0] * count
+        for group in prompt_groups(job, base=self._base, environment=environment_source(job)):
+            found[shard_of(group.task_index, count)] += group.keep
         wanted = job.spec.rollout.groups.wanted
-        share_of_wanted = None if wanted is None else share(wanted, self.shard, config.shard_count)
-        planned = trajectories_to_come(job, mine, wanted=share_of_wanted)
-        return planned, stored_earlier(storage, self.shard, config.shard_count)
+        return [
+            trajectories_to_come(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
+            for shard, mine in enumerate(found)
+        ]
 
     async def _endpoint_ready(self) -> int:
         # The operator starts workers when generation is ready; after that it may be replaced at any time.
@@ -395,10 +421,20 @@ def stored_earlier(storage: Storage, shard: int, shard_count: int) -> Progress:
     return found
 
 
-async def _run(pod: ShardPod) -> None:
+def _drain_on_signals(pod: ShardPod) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, pod.stop)
+
+
+async def _check(pod: ShardPod) -> None:
+    _drain_on_signals(pod)
+    await pod.check()
+    _log.info("workers have what they need: %d trajectories are to come", pod.progress().planned)
+
+
+async def _run(pod: ShardPod) -> None:
+    _drain_on_signals(pod)
     await pod.run(os.environ.get("POD_IP") or "0.0.0.0")
 
 
@@ -413,16 +449,17 @@ def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.pod", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
+    parser.add_argument("--check", action="store_true", help="look at what workers need, and end")
     arguments = parser.parse_args()
     log_to_stderr()
     pod: ShardPod | None = None
     code, cause = 0, ""
     try:
-        config, shard = read_config(arguments.config), _shard()
+        config, shard = read_config(arguments.config), 0 if arguments.check else _shard()
         log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
         pod = ShardPod(config, shard)
         tune_garbage_collector()
-        asyncio.run(_run(pod))
+        asyncio.run(_check(pod) if arguments.check else _run(pod))
         if not pod.done:
             code, cause = EXIT_DRAINED, "stopped before the shard was done"
     except Drained:

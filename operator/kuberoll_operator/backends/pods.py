@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +13,9 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object, condition, is_true
 
 MESSAGE_CHARACTERS: Final = 1000
+
+# A container that a signal ended has this and the signal's number as exit code.
+_SIGNALED: Final = 128
 
 _IMAGE_REASONS: Final = frozenset(
     {
@@ -179,13 +184,54 @@ def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
 
 
 def how_it_ended(last: Ended) -> str:
-    """What a container's end comes to, in words."""
+    """What a container's end comes to, in words: its own where it left any, else the kernel's."""
+    words = told(last_words(last.message, killed=last.exit_code > _SIGNALED))
     if last.reason == "OOMKilled":
-        return told(f"out of memory (OOMKilled); raise the memory limit. {last.message}")
-    words = f"exit code {last.exit_code}" + (
-        f" ({last.reason})" if last.reason not in {"", "Error", "Completed"} else ""
-    )
-    return told(last.message) or words
+        return told(f"out of memory (OOMKilled); raise the memory limit. {words}")
+    if last.exit_code > _SIGNALED:
+        text = f"killed by {_signal_name(last.exit_code - _SIGNALED)} (exit code {last.exit_code})"
+        return told(f"{text}: {words}" if words else text)
+    reason = f" ({last.reason})" if last.reason not in {"", "Error", "Completed"} else ""
+    return words or f"exit code {last.exit_code}{reason}"
+
+
+def parse_message(message: str) -> Mapping[str, Any] | None:
+    """The fields of a termination message that is a JSON object, as this project's programs leave it; else None."""
+    try:
+        found = json.loads(message)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def last_words(message: str, *, killed: bool = False) -> str:
+    """The cause in a termination message; empty where it names none.
+
+    A program that could not leave one has the end of its log there (FallbackToLogsOnError): of that only an error
+    counts, or the last line where it ended by itself, which is an exception's as a rule.
+
+    Args:
+        killed: It was ended by a signal, and what it happened to print before is no cause.
+    """
+    if (fields := parse_message(message)) is not None and "level" not in fields:
+        return str(fields.get("cause") or "")
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    records = [parse_message(line) if line.startswith("{") else None for line in lines]
+    # A log may be cut at its beginning.
+    if not any(records) and not (lines and '"level": ' in lines[0]):
+        return message
+    errors = [item for item in records if item is not None and item.get("level") in {"error", "critical"}]
+    if errors:
+        return str(errors[-1].get("message", ""))
+    plain = [line for line, item in zip(lines[1:], records[1:], strict=True) if item is None]
+    return plain[-1] if plain and not killed else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _image_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001

@@ -88,14 +88,20 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
-    engine = "created at once, and whenever the job is resumed; deleted when it is suspended, done or failed"
-    worker = "created when generation is ready; suspended with the job"
+    first = "created before the engines, and whenever the job is resumed; deleted when its pod has ended well"
+    engine = "created when the check is done; deleted when the job is suspended, done or failed"
+    if name == "External":
+        engine, checks = "", []
+    else:
+        checks = [(first, built.build_check_job(subject))]
+    worker = "created when generation is ready; suspended with the job, or when it fails"
     last = "created when all shards are done"
     found = [
         (at_once, built.build_config(subject)),
         *((at_once, child) for child in built.build_network_policies(subject)),
         *((at_once, child) for child in backend.fixtures(subject)),
         (at_once, built.build_workers_service(subject)),
+        *checks,
         *((engine, child) for child in backend.engines(subject, Observed(), datetime.now(UTC))),
         (worker, built.build_workers_job(subject, suspend=False)),
         (last, built.build_finish_job(subject)),

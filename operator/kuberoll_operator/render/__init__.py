@@ -1,5 +1,6 @@
 """The children of a job as objects: pure functions of the job and the settings, the same bytes for the same input."""
 
+from kuberoll_operator.render.check import build_check_job
 from kuberoll_operator.render.config import build_config
 from kuberoll_operator.render.finish import build_finish_job
 from kuberoll_operator.render.generation import build_generation_deployment, build_generation_services
@@ -11,6 +12,7 @@ from kuberoll_operator.render.workers import build_workers_job, build_workers_se
 
 __all__ = [
     "Subject",
+    "build_check_job",
     "build_config",
     "build_finish_job",
     "build_generation_deployment",

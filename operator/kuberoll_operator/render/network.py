@@ -25,7 +25,7 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def build_network_policies(subject: Subject) -> list[Object]:
-    """NetworkPolicy <job>-workers, of worker and finish pods, and <job>-generation where those pods are ours."""
+    """NetworkPolicy <job>-workers, of worker, check and finish pods, and <job>-generation where those pods are ours."""
     return [_workers(subject), *([] if subject.backend == "External" else [_generation(subject)])]
 
 
@@ -39,7 +39,7 @@ def _workers(subject: Subject) -> Object:
     spec = {
         "podSelector": {
             "matchExpressions": [
-                {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.FINISH, names.WORKERS]}
+                {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.CHECK, names.FINISH, names.WORKERS]}
             ],
             "matchLabels": {names.JOB_LABEL: subject.name},
         },

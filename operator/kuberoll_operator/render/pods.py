@@ -66,6 +66,7 @@ def container(
     env: Sequence[Mapping[str, Any]],
     volumes: Volumes,
     read_only: bool,
+    arguments: Sequence[str] = (),
     **fields: Any,
 ) -> Object:
     """The one container of a pod, which runs a Python module.
@@ -75,6 +76,7 @@ def container(
         image: Where the job names none.
         env: Variables, under those of the job.
         read_only: Whether its root filesystem is.
+        arguments: Of the module, after the configuration.
         fields: Further fields of the container: ports, probes.
     """
     security: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -84,7 +86,7 @@ def container(
     made: Object = {
         "name": name,
         "image": options.image or image,
-        **({"command": ["python", "-m", module, "--config", config]} if module else {}),
+        **({"command": ["python", "-m", module, "--config", config, *arguments]} if module else {}),
         "env": merge_named(env, _plain(options.env), "name", replace=True),
         "volumeMounts": merge_named(volumes.mounts, _plain(options.volume_mounts), "mountPath", replace=True),
         "securityContext": security,
@@ -120,6 +122,9 @@ def pod_template(
         over: The user's template, merged last.
     """
     security: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    # The kubelet takes the user from the image and leaves the group root's.
+    user, group = subject.settings.run_as_user, subject.settings.run_as_group
+    security |= {key: value for key, value in (("runAsUser", user), ("runAsGroup", group)) if value is not None}
     if subject.settings.fs_group is not None and any(item["name"] == "output" for item in volumes.volumes):
         security |= {"fsGroup": subject.settings.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     spec: Object = {

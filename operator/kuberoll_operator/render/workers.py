@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_operator import names
@@ -18,8 +18,13 @@ MUTABLE: Final = frozenset({"parallelism", "suspend"})
 GRACE_SECONDS: Final = 120
 
 
-def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
-    """Job <job>-workers."""
+def worker_template(subject: Subject, component: str, *, arguments: Sequence[str] = ()) -> Object:
+    """The template of a worker's pod.
+
+    Args:
+        component: Of the job, for its labels.
+        arguments: Of the program, after those that every worker has.
+    """
     spec = subject.job.spec.workers
     volumes = data_volumes(subject)
     main = container(
@@ -27,6 +32,7 @@ def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
         spec,
         name="worker",
         module="kuberoll_workers.pod",
+        arguments=arguments,
         image=subject.settings.worker_image,
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
@@ -37,16 +43,21 @@ def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
         read_only=True,
         ports=[{"name": "metrics", "containerPort": names.PROGRESS_PORT}],
     )
-    template = pod_template(
+    return pod_template(
         subject,
         spec,
-        component=names.WORKERS,
+        component=component,
         container=main,
         volumes=volumes,
         grace_seconds=GRACE_SECONDS,
         restart_policy="Never",
         over=spec.pod_template,
     )
+
+
+def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
+    """Job <job>-workers."""
+    spec = subject.job.spec.workers
     child = subject.child("batch/v1", "Job", names.workers(subject.name), names.WORKERS)
     child["spec"] = {
         "backoffLimitPerIndex": spec.retries_per_shard,
@@ -57,7 +68,7 @@ def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
         "podFailurePolicy": failure_policy("worker", ignored=(names.EXIT_DRAINED,)),
         "podReplacementPolicy": "Failed",
         "suspend": suspend,
-        "template": template,
+        "template": worker_template(subject, names.WORKERS),
     }
     return shaped(child, MUTABLE)
 

@@ -1,0 +1,34 @@
+"""The Job before the engines: a worker pod that looks at everything it needs, and ends.
+
+Whatever keeps workers from starting (a claim or a Secret that is not there, a quota, an environment's type, a row of
+the dataset, an output that cannot be written) is known before a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.render.objects import shaped
+from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workers import failure_policy, worker_template
+
+MUTABLE: Final = frozenset({"suspend"})
+
+RETRIES: Final = 3
+
+
+def build_check_job(subject: Subject, *, suspend: bool = False) -> Object:
+    """Job <job>-check: one pod, a worker's in everything but what it is told to do."""
+    child = subject.child("batch/v1", "Job", names.check(subject.name), names.CHECK)
+    child["spec"] = {
+        "backoffLimit": RETRIES,
+        "completions": 1,
+        "parallelism": 1,
+        "podFailurePolicy": failure_policy("worker", ignored=(names.EXIT_DRAINED,)),
+        "podReplacementPolicy": "Failed",
+        "suspend": suspend,
+        "template": worker_template(subject, names.CHECK, arguments=("--check",)),
+    }
+    return shaped(child, MUTABLE)
