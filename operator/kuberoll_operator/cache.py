@@ -28,6 +28,7 @@ class Cache:
         self._changed = changed
         self._objects: dict[Resource, dict[tuple[str, str], Object]] = {}
         self._of: dict[Key, dict[tuple[str, str], Object]] = {}
+        self._departed: dict[Key, dict[str, Object]] = {}
         self._listed: dict[tuple[Resource, Scope], int] = {}
         self._pages: dict[tuple[Resource, Scope], set[tuple[str, str]]] = {}
 
@@ -57,6 +58,8 @@ class Cache:
         known = self._objects.get(resource, {}).get(name)
         if deleted:
             if known is not None and known["metadata"]["uid"] == metadata["uid"]:
+                # It is deleted as it was last.
+                self._put(resource, item, tell=False)
                 self._drop(resource, name)
         elif known is not None or version > max(
             self._listed.get((resource, None), -1), self._listed.get((resource, name[0]), -1)
@@ -85,6 +88,13 @@ class Cache:
         found = self._of.get(key, {})
         return [found[place] for place in sorted(found) if place[0] == PODS.kind]
 
+    def departed(self, key: Key) -> list[Object]:
+        """The last pod of each index of a job's that has ended and is gone: what it said at its end is not told again.
+
+        When a Job is suspended, its pods are removed as soon as they have ended.
+        """
+        return list(self._departed.get(key, {}).values())
+
     def sizes(self) -> dict[str, int]:
         """Objects by kind."""
         return {resource.kind: len(items) for resource, items in self._objects.items()}
@@ -110,8 +120,13 @@ class Cache:
     def _drop(self, resource: Resource, name: tuple[str, str]) -> None:
         item = self._objects[resource].pop(name)
         self._forget(resource, item)
-        if (key := _key(resource, item)) is not None:
-            self._changed(key)
+        if (key := _key(resource, item)) is None:
+            return
+        if resource == ROLLOUT_JOBS:
+            self._departed.pop(key, None)
+        elif resource == PODS and (index := (item["metadata"].get("labels") or {}).get(_INDEX)) and _has_ended(item):
+            self._departed.setdefault(key, {})[index] = item
+        self._changed(key)
 
     def _forget(self, resource: Resource, item: Object) -> None:
         key = _key(resource, item)
@@ -131,6 +146,11 @@ def _key(resource: Resource, item: Object) -> Key | None:
     return None if job is None else Key(metadata["namespace"], job)
 
 
+def _has_ended(pod: Object) -> bool:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    return any((item.get("state") or {}).get("terminated") for item in statuses)
+
+
 def _version_of(item: Object) -> int:
     return _version(item["metadata"].get("resourceVersion"))
 
@@ -143,6 +163,7 @@ def _version(text: Any) -> int:
         return 1 << 128
 
 
+_INDEX = "batch.kubernetes.io/job-completion-index"
 _PLACED = ("resources", "engineArgs", "gpusPerReplica")
 _POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
 

@@ -89,6 +89,7 @@ class Observed:
     Attributes:
         children: By kind and name.
         pods: All pods of the job.
+        departed: Worker pods that have ended and are gone, the last of each shard.
         progress: Of worker pods that answered, by shard.
         served: Weights of replicas that answered, by replica.
         errors: What could not be written in this reconcile, by kind and name.
@@ -96,6 +97,7 @@ class Observed:
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
     pods: Sequence[Object] = ()
+    departed: Sequence[Object] = ()
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
     served: Mapping[str, Served] = field(default_factory=dict)
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)

@@ -25,6 +25,11 @@ def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed
     """
     born = raw["metadata"].get("creationTimestamp") or ""
     # Pods of a deleted job of the same name are on their way out, and their words are about its shards.
-    pods = [pod for pod in cache.pods(key) if (pod["metadata"].get("creationTimestamp") or born) >= born]
+    pods, departed = (
+        [pod for pod in found if (pod["metadata"].get("creationTimestamp") or born) >= born]
+        for found in (cache.pods(key), cache.departed(key))
+    )
     heard = progress(key, raw, pods)
-    return Observed(children=cache.children(key), pods=pods, progress=heard.progress, served=heard.served)
+    return Observed(
+        children=cache.children(key), pods=pods, departed=departed, progress=heard.progress, served=heard.served
+    )

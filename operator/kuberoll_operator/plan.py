@@ -163,8 +163,10 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
         if not is_true(status_of(raw), conditions.FAILURE_TARGET):
             return Plan()
         stopped, unstoppable = _stopped(job, raw, observed, settings, here)
-        delete = _deletable([*_engine_refs(job), *unstoppable], job, raw, observed)
-        return Plan(apply=tuple(render.seal(child) for child in stopped), delete=delete)
+        return Plan(
+            apply=tuple(render.seal(child) for child in stopped),
+            delete=_deletable([*_engine_refs(job), *unstoppable], job, raw, observed),
+        )
     engines = _engine_refs(job)
     if here.stage is Stage.CLEARING:
         return Plan(delete=_deletable(engines, job, raw, observed))

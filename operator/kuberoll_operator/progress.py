@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Self, TypeVar
 
 import aiohttp
@@ -22,6 +22,8 @@ from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served, is_
 from kuberoll_operator.plan import status_of
 
 ANSWER_SECONDS = 2.0
+FIRST_SECONDS = 3.0
+"""Between two polls of a job of which a worker has not told anything yet."""
 ANSWER_BYTES = 64 * 1024
 CONCURRENCY = 64
 MOST = 10**15
@@ -95,15 +97,16 @@ class _Questions:
 class ProgressPoller:
     """Polls the pods of jobs, and tells when something new was said; an async context manager.
 
-    A pod that does not answer is left out: its last answer counts until it is gone.
+    A job is polled for as long as it has pods to ask, whether or not anybody looks at it meanwhile. A pod that does not
+    answer is left out: its last answer counts until it is gone.
 
     Args:
         told: Called with a job of which something new is known.
-        seconds: Shortest time between two polls of a job.
-        clock: Seconds; None: the running loop's.
+        seconds: Time between two polls of a job.
         port: Of worker pods.
         weights_port: Of generation pods.
         token: What the policy of a job with this uid wants to be shown.
+        sleep: Waits for so many seconds.
     """
 
     def __init__(
@@ -111,15 +114,15 @@ class ProgressPoller:
         told: Callable[[Key], None],
         *,
         seconds: float,
-        clock: Callable[[], float] | None = None,
         port: int = names.PROGRESS_PORT,
         weights_port: int = names.RAY_METRICS_PORT,
         token: Callable[[str], str | None] = lambda _: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._sleep = sleep
         self._told, self._seconds, self._port, self._weights_port = told, seconds, port, weights_port
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._token = token
-        self._polled: dict[Key, float] = {}
+        self._questions: dict[Key, _Questions] = {}
         self._known: dict[Key, dict[str, PodProgress]] = {}
         self._served: dict[Key, dict[str, Served]] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
@@ -141,7 +144,7 @@ class ProgressPoller:
             await self._session.close()
 
     def latest(self, key: Key, raw: Object, pods: Sequence[Object]) -> Heard:
-        """What is known of a job, without waiting; asks again if it is time to.
+        """What is known of a job, without waiting; has its pods asked from now on.
 
         Args:
             raw: The job, live.
@@ -155,10 +158,9 @@ class ProgressPoller:
         served = self._served.get(key, {})
         if questions.serve is None:
             served = {uid: item for uid, item in served.items() if uid in there}
-        due = self._clock() - self._polled.get(key, -self._seconds) >= self._seconds
-        if questions and due and key not in self._tasks:
-            self._polled[key] = self._clock()
-            self._tasks[key] = asyncio.create_task(self._poll(key, questions))
+        self._questions[key] = questions
+        if questions and key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._poll_while_asked(key))
         progress: dict[int, PodProgress] = {}
         for item in known.values():
             # A shard's pod and its successor may both be there for a moment.
@@ -168,29 +170,37 @@ class ProgressPoller:
 
     def forget(self, key: Key) -> None:
         """The job is gone, or over."""
-        self._polled.pop(key, None)
+        self._questions.pop(key, None)
         self._known.pop(key, None)
         self._served.pop(key, None)
 
-    async def _poll(self, key: Key, questions: _Questions) -> None:
+    async def _poll_while_asked(self, key: Key) -> None:
         try:
-            shards = dict(questions.workers)
-            answers, served = await asyncio.gather(
-                asyncio.gather(*(self._progress(shard, host) for shard, host in shards.values())),
-                self._weights(questions),
-            )
-            if key not in self._polled:
-                return
-            before, had = self._known.get(key, {}), self._served.get(key, {})
-            found = {uid: answer for uid, answer in zip(shards, answers, strict=True) if answer is not None}
-            # Serve tells of all that there are, a pod of itself.
-            served = served if questions.serve and served else {**had, **served}
-            if any(before.get(uid) != answer for uid, answer in found.items()) or served != had:
-                self._known[key] = {**before, **found}
-                self._served[key] = served
-                self._told(key)
+            while questions := self._questions.get(key):
+                answered = await self._poll(key, questions)
+                # A pod that has just started does not answer yet, or knows of nothing.
+                await self._sleep(self._seconds if answered else min(FIRST_SECONDS, self._seconds))
         finally:
             del self._tasks[key]
+
+    async def _poll(self, key: Key, questions: _Questions) -> bool:
+        """Asks once; tells whether all workers answered with something to count."""
+        shards = dict(questions.workers)
+        answers, served = await asyncio.gather(
+            asyncio.gather(*(self._progress(shard, host) for shard, host in shards.values())),
+            self._weights(questions),
+        )
+        if key not in self._questions:
+            return True
+        before, had = self._known.get(key, {}), self._served.get(key, {})
+        found = {uid: answer for uid, answer in zip(shards, answers, strict=True) if answer is not None}
+        # Serve tells of all that there are, a pod of itself.
+        served = served if questions.serve and served else {**had, **served}
+        if any(before.get(uid) != answer for uid, answer in found.items()) or served != had:
+            self._known[key] = {**before, **found}
+            self._served[key] = served
+            self._told(key)
+        return len(found) == len(shards) and all(answer.turns for answer in found.values())
 
     async def _progress(self, shard: int, host: str) -> PodProgress | None:
         said = await self._ask(f"http://{host}:{self._port}/progress", _Progress)

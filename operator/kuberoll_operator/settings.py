@@ -74,7 +74,7 @@ class Settings(BaseModel):
     )
     concurrency: int = Field(default=8, ge=1, le=256, description="Jobs that are reconciled at once.")
     reconcile_seconds: Seconds = Field(default=60.0, description="Longest that one reconcile may take.")
-    resync_seconds: Seconds = Field(default=600.0, description="Every job is looked at at least this often.")
+    resync_seconds: Seconds = Field(default=1800.0, description="Every job is looked at at least this often.")
     http_host: str = Field(default="", description="Address of /healthz, /readyz and /metrics; empty: all.")
     http_port: Port = Field(default=8080, description="Port of /healthz, /readyz and /metrics.")
     log_level: str = Field(default="info", description="debug, info, warning or error.")

@@ -527,7 +527,7 @@ def _tallies(observed: Observed) -> list[_Tally]:
         reward = _finite(live.reward_sum) or 0.0
         tally = _Tally(live.trajectories, live.failed, 0, live.turns, live.generated_tokens, reward, live.planned)
         known[shard] = [tally]
-    for pod in of_component(observed.pods, names.WORKERS):
+    for pod in of_component([*observed.pods, *observed.departed], names.WORKERS):
         end, index = ended(pod, "worker"), shard_of(pod)
         message = said(end.message) if end is not None and end.message else {}
         if index is None or "trajectories" not in message:

@@ -17,7 +17,7 @@ from kuberoll_api import conditions
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes, serving
 from kuberoll_operator.metrics import Metrics, milestones, scaling
 from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served
-from kuberoll_operator.progress import ANSWER_BYTES, ProgressPoller
+from kuberoll_operator.progress import ANSWER_BYTES, FIRST_SECONDS, ProgressPoller
 from tests.operator.support import START, condition, raw
 
 KEY = Key("rollouts", "puzzle")
@@ -136,6 +136,24 @@ def worker(shard: int, host: str = "127.0.0.1", uid: str = "", ready: str = "Tru
     return {"metadata": metadata, "status": status}
 
 
+class Pauses:
+    """The time between polls, which passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.begun: asyncio.Queue[float] = asyncio.Queue()
+        self._over: asyncio.Queue[None] = asyncio.Queue()
+
+    async def sleep(self, seconds: float) -> None:
+        self.begun.put_nowait(seconds)
+        await self._over.get()
+
+    async def end(self) -> float:
+        """Ends the next pause, when it has begun; its length."""
+        seconds = await self.begun.get()
+        self._over.put_nowait(None)
+        return seconds
+
+
 class Pods:
     """A poller and the pod that it asks."""
 
@@ -143,7 +161,7 @@ class Pods:
         self.told: asyncio.Queue[Key] = asyncio.Queue()
         self.answer: Any = {"shard": 0, "trajectories": 5, "turns": 20, "reward_sum": 2.5, "planned": 16, "new": 1}
         self.asked = asyncio.Queue[None]()
-        self.now = 0.0
+        self.pauses = Pauses()
 
     @asynccontextmanager
     async def poller(self) -> AsyncIterator[ProgressPoller]:
@@ -154,26 +172,52 @@ class Pods:
             return web.json_response(self.answer)
 
         async with serving([web.get("/progress", progress)], host="127.0.0.1", port=0) as port:  # noqa: SIM117
-            async with ProgressPoller(self.told.put_nowait, seconds=15, clock=lambda: self.now, port=port) as poller:
+            async with ProgressPoller(self.told.put_nowait, seconds=15, sleep=self.pauses.sleep, port=port) as poller:
                 yield poller
 
 
-async def test_pods_are_asked_in_the_background_and_no_more_often_than_told() -> None:
+async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -> None:
     pods = Pods()
     async with pods.poller() as poller:
         assert poller.latest(KEY, RAW, [worker(3)]) == Heard()
         assert await pods.told.get() == KEY
         expected = PodProgress(shard=3, trajectories=5, turns=20, reward_sum=2.5, planned=16)
         assert poller.latest(KEY, RAW, [worker(3)]).progress == {3: expected}
-        pods.now = 14.9
-        poller.latest(KEY, RAW, [worker(3)])
         assert pods.asked.qsize() == 1
-        pods.now, pods.answer = 15.0, {"trajectories": 6}
-        poller.latest(KEY, RAW, [worker(3)])
+        pods.answer = {"trajectories": 6, "turns": 24}
+        assert await pods.pauses.end() == 15
         await pods.told.get()
         assert poller.latest(KEY, RAW, [worker(3)]).progress[3].trajectories == 6
+        # The same again is no news.
+        assert await pods.pauses.end() == 15
+        assert await pods.pauses.begun.get() == 15
+        assert pods.told.empty()
         # Gone with the pod.
         assert poller.latest(KEY, RAW, []) == Heard()
+
+
+async def test_a_worker_that_has_just_started_is_asked_again_soon() -> None:
+    pods = Pods()
+    pods.answer = {"planned": 16}
+    async with pods.poller() as poller:
+        poller.latest(KEY, RAW, [worker(3)])
+        assert await pods.told.get() == KEY
+        pods.answer = {"planned": 16, "turns": 1}
+        assert await pods.pauses.end() == FIRST_SECONDS
+        assert await pods.pauses.begun.get() == 15
+
+
+async def test_nobody_is_asked_when_there_is_nobody_left() -> None:
+    pods = Pods()
+    async with pods.poller() as poller:
+        poller.latest(KEY, RAW, [worker(3)])
+        await pods.told.get()
+        poller.latest(KEY, RAW, [])
+        [task] = poller._tasks.values()
+        await pods.pauses.end()
+        await task
+        assert not poller._tasks
+        assert pods.asked.qsize() == 1
 
 
 @pytest.mark.parametrize(
@@ -186,10 +230,8 @@ async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
     pods.answer = answer
     async with pods.poller() as poller:
         poller.latest(KEY, RAW, [worker(0)])
-        await pods.asked.get()
-        # A poll that is believed follows, and is the first that tells.
-        while poller._tasks:
-            await asyncio.gather(*poller._tasks.values())
+        await pods.pauses.begun.get()
+        assert pods.asked.qsize() == 1
         assert pods.told.empty()
         assert poller.latest(KEY, RAW, [worker(0)]) == Heard()
 
@@ -218,8 +260,9 @@ async def test_forgotten_jobs_are_not_told_of() -> None:
     pods = Pods()
     async with pods.poller() as poller:
         poller.latest(KEY, RAW, [worker(0)])
+        [task] = poller._tasks.values()
         poller.forget(KEY)
-        await asyncio.gather(*poller._tasks.values())
+        await task
         assert pods.told.empty()
 
 
@@ -237,7 +280,7 @@ class Replicas:
         self.told: asyncio.Queue[Key] = asyncio.Queue()
         self.answers: dict[str, Any] = {}
         self.shown: list[str | None] = []
-        self.now = 0.0
+        self.pauses = Pauses()
 
     @asynccontextmanager
     async def poller(self) -> AsyncIterator[tuple[ProgressPoller, int]]:
@@ -251,7 +294,7 @@ class Replicas:
             ProgressPoller(
                 self.told.put_nowait,
                 seconds=15,
-                clock=lambda: self.now,
+                sleep=self.pauses.sleep,
                 weights_port=port,
                 token=lambda uid: f"of-{uid}",
             ) as poller,
@@ -267,8 +310,8 @@ async def test_pods_of_native_tell_of_their_weights() -> None:
         assert poller.latest(KEY, job, [engine("a")]) == Heard()
         assert await replicas.told.get() == KEY
         assert poller.latest(KEY, job, [engine("a")]).served == {"a": Served("1", "not there yet")}
-        replicas.now, replicas.answers["/weights"] = 15.0, {"wanted": "2", "served": "2", "problem": None}
-        poller.latest(KEY, job, [engine("a")])
+        replicas.answers["/weights"] = {"wanted": "2", "served": "2", "problem": None}
+        await replicas.pauses.end()
         await replicas.told.get()
         assert poller.latest(KEY, job, [engine("a")]).served == {"a": Served("2")}
         assert poller.latest(KEY, job, [engine("b")]).served == {}
@@ -292,8 +335,8 @@ async def test_serve_tells_of_the_weights_of_its_replicas() -> None:
         poller.latest(KEY, job, [])
         await replicas.told.get()
         assert poller.latest(KEY, job, []).served == {"x": Served("2"), "y": Served("1", "no file")}
-        replicas.now, replicas.answers["/v1/weights"] = 15.0, {"replicas": {"z": "2"}}
-        poller.latest(KEY, job, [])
+        replicas.answers["/v1/weights"] = {"replicas": {"z": "2"}}
+        await replicas.pauses.end()
         await replicas.told.get()
         assert poller.latest(KEY, job, []).served == {"z": Served("2")}
         assert set(replicas.shown) == {f"Bearer of-{job['metadata']['uid']}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 from kuberoll_api.conditions import CONDITION_TYPES
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import model
-from kuberoll_operator.backends.pods import told
+from kuberoll_operator.backends.pods import Ended, how_it_ended, told
 from kuberoll_operator.model import Object, Observed, PodProgress, Served, WriteError
 from kuberoll_operator.status import compute_status, next_deadline
 from tests.operator.support import (
@@ -766,6 +767,71 @@ def test_the_remaining_time_follows_the_pace() -> None:
     assert third["progress"]["estimatedSecondsRemaining"] == 140
     assert run(third, facts[1], 500) == third
     assert "estimatedSecondsRemaining" not in run(third, facts[1], 501, suspend=True)["progress"]
+
+
+def test_what_departed_workers_said_is_counted() -> None:
+    message = json.dumps({"trajectories": 7, "failed": 1, "planned": 10, "turns": 30, "cause": "stopped"})
+    gone = pod("workers", "0", phase="Failed", shard=0, container=terminated(75, message))
+    facts = replace(observed(workers_job(suspend=True)), departed=[gone])
+    found = run(WITH_WORKERS, facts, 60, suspend=True)["progress"]
+    assert (found["completed"], found["failed"], found["turns"]) == (7, 1, 30)
+
+
+def test_suspended_is_true_when_nothing_runs_any_more() -> None:
+    worker = pod("workers", "0", shard=0)
+    ending = run(WITH_WORKERS, observed(deployment(2), workers_job(suspend=True), pods=[worker]), 60, suspend=True)
+    found = model.condition(ending, "Suspended")
+    assert (found["status"], found["reason"]) == ("False", "Suspending")
+    assert "1 workers finish what is in flight" in found["message"]
+    gone = run(ending, observed(workers_job(suspend=True)), 90, suspend=True)
+    assert model.condition(gone, "Suspended")["status"] == "True"
+    # Resumed before it was suspended, it has its time anew all the same.
+    assert run(ending, observed(workers_job()), 70)["startTime"] == stamp(70)
+
+
+def test_the_workers_column_counts_pods_that_run() -> None:
+    dying = pod("workers", "1", shard=1)
+    dying["metadata"]["deletionTimestamp"] = stamp(50)
+    pods = [pod("workers", "0", phase="Pending", shard=0), dying, pod("workers", "2", shard=2)]
+    found = run(WITH_WORKERS, observed(deployment(2), workers_job(active=3), pods=pods), 60)
+    assert found["summary"]["workers"] == "1/2"
+    assert found["workers"]["active"] == 3
+
+
+def test_the_number_of_trajectories_is_known_from_the_check() -> None:
+    said = terminated(0, json.dumps({"planned": 4096, "done": True, "cause": ""}))
+    facts = observed(
+        check_job(conditions=job_condition("Complete")), pods=[pod("check", phase="Succeeded", container=said)]
+    )
+    before = {"startTime": stamp(0), "conditions": [condition("WorkersChecked", False, "Checking")]}
+    checked = run(before, facts, 10)
+    assert checked["progress"]["trajectories"] == 4096
+    assert "4096 trajectories in 4 shards" in model.condition(checked, "WorkersChecked")["message"]
+    # Nor does an estimate from a few shards replace it.
+    assert run(checked, running((0, 10, 100)), 60)["progress"]["trajectories"] == 4096
+
+
+INFO = '{"time": "2026", "level": "info", "message": "shard 0: 52 of 500 trajectories are stored"}'
+TRACEBACK = 'Traceback (most recent call last):\n  File "x"\nModuleNotFoundError: No module named y'
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "message", "words"),
+    [
+        (137, "Error", f"{INFO}\n[t] PyTorch was not found", "killed by SIGKILL (exit code 137)"),
+        (139, "Error", "", "killed by SIGSEGV (exit code 139)"),
+        (132, "Error", '{"level": "error", "message": "it died"}', "killed by SIGILL (exit code 132): it died"),
+        (137, "OOMKilled", INFO, "out of memory (OOMKilled); raise the memory limit. "),
+        (1, "Error", TRACEBACK, TRACEBACK),
+        (1, "Error", f"{INFO}\n{TRACEBACK}", "ModuleNotFoundError: No module named y"),
+        (1, "Error", '{"planned": 3, "cause": "OSError: disk full"}', "OSError: disk full"),
+        (1, "Error", '{"planned": 3, "cause": ""}', "exit code 1"),
+        (255, "Error", "", "exit code 255"),
+        (2, "StartError", "", "exit code 2 (StartError)"),
+    ],
+)
+def test_ends_are_told_in_words(code: int, reason: str, message: str, words: str) -> None:
+    assert how_it_ended(Ended("p", code, reason, "", message)) == words.strip()
 
 
 def test_transition_times_move_with_the_status_only() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.access import load_access
-from kuberoll_operator.kube.resources import CHILDREN, PODS
+from kuberoll_operator.kube.resources import CHILDREN, PODS, ROLLOUT_JOBS
 from kuberoll_operator.model import Key, Object
 from kuberoll_operator.watches import SELECTOR, WATCHED, Watches, WatchesEnded
 from tests.operator.emulator import Emulator, Fault
@@ -144,6 +144,33 @@ def versioned(kind: str, name: str, version: int, uid: str = "1") -> Object:
     item = labelled(kind, name)
     item["metadata"] |= {"resourceVersion": str(version), "uid": uid}
     return item
+
+
+def test_what_a_worker_said_at_its_end_outlives_its_pod() -> None:
+    cache = Cache(lambda _: None)
+
+    def worker(name: str, version: int, phase: str, **container: object) -> Object:
+        item = versioned("Pod", name, version)
+        item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "3"
+        return {**item, "spec": {}, "status": {"phase": phase, "containerStatuses": [{"name": "worker", **container}]}}
+
+    cache.seen(PODS, worker("a", 1, "Running"), deleted=False)
+    # Between its end and its removal nothing need have been seen.
+    cache.seen(PODS, worker("a", 2, "Failed", state={"terminated": {"message": "first"}}), deleted=True)
+    assert cache.pods(KEY) == []
+    [gone] = cache.departed(KEY)
+    assert gone["status"]["containerStatuses"][0]["state"]["terminated"]["message"] == "first"
+    cache.seen(PODS, worker("b", 3, "Running"), deleted=False)
+    cache.seen(PODS, worker("b", 4, "Failed", state={"terminated": {"message": "second"}}), deleted=True)
+    # One that was never started says nothing.
+    cache.seen(PODS, worker("c", 5, "Pending"), deleted=False)
+    cache.seen(PODS, worker("c", 6, "Pending"), deleted=True)
+    assert [item["metadata"]["name"] for item in cache.departed(KEY)] == ["b"]
+    job = manifest()
+    job["metadata"] |= {"resourceVersion": "7", "uid": "9"}
+    cache.seen(ROLLOUT_JOBS, job, deleted=False)
+    cache.seen(ROLLOUT_JOBS, job, deleted=True)
+    assert cache.departed(KEY) == []
 
 
 def test_older_events_change_nothing_and_own_writes_are_no_news() -> None:

@@ -14,8 +14,8 @@ from kuberoll_operator.model import Object, condition, is_true
 
 MESSAGE_CHARACTERS: Final = 1000
 
-# A container that a signal ended has this and the signal's number as exit code.
-_SIGNALED: Final = 128
+# A container that a signal ended has 128 and the signal's number as exit code.
+_SIGNALS: Final = range(128 + 1, 128 + 65)
 
 _IMAGE_REASONS: Final = frozenset(
     {
@@ -185,11 +185,12 @@ def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
 
 def how_it_ended(last: Ended) -> str:
     """What a container's end comes to, in words: its own where it left any, else the kernel's."""
-    words = told(last_words(last.message, killed=last.exit_code > _SIGNALED))
+    killed = last.exit_code in _SIGNALS
+    words = told(last_words(last.message, killed=killed))
     if last.reason == "OOMKilled":
         return told(f"out of memory (OOMKilled); raise the memory limit. {words}")
-    if last.exit_code > _SIGNALED:
-        text = f"killed by {_signal_name(last.exit_code - _SIGNALED)} (exit code {last.exit_code})"
+    if killed:
+        text = f"killed by {_signal_name(last.exit_code - 128)} (exit code {last.exit_code})"
         return told(f"{text}: {words}" if words else text)
     reason = f" ({last.reason})" if last.reason not in {"", "Error", "Completed"} else ""
     return words or f"exit code {last.exit_code}{reason}"
