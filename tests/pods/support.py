@@ -12,7 +12,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ async def pod(
     place: Path,
     *,
     shard: int | None = None,
+    arguments: Sequence[str] = (),
     **variables: str,
 ) -> AsyncIterator[Pod]:
     """Run a pod's module; it is ended at the end."""
@@ -123,7 +124,10 @@ async def pod(
         environment.setdefault("JOB_COMPLETION_INDEX", str(shard))
     with log.open("wb") as words:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, "--config", str(path), stdout=words, stderr=words, env=environment
+            *(sys.executable, "-m", module, "--config", str(path), *arguments),
+            stdout=words,
+            stderr=words,
+            env=environment,
         )
     try:
         yield Pod(process, ip=ip, message=message, log=log)

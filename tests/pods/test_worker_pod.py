@@ -77,6 +77,16 @@ class Place:
             assert await started.end() == 0, started.log
             return started.message()
 
+    def files(self) -> list[str]:
+        """Names of the output's files."""
+        return sorted(path.name for path in Path(self.output).iterdir())
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
     def contents(self) -> dict[Any, Any]:
         """What was stored, each trajectory once."""
         storage = open_storage(self.output)
@@ -267,6 +277,30 @@ async def test_another_run_is_refused(place: Place) -> None:
     assert place.contents() == contents
 
 
+async def check(place: Place) -> tuple[int, dict[str, Any]]:
+    """Run the check; its exit code and termination message."""
+    async with pod(MODULE, place.config(), place.directory / "pods", arguments=["--check"]) as started:
+        return await started.end(), started.message()
+
+
+async def test_a_check_needs_no_endpoint_counts_all_shards_and_writes_the_manifest(place: Place) -> None:
+    place.endpoint = "http://generation.invalid:8000"
+    code, message = await check(place)
+    assert (code, message["done"], message["cause"]) == (0, True, "")
+    assert message["planned"] == 18
+    assert place.files() == [MANIFEST]
+    # Workers find what it left as their own.
+    assert (await check(place))[0] == 0
+
+
+async def test_a_check_refuses_an_output_that_cannot_be_written(place: Place) -> None:
+    place.output = str(place.directory / "pods" / "a-file" / "output")
+    place.write("pods/a-file", "no directory")
+    code, message = await check(place)
+    assert code in {1, 78}
+    assert place.output in message["cause"]
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -280,6 +314,10 @@ async def test_another_run_is_refused(place: Place) -> None:
 async def test_what_cannot_be_done_is_refused(place: Place, spec: dict[str, Any], said: str) -> None:
     place.job = job(**spec)
     assert said in await refusal(place)
+    # The check finds it before an engine is started.
+    code, message = await check(place)
+    assert code == 78
+    assert said in message["cause"]
 
 
 async def test_trajectories_of_nobody_knows_what_are_refused(place: Place) -> None:
