@@ -199,7 +199,8 @@ def _workers_checked(job: RolloutJob, old: Mapping[str, Any], observed: Observed
         return (False, Reason.JOB_SUSPENDED, "looked at again when the job is resumed") if before else None
     if here.stage is Stage.CHECKING:
         blocked = here.taken or _error(observed, job, names.config, names.check)
-        problem = first_problem(of_component(observed.pods, names.CHECK), "worker")
+        living = [pod for pod in of_component(observed.pods, names.CHECK) if still_there([pod])]
+        problem = first_problem(living, "worker")
         if blocked is not None:
             return False, blocked.reason, blocked.message
         if problem is not None:
