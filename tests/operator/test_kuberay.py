@@ -250,6 +250,14 @@ def test_serve_and_the_app_read_what_is_rendered(case: str) -> None:
     assert cpus * replicas <= group["maxReplicas"] * int(group["rayStartParams"]["num-cpus"])
 
 
+def test_an_engine_on_cpus_is_not_given_a_part_of_a_gpus_memory() -> None:
+    [made] = [item for item in children("kuberay-cpu") if item["kind"] == "RayService"]
+    [application] = json.loads(made["spec"]["serveConfigV2"])["applications"]
+    args = msgspec.convert(application["args"], app.AppArgs)
+    # vLLM refuses a part of 0.
+    assert "gpu_memory_utilization" not in app.placed_engine_args(args)
+
+
 @pytest.mark.parametrize("case", RAY_CASES)
 def test_the_app_is_told_what_a_laptop_would_tell_it(case: str) -> None:
     [made] = [item for item in children(case) if item["kind"] == "RayService"]

@@ -159,7 +159,8 @@ def placed_engine_args(args: AppArgs) -> dict[str, Any]:
     placed: dict[str, Any] = {}
     if args.bundles is not None:
         placed["distributed_executor_backend"] = "ray"
-    if args.gpus is not None and args.gpus < 1:
+    # 0 of them: a pod without GPUs.
+    if args.gpus is not None and 0 < args.gpus < 1:
         placed["gpu_memory_utilization"] = round(_GPU_MEMORY_PART * args.gpus, 4)
     return {**placed, **args.engine_args}
 
