@@ -121,7 +121,9 @@ def test_a_job_of_an_older_operator_goes_on_unchecked() -> None:
 
 
 def test_somebody_elses_engine_needs_no_check() -> None:
-    external: dict[str, Any] = {"generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}}
+    external: dict[str, Any] = {
+        "generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}
+    }
     assert "Job/check" not in applied(decide(observed(), **external))
 
 
