@@ -1,0 +1,187 @@
+"""Plain data: values that JSON can say and that every reader reads back as they were meant.
+
+What comes from code that is not ours is checked once, where it enters; from there on nothing needs to look again.
+"""
+
+from __future__ import annotations
+
+import copy
+import marshal
+import math
+from typing import Any
+
+import orjson
+
+MAX_DEPTH = 250
+"""Deepest nesting of objects and lists: orjson writes 254 levels, and a record is around the value."""
+
+MAX_BYTES = 16 << 20
+"""Largest value, in bytes of its JSON text."""
+
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
+"""Integers that JSON's readers keep exact: signed and unsigned 64-bit ones. Beyond them many read a float."""
+
+MAX_MESSAGE = 4000
+"""Most characters of an error's text that are kept."""
+
+# What is of another type than JSON's own must not pass as if it were: it would be read back as something else.
+_STRICT = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+
+
+class NotPlain(ValueError):
+    """A value is no plain data; the message begins with its place."""
+
+
+def plain(value: Any, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
+    """A copy of a value, made of JSON's types alone.
+
+    Tuples become lists, and arrays, tensors and numbers of other libraries become Python's own; nothing is rounded.
+
+    Args:
+        where: Names the value in errors.
+
+    Raises:
+        NotPlain: Names the place and what is wrong there: a type that JSON has no form for, a key that is no text, a
+            number that is not finite, an integer beyond 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`, or
+            more than `max_bytes`.
+    """
+    copied, made = _copied(value, max_bytes)
+    if copied:
+        return made
+    made = _walk(value, where, 0)
+    size = len(orjson.dumps(made))
+    if size > max_bytes:
+        raise NotPlain(f"{where} has {size} bytes as JSON; at most {max_bytes} can be stored")
+    return made
+
+
+def already_plain(value: Any, where: str) -> Any:
+    """The value itself where it is made of JSON's types alone; else a copy that is.
+
+    Raises:
+        NotPlain: As `plain`.
+    """
+    return value if _copied(value, MAX_BYTES)[0] else plain(value, where)
+
+
+def parse(text: bytes, where: str) -> Any:
+    """The plain data of a JSON text that somebody else wrote.
+
+    Raises:
+        NotPlain: It is no JSON, too large or too deep.
+    """
+    if len(text) > MAX_BYTES:
+        raise NotPlain(f"{where} has {len(text)} bytes as JSON; at most {MAX_BYTES} can be stored")
+    try:
+        made = orjson.loads(text)
+    except ValueError as error:
+        raise NotPlain(f"{where} is no JSON: {error}") from error
+    # Nothing is deeper than it has brackets.
+    return made if text.count(b"[") + text.count(b"{") <= MAX_DEPTH else plain(made, where)
+
+
+def own_copy(value: Any) -> Any:
+    """A copy to be given away: nothing in it is shared. Other objects than plain data are copied as `copy` does it."""
+    try:
+        # Exact, NaN and tuples included, and ten times as fast as copying object by object.
+        return marshal.loads(marshal.dumps(value))
+    except ValueError:
+        return copy.deepcopy(value)
+
+
+def unicode_text(value: str, where: str) -> str:
+    """A text, as an exact `str`.
+
+    Raises:
+        NotPlain: It holds half of a surrogate pair, which no file and no protocol can carry.
+    """
+    text = value if type(value) is str else str.__str__(value)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise NotPlain(
+                f"{where} holds a lone surrogate, U+{ord(text[error.start]):04X} at position {error.start}: it is no "
+                "valid Unicode"
+            ) from None
+    return text
+
+
+def printable(text: str, limit: int = MAX_MESSAGE) -> str:
+    """A text for a message: of bounded length, and without anything that could not be written."""
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text) - limit} more characters)"
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def message_of(error: BaseException) -> str:
+    """An exception's own message, whatever its class makes of it."""
+    try:
+        return printable(str(error))
+    except BaseException as raised:
+        return f"(its message cannot be shown: __str__ raised {printable(type(raised).__name__)})"
+
+
+def repr_of(value: Any, limit: int = 80) -> str:
+    """A value's type and representation for a message, short, whatever its class makes of it."""
+    name = printable(type(value).__name__, limit)
+    try:
+        text = repr(value)
+        return f"{name} {printable(text if len(text) <= limit else text[: limit - 3] + '...')}"
+    except BaseException:
+        return f"{name} (its representation cannot be shown)"
+
+
+def _copied(value: Any, max_bytes: int) -> tuple[bool, Any]:
+    """Whether a value is made of JSON's types alone, and then a copy of it: at the speed of orjson."""
+    try:
+        # Four lists around it: what is deeper than MAX_DEPTH is deeper than orjson writes.
+        text = orjson.dumps([[[[value]]]], option=_STRICT)
+        made = orjson.loads(text)[0][0][0][0]
+        # Equal: nothing was changed on the way, as NaN is to null, or an enum to its value.
+        return len(text) <= max_bytes and bool(made == value), made
+    except Exception:
+        return False, None
+
+
+def _walk(value: Any, where: str, depth: int) -> Any:
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return unicode_text(value, where)
+    if isinstance(value, int):
+        number = int.__add__(value, 0)
+        if not MIN_INTEGER <= number <= MAX_INTEGER:
+            raise NotPlain(f"{where} is an integer beyond 64 bits: store it as a text")
+        return number
+    if isinstance(value, float):
+        if not math.isfinite(real := float.__float__(value)):
+            raise NotPlain(f"{where} is {real}, which JSON has no form for: store None in its place")
+        return real
+    if depth >= MAX_DEPTH:
+        raise NotPlain(f"{_shortened(where)} is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, dict):
+        return {_key(key, where): _walk(item, _member(where, key), depth + 1) for key, item in dict.items(value)}
+    if isinstance(value, list | tuple):
+        iterator = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+        return [_walk(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(iterator)]
+    if callable(to_list := getattr(value, "tolist", None)):
+        return _walk(to_list(), where, depth + 1)
+    raise NotPlain(f"{where} is {repr_of(value)}, which JSON has no form for")
+
+
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str):
+        raise NotPlain(f"{where} has the key {repr_of(key)}; keys must be texts")
+    return unicode_text(key, f"a key of {where}")
+
+
+def _member(where: str, key: Any) -> str:
+    if not isinstance(key, str):
+        return where
+    name = str.__str__(key)
+    return f"{where}.{name}" if name.isidentifier() and len(name) <= 80 else f"{where}[{printable(repr(name), 80)}]"
+
+
+def _shortened(where: str) -> str:
+    return where if len(where) <= 120 else f"{where[:57]}...{where[-57:]}"
