@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import os
 import time
@@ -33,7 +34,7 @@ class Journal(Protocol):
 
         Raises:
             OSError: It could not be written.
-            TypeError: The record holds something that JSON has no form for.
+            Unstorable: No line can hold the record; nothing else is affected.
         """
         ...
 
@@ -45,7 +46,7 @@ class Journal(Protocol):
 
         Raises:
             JournalBroken: An earlier record could not be written.
-            TypeError: The record holds something that JSON has no form for.
+            Unstorable: No line can hold the record; nothing else is affected.
         """
         ...
 
@@ -58,7 +59,101 @@ class Journal(Protocol):
         ...
 
 
-class FileJournal:
+class BatchJournal(abc.ABC):
+    """Writes what has arrived meanwhile as one batch. When a write fails, every record that waits fails with it."""
+
+    def __init__(self, where: str, *, seconds: Observes) -> None:
+        """
+        Args:
+            where: Names the journal in errors.
+            seconds: Observes the wall seconds of each write.
+        """
+        self._where = where
+        self._seconds = seconds
+        self._closing = False
+        self._size = 0
+        self._broken: BaseException | None = None
+        self._pending: list[bytes] = []
+        self._written: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+
+    async def append(self, record: AnyRecord) -> None:
+        """Store one record; returns when it is durable. See `Journal.append`."""
+        # Shielded: others wait for the same future.
+        await asyncio.shield(self.add(record)[0])
+
+    def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
+        """Have one record stored soon; see `Journal.add`."""
+        if self._broken is not None:
+            raise self._error() from self._broken
+        line = encode_line(record)
+        self._pending.append(line)
+        self._size += len(line)
+        if self._written is None:
+            self._written = asyncio.get_running_loop().create_future()
+            # Its error is kept for the next record too; nobody need have waited for this one.
+            self._written.add_done_callback(lambda written: written.cancelled() or written.exception())
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+        return self._written, len(line)
+
+    async def close(self) -> None:
+        """Write what is left.
+
+        Raises:
+            JournalBroken: Something could not be written.
+        """
+        self._closing = True
+        self._hurry()
+        if self._writer is not None:
+            await asyncio.gather(self._writer, return_exceptions=True)
+        self._release()
+        if self._broken is not None:
+            raise self._error() from self._broken
+
+    async def _write(self) -> None:
+        written: asyncio.Future[None] | None = None
+        try:
+            while self._pending and self._written is not None:
+                await self._gather()
+                data, written = b"".join(self._pending), self._written
+                self._pending, self._written, self._size = [], None, 0
+                await self._store(data)
+                written.set_result(None)
+        except BaseException as error:
+            self._broken = error
+            # Those of the batch that failed, and those that came while it was being written: nothing more is.
+            for waiting in (written, self._written):
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(self._error())
+            self._pending, self._written, self._size = [], None, 0
+            raise
+
+    def _error(self) -> JournalBroken:
+        return JournalBroken(f"{self._where}: {self._broken}")
+
+    async def _gather(self) -> None:
+        """Wait for more to come, where that is worth it."""
+        return
+
+    def _hurry(self) -> None:
+        """Stop waiting for more."""
+        return
+
+    def _release(self) -> None:
+        """Give back what the journal holds."""
+        return
+
+    @abc.abstractmethod
+    async def _store(self, data: bytes) -> None:
+        """Make lines durable.
+
+        Raises:
+            Exception: They could not be written.
+        """
+
+
+class FileJournal(BatchJournal):
     """One append-only file of lines.
 
     Lines that arrive while a write is being synced go to disk together with the next sync (group commit): a slow
@@ -72,64 +167,25 @@ class FileJournal:
             seconds: Observes the wall seconds of each write and sync.
             sync: Wait for the disk. Without it a record outlasts its process, but not a crash of the machine.
         """
+        super().__init__(str(path), seconds=seconds)
         repair(path)
         self._path = path
         self._sync = sync
-        self._broken: BaseException | None = None
         self._file: int | None = None
-        self._seconds = seconds
-        self._pending: list[bytes] = []
-        self._written: asyncio.Future[None] | None = None
-        self._writer: asyncio.Task[None] | None = None
 
-    async def append(self, record: AnyRecord) -> None:
-        """Store one record; returns when it is on disk."""
-        # Shielded: others wait for the same future.
-        await asyncio.shield(self.add(record)[0])
+    async def _store(self, data: bytes) -> None:
+        started = time.perf_counter()
+        try:
+            await asyncio.to_thread(self._write_and_sync, data)
+        except Exception:
+            self._seconds.failed()
+            raise
+        self._seconds.observe(time.perf_counter() - started)
 
-    def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
-        """Have one record stored soon; see `Journal.add`."""
-        if self._broken is not None:
-            raise JournalBroken(f"{self._path}: {self._broken}") from self._broken
-        line = encode_line(record)
-        self._pending.append(line)
-        if self._written is None:
-            self._written = asyncio.get_running_loop().create_future()
-            # Its error is kept for the next record too; nobody need have waited for this one.
-            self._written.add_done_callback(lambda written: written.cancelled() or written.exception())
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.create_task(self._write())
-        return self._written, len(line)
-
-    async def _write(self) -> None:
-        while self._pending and self._written is not None:
-            lines, written = b"".join(self._pending), self._written
-            self._pending, self._written = [], None
-            started = time.perf_counter()
-            try:
-                await asyncio.to_thread(self._write_and_sync, lines)
-            except BaseException as error:
-                self._broken = error
-                written.set_exception(JournalBroken(f"{self._path}: {error}"))
-                if not isinstance(error, asyncio.CancelledError):
-                    self._seconds.failed()
-                raise
-            self._seconds.observe(time.perf_counter() - started)
-            written.set_result(None)
-
-    async def close(self) -> None:
-        """Finish what is being written and close the file.
-
-        Raises:
-            JournalBroken: Something could not be written.
-        """
-        if self._writer is not None:
-            await asyncio.gather(self._writer, return_exceptions=True)
+    def _release(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        if self._broken is not None:
-            raise JournalBroken(f"{self._path}: {self._broken}") from self._broken
 
     def _write_and_sync(self, data: bytes) -> None:
         if self._file is None:
@@ -197,6 +253,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    sync_directory(path.parent)
 
 
 def partial_name(path: Path) -> Path:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kuberoll_workers.collection.journal import JournalBroken, Observes
-from kuberoll_workers.data.record import AnyRecord, encode_line
+from kuberoll_workers.collection.journal import BatchJournal, Observes
+from kuberoll_workers.data.record import AnyRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,24 +30,18 @@ class PartLimits:
     backoff_seconds: float = 0.5
 
 
-class PartJournal:
+class PartJournal(BatchJournal):
     """Adds to a folder of parts; those that are there are never touched."""
 
     def __init__(self, filesystem: Any, folder: str, *, owner: str, seconds: Observes, limits: PartLimits) -> None:
         """`owner` begins the names of the parts: two writers need different ones."""
+        super().__init__(folder, seconds=seconds)
         self._fs = filesystem
         self._folder = folder
         self._owner = owner
-        self._seconds = seconds
         self._limits = limits
         self._numbers = self._free_numbers()
-        self._pending: list[bytes] = []
-        self._size = 0
-        self._written: asyncio.Future[None] | None = None
-        self._writer: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
-        self._broken: BaseException | None = None
-        self._closing = False
+        self._enough = asyncio.Event()
 
     def _free_numbers(self) -> Iterator[int]:
         try:
@@ -60,61 +54,24 @@ class PartJournal:
             yield number
             number += 1
 
-    async def append(self, record: AnyRecord) -> None:
-        """Store one record; returns when its part is in the store.
-
-        Raises:
-            JournalBroken: It could not be written.
-        """
-        await asyncio.shield(self.add(record)[0])
-
     def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
         """Have one record stored soon; see `Journal.add`."""
-        if self._broken is not None:
-            raise JournalBroken(f"{self._folder}: {self._broken}") from self._broken
-        line = encode_line(record)
-        self._pending.append(line)
-        self._size += len(line)
-        if self._written is None:
-            self._written = asyncio.get_running_loop().create_future()
-            self._written.add_done_callback(lambda written: written.cancelled() or written.exception())
+        added = super().add(record)
         if self._size >= self._limits.max_bytes:
-            self._hurry.set()
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.create_task(self._write())
-        return self._written, len(line)
+            self._enough.set()
+        return added
 
-    async def close(self) -> None:
-        """Write what is left.
+    async def _gather(self) -> None:
+        if not self._closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.max_seconds):
+                    await self._enough.wait()
+            self._enough.clear()
 
-        Raises:
-            JournalBroken: Something could not be written.
-        """
-        self._closing = True
-        self._hurry.set()
-        if self._writer is not None:
-            await asyncio.gather(self._writer, return_exceptions=True)
-        if self._broken is not None:
-            raise JournalBroken(f"{self._folder}: {self._broken}") from self._broken
+    def _hurry(self) -> None:
+        self._enough.set()
 
-    async def _write(self) -> None:
-        while self._pending and self._written is not None:
-            if not self._closing:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._limits.max_seconds):
-                        await self._hurry.wait()
-                self._hurry.clear()
-            data, written = b"".join(self._pending), self._written
-            self._pending, self._written, self._size = [], None, 0
-            try:
-                await self._upload(data)
-            except BaseException as error:
-                self._broken = error
-                written.set_exception(JournalBroken(f"{self._folder}: {error}"))
-                raise
-            written.set_result(None)
-
-    async def _upload(self, data: bytes) -> None:
+    async def _store(self, data: bytes) -> None:
         path = f"{self._folder}/{self._owner}-{next(self._numbers):08d}.jsonl"
         wait = self._limits.backoff_seconds
         for attempt in range(1, self._limits.attempts + 1):

@@ -26,6 +26,7 @@ from kuberoll_workers.collection.journal import (
     Journal,
     Observes,
     partial_name,
+    sync_directory,
     whole_lines,
     write_atomically,
 )
@@ -169,6 +170,7 @@ class DirectoryStorage:
             new.flush()
             os.fsync(new.fileno())
         partial.replace(self.path / file)
+        sync_directory(self.path)
         return str(self.path / file)
 
     def fetch(self, file: str, target: Path) -> bool:
