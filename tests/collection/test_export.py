@@ -250,9 +250,8 @@ def test_a_file_is_never_replaced_unasked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["trl", "sharegpt"])
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, to: str) -> None:
     files = run_of(tmp_path / "run", trajectory())
-    with (tmp_path / "run" / "shard-00001.jsonl").open("ab") as shard:
-        shard.write(b"{}\n")
-    with pytest.raises(ValueError, match=r"shard-00001.jsonl:1: not a TrajectoryRecord"):
+    (tmp_path / "run" / "shard-00001.parquet").write_bytes(b"{}\n")
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: not a Parquet file"):
         export_run(files, to=to, output=tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -161,5 +161,6 @@ async def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path) -> None:
     output.mkdir()
     write_manifest(open_storage(str(output)), job(), planned=2)
     write_atomically(output / "shard-00000.jsonl", b'{"task_index": 1}\n')
-    message = (await finished(tmp_path, config(str(output), job()), code=78)).message()
-    assert "shard-00000.jsonl:1" in message["cause"]
+    ended = await finished(tmp_path, config(str(output), job()), code=78)
+    assert "2 of 2 trajectories are missing" in ended.message()["cause"]
+    assert ended.log.count("shard-00000.jsonl:1: not a TrajectoryRecord") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ _ROWS = 512
 _GROUP_TOKENS = 1 << 20
 _NAMED = {"idx", "metadata"}
 """Any JSON value: stored as its text."""
+_NULLABLE = {"seed", "answer"}
 
 
 @cache
@@ -86,11 +87,12 @@ def write_parquet(path: Path, records: Iterable[TrajectoryRecord]) -> int:
     return count
 
 
-def read_parquet(path: Path, *, where: str) -> Iterator[TrajectoryRecord]:
+def read_parquet(path: Path, *, where: str, unreadable: Callable[[RecordError], None]) -> Iterator[TrajectoryRecord]:
     """Read a file, in batches.
 
     Args:
         where: Names the file in errors.
+        unreadable: Told of each row that is no trajectory, with its number, from 1; it is passed over.
 
     Raises:
         RecordError: It is not Parquet, or not of trajectories.
@@ -106,8 +108,16 @@ def read_parquet(path: Path, *, where: str) -> Iterator[TrajectoryRecord]:
                 raise RecordError(
                     f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}"
                 )
+            number = 0
             for batch in file.iter_batches(batch_size=_ROWS):
-                yield from map(_record, batch.to_pylist())
+                for row in batch.to_pylist():
+                    number += 1
+                    try:
+                        record = _record(row)
+                    except (LookupError, TypeError, ValueError) as error:
+                        unreadable(RecordError(f"{where}: row {number}: not a TrajectoryRecord: {error}"))
+                        continue
+                    yield record
     except pa.ArrowException as error:
         raise RecordError(f"{where}: not a Parquet file: {error}") from error
 
@@ -143,6 +153,9 @@ def _message_row(message: Message) -> dict[str, Any]:
 
 
 def _record(row: dict[str, Any]) -> TrajectoryRecord:
+    missing = [name for name, value in row.items() if value is None and name not in _NULLABLE]
+    if missing:
+        raise ValueError(f"{missing[0]} is null")
     return TrajectoryRecord(
         **{
             **row,

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.expansion import shard_of
-from kuberoll_workers.collection.journal import Observes
+from kuberoll_workers.collection.journal import Journal, Observes
 from kuberoll_workers.collection.run_state import RunState, goes_on, read_state
 from kuberoll_workers.collection.storage import Storage
 from kuberoll_workers.collection.turn_log import TurnLog
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord, TurnRecord
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    TrajectoryRecord,
+    TurnRecord,
+    Unstorable,
+    failure_instead,
+)
 
 Result = TrajectoryRecord | FailureRecord | DroppedRecord
 
@@ -78,22 +86,30 @@ class ResultStore:
     async def result(self, result: Result) -> None:
         """Have one result stored; returns when it is written, or soon will be.
 
+        One that no line can hold is stored as a failure, which says why.
+
         Raises:
             JournalBroken: An earlier result could not be written.
         """
-        if isinstance(result, FailureRecord):
-            name = records.FAILURES
-        elif isinstance(result, DroppedRecord):
-            name = records.DROPPED
-        else:
-            name = self._names[shard_of(result.task_index, self._shard_count)]
-        written, size = self._journals[name].add(result)
+        try:
+            written, size = self._journal_of(result).add(result)
+        except Unstorable as error:
+            # Its own trajectory's trouble, and not the end of the worker.
+            result = failure_instead(result, error)
+            written, size = self._journal_of(result).add(result)
         self._pending += size
-        written.add_done_callback(lambda done: self._done(done, result, size))
+        written.add_done_callback(functools.partial(self._done, result=result, size=size))
         if self._pending > self._pending_bytes:
             await asyncio.shield(written)
 
-    def _done(self, written: asyncio.Future[None], result: Result, size: int) -> None:
+    def _journal_of(self, result: Result) -> Journal:
+        if isinstance(result, FailureRecord):
+            return self._journals[records.FAILURES]
+        if isinstance(result, DroppedRecord):
+            return self._journals[records.DROPPED]
+        return self._journals[self._names[shard_of(result.task_index, self._shard_count)]]
+
+    def _done(self, written: asyncio.Future[None], *, result: Result, size: int) -> None:
         self._pending -= size
         if written.cancelled() or written.exception() is not None:
             return

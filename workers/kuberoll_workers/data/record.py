@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -12,6 +14,7 @@ import numpy
 import orjson
 
 from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.plain import NotPlain, already_plain, printable
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
 """How a trajectory ended: by the environment, by a length limit, by the turn limit, or not at all."""
@@ -190,7 +193,11 @@ class RecordError(ValueError):
     """A stored line is not the record it should be."""
 
 
-def _plain(value: object) -> object:
+class Unstorable(ValueError):
+    """A record holds something that a line of JSON cannot give back as it was meant; the message names its place."""
+
+
+def _arrays(value: object) -> object:
     """orjson writes numpy arrays at C speed and float32 in its shortest form; `array` shares its memory with one."""
     if isinstance(value, array):
         return numpy.asarray(value)
@@ -201,16 +208,102 @@ _ENGINE_TOKENS = b',"token_source":"engine"}\n'
 
 
 def encode_line(record: AnyRecord) -> bytes:
-    """One JSON line, its newline included.
+    """One JSON line, its newline included, that `decode_line` reads back as this record.
 
     Raises:
-        TypeError: The metadata or idx holds something that JSON has no form for.
+        Unstorable: There is no such line: a number that is not finite, an integer beyond 64 bits, metadata or an idx
+            that is no plain data, a text that is no valid Unicode.
     """
-    line = orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    try:
+        record = _checked(record)
+        line = orjson.dumps(record, default=_arrays, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    except (NotPlain, TypeError) as error:
+        raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
     if isinstance(record, TrajectoryRecord | TurnRecord) and record.token_source == "engine":
         # orjson writes every field; this one is the last, and what nearly all lines would say of it goes without.
         return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
     return line
+
+
+def _checked(record: AnyRecord) -> AnyRecord:
+    """The record, without what orjson would write as something else: null for NaN and infinity, text for a date."""
+    metadata = None if record.metadata is None else already_plain(record.metadata, "metadata")
+    if metadata is not record.metadata:
+        record = replace(record, metadata=metadata)
+    _check_messages(record.messages)
+    if isinstance(record, TurnRecord):
+        _finite("reward or seconds", (record.reward, record.generation_seconds, record.environment_seconds))
+        _finite("reward_parts", record.reward_parts.values())
+        return record
+    idx = already_plain(record.idx, "idx")
+    if idx is not record.idx:
+        record = replace(record, idx=idx)
+    if isinstance(record, FailureRecord):
+        return record
+    _finite("total_reward", (record.total_reward,))
+    _finite("rewards", record.rewards)
+    if isinstance(record, TrajectoryRecord):
+        _finite("timing.generation_seconds", record.timing.generation_seconds)
+        _finite("timing.environment_seconds", record.timing.environment_seconds)
+        for name, values in record.reward_parts.items():
+            _finite(f"reward_parts.{name}", values)
+    return record
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    for number, message in enumerate(messages):
+        if not (type(message.role) is str and type(message.content) is str):
+            raise NotPlain(f"messages[{number}]: its role and its content must be texts")
+        if (logprobs := message.logprobs) is None:
+            continue
+        if len(logprobs) != len(message.token_ids):
+            raise NotPlain(f"messages[{number}] has {len(message.token_ids)} token_ids but {len(logprobs)} logprobs")
+        # Of short ones the sum is had sooner without an array.
+        if not isfinite(sum(logprobs) if len(logprobs) < 512 else float(numpy.sum(numpy.asarray(logprobs)))):
+            raise NotPlain(f"messages[{number}].logprobs: one of them is not finite")
+
+
+def _finite(where: str, values: Collection[float]) -> None:
+    with contextlib.suppress(TypeError):
+        if all(map(isfinite, values)):
+            return
+    for value in values:
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise NotPlain(f"{where}: found {value!r}; it must be a finite number")
+
+
+def failure_instead(record: TrajectoryRecord | FailureRecord | DroppedRecord, error: Unstorable) -> FailureRecord:
+    """The failure that is stored where a record cannot be: without its metadata, its texts written with escapes."""
+    cause = f"it cannot be stored: {error}"
+    if isinstance(record, FailureRecord):
+        cause = f"{record.cause} ({cause})" if isinstance(record.cause, str) else cause
+    failed = FailureRecord(
+        task_index=record.task_index,
+        rollout_index=record.rollout_index,
+        task_name=record.task_name,
+        idx=record.idx,
+        kind=record.kind if isinstance(record, FailureRecord) else "environment",
+        stage=record.stage if isinstance(record, FailureRecord) else "trajectory",
+        cause=printable(cause),
+        tries=record.tries if isinstance(record, FailureRecord) else 1,
+        attempt=record.attempt,
+        turn_count=record.turn_count,
+        seed=record.seed,
+        messages=[
+            replace(
+                message,
+                role=printable(str(message.role)),
+                content=printable(str(message.content), len(str(message.content))),
+                logprobs=None,
+            )
+            for message in record.messages
+        ],
+    )
+    try:
+        encode_line(failed)
+    except Unstorable:
+        return replace(failed, idx=None, seed=None, messages=[])
+    return failed
 
 
 _Record = TypeVar("_Record", TrajectoryRecord, FailureRecord, DroppedRecord, TurnRecord)
