@@ -44,9 +44,11 @@ async def test_the_environment_of_the_docs_can_be_played() -> None:
     (code,) = blocks("docs/environments.md", "python")
     module = types.ModuleType("guessing")
     exec(code, module.__dict__)
-    (manifest,) = blocks("docs/environments.md", "yaml")
+    manifest, access = blocks("docs/environments.md", "yaml")
     (given,) = parse_documents(manifest)[0].value["environments"]
     spec = Environment.model_validate(given)
+    (judge,) = parse_documents(access)[0].value["environments"]
+    assert Environment.model_validate(judge).access.variables == ["JUDGE_API_KEY"]
     environment = module.__dict__[str(spec.entrypoint).partition(":")[2]](spec.config)
     rows = environment.generate_dataset(4, 6)
     runner = EnvironmentRunner(

@@ -312,6 +312,27 @@ class Generation(PodOptions):
         return self
 
 
+_SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^(/|~|\.)")]
+
+
+class EnvironmentAccess(Model):
+    """What the processes of an environment may use beyond what they have anyway, with isolation Process."""
+
+    variables: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]] = Field(
+        default_factory=list, max_length=64, description="Environment variables of the worker that they inherit."
+    )
+    readable_paths: list[_SandboxPath] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Files and directories that they may read: those below /tmp, credentials of a home directory.",
+    )
+    writable_paths: list[_SandboxPath] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Files and directories that they may change, beside a temporary directory of their own.",
+    )
+
+
 class Environment(Model):
     """One environment, and the dataset rows that it answers (by `task_name`)."""
 
@@ -326,6 +347,9 @@ class Environment(Model):
         description="Inline: a thread of the worker. Process: child processes, killed when a step times out.",
     )
     processes: int = Field(default=1, ge=1, le=256, description="Child processes per worker, with isolation Process.")
+    access: EnvironmentAccess = Field(
+        default_factory=EnvironmentAccess, description="What child processes may use beyond the usual."
+    )
     max_batch: int = Field(default=256, ge=1, le=65536, description="Most trajectories handed to one step call.")
     step_timeout_seconds: Seconds = Field(default=30.0, description="Longest that one step call may take.")
     repeats: int | None = Field(

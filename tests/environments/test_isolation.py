@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from kuberoll_api.rolloutjob import Dataset
+from kuberoll_workers.collection.dataset import DatasetError, read_rows
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
-from kuberoll_workers.environments.outcome import StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.processes import ProcessEnvironment
+from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 
 
 class Obedient:
     """Does what each episode's metadata says; answers with its process id."""
 
-    def __init__(self, greeting: str) -> None:
-        self._greeting = greeting
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._greeting = config["greeting"]
 
     def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
         for state in metadata:
@@ -41,7 +48,8 @@ class Obedient:
 
 @pytest.fixture
 async def runner() -> AsyncIterator[EnvironmentRunner]:
-    executor = make_executor(functools.partial(Obedient, "hello"), isolation="Process", processes=2, timeout=5.0)
+    spec = PlainSpec(name="obedient", type=None, entrypoint=f"{__name__}:Obedient", config={"greeting": "hello"})
+    executor = make_executor(spec, isolation="Process", processes=2, timeout=5.0)
     made = EnvironmentRunner(executor, max_batch=8)
     try:
         yield made
@@ -72,8 +80,97 @@ async def test_a_bad_episode_harms_no_other(runner: EnvironmentRunner, order: st
 
 
 async def test_closing_leaves_no_process(runner: EnvironmentRunner) -> None:
-    import psutil
-
     pid = _pid(await runner.step([], {"do": "work"}))
     await runner.close()
     assert not psutil.pid_exists(pid)
+
+
+class Making:
+    """Makes rows, or does what its config says."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        if config.get("exit"):
+            sys.exit("not today")
+        if config.get("die"):
+            os._exit(7)
+
+    def step(self, logs: list[Any], metadata: list[Any]) -> Any:
+        raise AssertionError
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        raise AssertionError
+
+    def generate_dataset(self, count: int, seed: int) -> Any:
+        for number in range(count):
+            if number == self._config.get("bad"):
+                yield {"metadata": {"n": {1, 2}}}
+            if number == self._config.get("dies"):
+                os._exit(9)
+            yield {"prompt": f"{seed + number}", "metadata": {"pid": os.getpid()}}
+
+
+def made(**config: Any) -> ProcessEnvironment:
+    return ProcessEnvironment(PlainSpec(name="env", type=None, entrypoint=f"{__name__}:Making", config=config))
+
+
+def test_rows_are_made_in_another_process() -> None:
+    rows = list(made().generate_dataset(600, 5))
+    assert [row["prompt"] for row in rows] == [str(number) for number in range(5, 605)]
+    (pid,) = {row["metadata"]["pid"] for row in rows}
+    assert pid != os.getpid()
+    assert not psutil.pid_exists(pid)
+
+
+def test_rows_that_cannot_be_made_are_a_fault() -> None:
+    with pytest.raises(StepInvalid, match=r"generated row 300\.metadata\.n is set"):
+        list(made(bad=300).generate_dataset(301, 0))
+    with pytest.raises(StepRaised, match="the environment's process ended"):
+        list(made(dies=0).generate_dataset(1, 0))
+    source = Dataset.model_validate({"source": {"generator": {"count": 1}}})
+    with pytest.raises(DatasetError, match=r"environment 'env': generated row 0\.metadata\.n is set"):
+        list(read_rows(source, base=Path("/"), task_names=["env"], environment=lambda _: made(bad=0)))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), [({"exit": 1}, "its constructor raised SystemExit: not today"), ({"die": 1}, "process ended")]
+)
+async def test_an_environment_that_cannot_be_made_is_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnusableEnvironment, match=f"environment 'env': .*{words}"):
+        made(**config)
+    spec = PlainSpec(name="env", type=None, entrypoint=f"{__name__}:Making", config=config)
+    executor = make_executor(spec, isolation="Process", processes=1, timeout=5.0)
+    with pytest.raises(StepRaised, match=r"environment 'env': .*(not today|exit code 7)"):
+        await executor.step([[]], [None])
+    await executor.close()
+
+
+def test_environments_end_with_their_worker() -> None:
+    """A worker that is killed leaves none of them behind."""
+    program = f"""
+import asyncio
+from kuberoll_workers.environments.processes import ProcessExecutor
+from kuberoll_workers.environments.processes import ProcessEnvironment
+from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
+
+async def main():
+    spec = PlainSpec(name="env", type=None, entrypoint="{__name__}:Obedient", config={{"greeting": "hello"}})
+    outcomes = await ProcessExecutor(spec, processes=1, timeout=60).step([[]], [{{"do": "work"}}])
+    print(outcomes[0].content.split()[1], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert worker.stdout is not None
+    child = psutil.Process(int(worker.stdout.readline()))
+    keeper = child.parent()
+    assert keeper is not None
+    worker.kill()
+    worker.communicate()
+    _, alive = psutil.wait_procs([child, keeper], timeout=60)
+    assert not alive

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.math_answers import MathAnswersEnvironment, is_explosive
+from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.support import log_of, step_all, step_one
 
 MATH = MathAnswersEnvironment({})
@@ -106,14 +106,14 @@ def test_a_row_without_metadata_is_an_error() -> None:
 @pytest.mark.parametrize("isolation", ["Inline", "Process"])
 def test_grading_works_in_threads_and_in_child_processes(isolation: str) -> None:
     async def grade() -> Any:
-        executor = make_executor(partial(MathAnswersEnvironment, {}), isolation=isolation, processes=1, timeout=60)
+        spec = PlainSpec(name="math", type="math", entrypoint=None, config={})
+        executor = make_executor(spec, isolation=isolation, processes=1, timeout=60)
         try:
             return await executor.step([log_of("\\boxed{16}")], [{"ground_truth": "16"}])
         finally:
             await executor.close()
 
-    rewards = asyncio.run(grade())[3]
-    assert list(rewards) == [1.0]
+    assert [outcome.reward for outcome in asyncio.run(grade())] == [1.0]
     assert threading.current_thread() is threading.main_thread()
 
 

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.outcome import StepInvalid, split_return
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepInvalid, StepOutcome
+from kuberoll_workers.environments.outcome import split_return as split
+
+
+def split_return(value: Any, size: int) -> list[StepOutcome]:
+    """The outcomes, where none of them is a fault; else the first fault."""
+    outcomes = split(value, size)
+    for item in outcomes:
+        if isinstance(item, EnvironmentFault):
+            raise item
+    return [item for item in outcomes if isinstance(item, StepOutcome)]
 
 
 def returned(**changes: Any) -> EnvironmentReturn:

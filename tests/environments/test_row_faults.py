@@ -11,6 +11,7 @@ import pytest
 from kuberoll_workers.environments import BUILT_INS, EnvironmentReturn, UnusableRow, resolve
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised
+from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from tests.environments.support import log_of
 
@@ -18,7 +19,7 @@ from tests.environments.support import log_of
 class Picky:
     """Refuses rows without an answer, and leaves the program where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any = None) -> None:
         self.sizes: list[int] = []
 
     def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
@@ -33,6 +34,9 @@ class Picky:
             [{"role": "environment", "content": ""}] * size, None, None, [1.0] * size, [True] * size
         )
 
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}
+
 
 class PickyCoroutine(Picky):
     async def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:  # type: ignore[override]
@@ -41,10 +45,13 @@ class PickyCoroutine(Picky):
 
 
 @pytest.mark.parametrize(
-    ("make", "isolation"), [(Picky, "Inline"), (Picky, "Process"), (PickyCoroutine, "Inline")], ids=str
+    ("make", "isolation"),
+    [(Picky, "Inline"), (Picky, "Process"), (PickyCoroutine, "Inline"), (PickyCoroutine, "Process")],
+    ids=str,
 )
 async def test_only_the_wrong_row_is_refused(make: Any, isolation: str) -> None:
-    runner = EnvironmentRunner(make_executor(make, isolation=isolation, processes=1, timeout=60), max_batch=8)
+    spec = PlainSpec(name="picky", type=None, entrypoint=f"{__name__}:{make.__name__}", config={})
+    runner = EnvironmentRunner(make_executor(spec, isolation=isolation, processes=1, timeout=60), max_batch=8)
     try:
         results = await runner.step_batch([[]] * 4, [{"answer": 1}, {}, {"answer": 2}, {"answer": 3}])
     finally:

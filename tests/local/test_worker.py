@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kuberoll_workers.collection.records import trajectories as read_trajectorie
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.scheduling import TrajectoriesLost
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, work
 from tests.local.support import TINY, Endpoint
@@ -279,3 +281,37 @@ async def test_atomic_groups_are_stored_whole(endpoint: Endpoint, outputs: tuple
     endpoint.requests.clear()
     await run(endpoint, output, document)
     assert len(stored(output)) == 18
+
+
+@pytest.mark.parametrize("format", ["JSONL", "Parquet"])
+async def test_a_line_that_cannot_be_read_is_set_aside_and_played_again(
+    endpoint: Endpoint, outputs: tuple[Path, Path], format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, output = outputs
+    await run(endpoint, output, job())
+    expected = contents(stored(output))
+    # As older versions wrote a reward that float32 cannot hold.
+    path = output / "shard-00001.jsonl"
+    first, second, *others = path.read_bytes().splitlines(keepends=True)
+    unreadable = re.sub(rb'"total_reward":[0-9.]+', b'"total_reward":null', second)
+    path.write_bytes(b"".join([first, unreadable, *others]))
+    assert len(stored(output)) == 17
+
+    progress = await run(endpoint, output, job(output={"format": format}))
+    assert (progress.resumed, progress.trajectories) == (17, 1)
+    assert contents(stored(output)) == expected
+    assert caplog.text.count(f"{path}:2: not a TrajectoryRecord: Expected `float`, got `null`") == 1
+    # Nothing is thrown away.
+    kept = path if format == "JSONL" else output / "unreadable-00001.jsonl"
+    assert unreadable in kept.read_bytes().splitlines(keepends=True)
+    assert path.exists() == (format == "JSONL")
+    assert (await run(endpoint, output, job(output={"format": format}))).trajectories == 0
+
+
+async def test_a_worker_that_lost_a_trajectory_does_not_say_that_it_is_done(
+    endpoint: Endpoint, outputs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, output = outputs
+    monkeypatch.setattr(Progress, "add", lambda progress, result: None)
+    with pytest.raises(TrajectoriesLost, match="18 trajectories ended, but only 0 of them are stored"):
+        await run(endpoint, output, job())

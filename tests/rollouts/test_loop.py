@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kuberoll_workers.data.observations import RawObservations
+from kuberoll_workers.data.tokenizer import LONG_TEXT
 from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableRow
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
@@ -547,3 +549,51 @@ async def test_an_error_of_the_policy_that_is_called_a_timeout_is_no_deadline(sc
     policy = ScriptedPolicy(lambda request: TimeoutError("the policy's own"))
     (failure,) = await roll([sample()], policy=policy, turn_seconds=60, trajectory_seconds=60, scheduling=scheduling)
     assert (failure.kind, failure.stage, failure.cause) == ("model", "generation", "the policy's own")
+
+
+async def test_a_cancellation_that_nobody_asked_for_fails_its_trajectory(scheduling: str) -> None:
+    class Cancelling(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if request.session_id.startswith("1-"):
+                raise asyncio.CancelledError
+            return await super().generate(request)
+
+    results = await roll([sample(index) for index in range(4)], policy=Cancelling(), scheduling=scheduling)
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
+    assert "CancelledError" in results[1].cause
+
+
+async def test_rewards_that_add_up_to_no_number_fail_their_trajectory(scheduling: str) -> None:
+    class Generous(CountingEnvironment):
+        def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            returned = super().step(logs, metadata)
+            return returned._replace(rewards=[3e38 if state.get("rich") else 1.0 for state in metadata])
+
+    samples = [sample(index, metadata={"turns": 3, "rich": index == 1}) for index in range(4)]
+    results = await roll(samples, environments={"env": Generous()}, scheduling=scheduling)
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
+    assert (results[1].kind, results[1].stage) == ("environment", "environment")
+    assert "the sum of the rewards of 2 turns is 6e+38" in results[1].cause
+
+
+async def test_long_observations_are_encoded_beside_the_event_loop(scheduling: str) -> None:
+    class Slow(CharacterTokenizer):
+        def __init__(self) -> None:
+            self.threads: set[str] = set()
+
+        def encode(self, text: str) -> Any:
+            if len(text) > LONG_TEXT:
+                self.threads.add(threading.current_thread().name)
+            return super().encode(text)
+
+    tokenizer = Slow()
+    results = await roll(
+        [sample(0, metadata={"turns": 1})],
+        environments={"env": CountingEnvironment("x" * (LONG_TEXT + 1))},
+        observations=RawObservations(tokenizer),
+        scheduling=scheduling,
+        max_sequence_length=2 * LONG_TEXT,
+    )
+    assert results[0].tokens.environment == LONG_TEXT + 1
+    assert tokenizer.threads
+    assert threading.main_thread().name not in tokenizer.threads

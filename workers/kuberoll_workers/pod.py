@@ -41,6 +41,7 @@ from kuberoll_workers.collection.run_directory import (
     read_manifest,
 )
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
+from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.pod_contract import (
     EXIT_DRAINED,
     EXIT_FAILED,
@@ -61,8 +62,9 @@ from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import (
     Progress,
     WorkerConfig,
-    environment_source,
+    dataset_source,
     external_client,
+    own_places,
     part_limits,
     trajectories_to_come,
     tune_garbage_collector,
@@ -230,7 +232,7 @@ class ShardPod:
     def _inspect(self) -> Storage:
         """Look at the environments, the model's path, the dataset and the output; refuse what cannot be used."""
         job, config = self._job, self._config
-        environment = environment_source(job)
+        environment = self._environments()
         for spec in job.spec.environments:
             environment(spec.name)
         check_model_path(self._tokenizer)
@@ -241,11 +243,14 @@ class ShardPod:
         settle(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
         return storage
 
+    def _environments(self) -> Callable[[str], EnvironmentInterface]:
+        return dataset_source(self._job, protected=own_places(self._config.output, self._config.turns))
+
     def _planned_by_shard(self) -> list[int]:
         """Trajectories that each shard is to come to."""
         job, count = self._job, self._config.shard_count
         found = [0] * count
-        for group in prompt_groups(job, base=self._base, environment=environment_source(job)):
+        for group in prompt_groups(job, base=self._base, environment=self._environments()):
             found[shard_of(group.task_index, count)] += group.keep
         wanted = job.spec.rollout.groups.wanted
         return [

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from kuberoll_api.rolloutjob import External, RolloutJob
+from kuberoll_api.rolloutjob import Environment, External, RolloutJob
 from kuberoll_workers.collection.expansion import sample_groups, share
 from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
 from kuberoll_workers.collection.parts import PartLimits
@@ -36,7 +35,9 @@ from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.external import ExternalClient
 from kuberoll_workers.policy.interface import Policy, SamplingParameters
@@ -45,7 +46,7 @@ from kuberoll_workers.policy.routing.replica import ReplicaClient
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
-from kuberoll_workers.rollouts.scheduling import run_groups
+from kuberoll_workers.rollouts.scheduling import TrajectoriesLost, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
 from kuberoll_workers.rollouts.turns import Rollout
@@ -114,6 +115,11 @@ class Progress:
     reward_sum: float = 0.0
     done: bool = False
 
+    @property
+    def results(self) -> int:
+        """All that is stored."""
+        return self.trajectories + self.failed + self.dropped
+
     def add(self, result: Result) -> None:
         """Count one trajectory that is stored."""
         if isinstance(result, FailureRecord):
@@ -137,6 +143,25 @@ def environment_source(job: RolloutJob) -> Callable[[str], EnvironmentInterface]
     """Makes the job's environments by name."""
     specs = {spec.name: spec for spec in job.spec.environments}
     return lambda name: registry.create(specs[name])
+
+
+def dataset_source(job: RolloutJob, *, protected: Sequence[str]) -> Callable[[str], EnvironmentInterface]:
+    """Makes the job's environments by name, for their rows and to see whether they can be made.
+
+    Those with isolation Process are made in a process of their own: of their code nothing runs here.
+
+    Args:
+        protected: As `open_environments` has it.
+    """
+    specs = {spec.name: spec for spec in job.spec.environments}
+
+    def make(name: str) -> EnvironmentInterface:
+        spec = specs[name]
+        if spec.isolation == "Process":
+            return ProcessEnvironment(registry.PlainSpec.of(spec), sandbox_of(spec, protected=protected))
+        return registry.create(spec)
+
+    return make
 
 
 def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
@@ -171,17 +196,40 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
     )
 
 
+def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
+    """What the processes of an environment are given."""
+    access = spec.access
+    return Sandbox(
+        protected=protected,
+        readable=access.readable_paths,
+        writable=access.writable_paths,
+        variables=access.variables,
+    )
+
+
+def own_places(*places: str | None) -> list[str]:
+    """Those of a run's places that are directories of this machine: no environment is to see them."""
+    return [place.removeprefix("file://") for place in places if place and "://" not in place.removeprefix("file://")]
+
+
 @asynccontextmanager
-async def open_environments(job: RolloutJob) -> AsyncIterator[dict[str, EnvironmentRunner]]:
-    """The job's environments, by name, ready to be stepped; stopped at the end."""
+async def open_environments(
+    job: RolloutJob, *, protected: Sequence[str] = ()
+) -> AsyncIterator[dict[str, EnvironmentRunner]]:
+    """The job's environments, by name, ready to be stepped; stopped at the end.
+
+    Args:
+        protected: Files and directories that processes of environments never reach.
+    """
     async with AsyncExitStack() as stack:
         runners = {}
         for spec in job.spec.environments:
             executor = make_executor(
-                functools.partial(registry.create, spec),
+                registry.PlainSpec.of(spec),
                 isolation=spec.isolation,
                 processes=spec.processes,
                 timeout=spec.step_timeout_seconds,
+                given=sandbox_of(spec, protected=protected),
             )
             runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.max_batch)
             stack.push_async_callback(runners[spec.name].close)
@@ -285,6 +333,7 @@ async def work(
 
     Raises:
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
+        TrajectoriesLost: Less is stored than should be.
     """
     job = RolloutJob.model_validate(config.job)
     if tokenizer is None:
@@ -313,15 +362,18 @@ async def work(
         )
         for spec in job.spec.environments:
             metrics.environment(spec.name).timeout(spec.step_timeout_seconds)
+        rows_of = dataset_source(job, protected=own_places(config.output, config.turns))
         groups = sample_groups(
-            prompt_groups(job, base=Path(config.base), environment=environment_source(job)),
+            prompt_groups(job, base=Path(config.base), environment=rows_of),
             tokenizer=tokenizer,
             shards=config.shards,
             shard_count=config.shard_count,
             done=store.state,
             seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
         )
-        environments = await stack.enter_async_context(open_environments(job))
+        environments = await stack.enter_async_context(
+            open_environments(job, protected=own_places(config.output, config.turns))
+        )
         if policy is None:
             policy = await stack.enter_async_context(open_policy(config, job, metrics, tokenizer))
         rollout = Rollout(
@@ -333,11 +385,33 @@ async def work(
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
         )
-        await run_groups(rollout, groups, store.result, policy=group_policy(config, job, store.state), drain=drain)
+        results, before = 0, progress.results
+
+        async def sink(result: Result) -> None:
+            nonlocal results
+            results += 1
+            await store.result(result)
+
+        await run_groups(rollout, groups, sink, policy=group_policy(config, job, store.state), drain=drain)
+    _check_stored(results, progress, before=before)
     if drain.is_set():
         return False
     await store.finalize(parquet=job.spec.output.format == "Parquet")
     return True
+
+
+def _check_stored(results: int, progress: Progress, *, before: int) -> None:
+    """Compare what the rollout came to with what is stored, once the store is closed.
+
+    Raises:
+        TrajectoriesLost: Names the gap.
+    """
+    stored = progress.results - before
+    if stored != results:
+        raise TrajectoriesLost(
+            f"{results} trajectories ended, but only {stored} of them are stored: {progress.trajectories} finished, "
+            f"{progress.failed} failed, {progress.dropped} dropped; resume the run, which plays the others again"
+        )
 
 
 def trajectories_to_come(job: RolloutJob, trajectories: int, *, wanted: int | None) -> int:

@@ -10,6 +10,7 @@ from kuberoll_api.rolloutjob import Dataset, GeneratorSource
 from kuberoll_workers.collection.rows import DatasetError, Place, Row, parse_row
 from kuberoll_workers.collection.sources import FIELD, RawRow, file_rows, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.environments.outcome import EnvironmentFault
 
 __all__ = ["DatasetError", "EnvironmentSource", "Place", "Row", "parse_row", "read_rows"]
 
@@ -67,6 +68,8 @@ def _generated_rows(
             raise
         except NotImplementedError as error:
             raise DatasetError(f"{FIELD}.generator: environment {name!r}: {error}") from error
+        except EnvironmentFault as fault:
+            raise DatasetError(f"{FIELD}.generator: environment {name!r}: {fault}") from fault
         except Exception as error:
             # The environment is the user's code: whatever it raises is about its rows.
             raise DatasetError(

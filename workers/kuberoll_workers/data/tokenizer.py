@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LONG_TEXT = 1 << 15
+"""Characters from which on encoding takes long enough, some 50 ms, to be done in a thread of its own."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
@@ -82,6 +86,9 @@ class HuggingFaceTokenizer:
         if not text:
             return token_array()
         if self._rust is not None:
+            if len(text) > LONG_TEXT:
+                # A batch is encoded without the interpreter's lock: other threads go on meanwhile.
+                return token_array(self._rust.encode_batch([text], add_special_tokens=False)[0].ids)
             return token_array(self._rust.encode(text, add_special_tokens=False).ids)
         return token_array(self._tokenizer.encode(text, add_special_tokens=False))
 

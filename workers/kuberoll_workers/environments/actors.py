@@ -15,10 +15,11 @@ from kuberoll_workers.environments.isolation import (
     InlineExecutor,
     Logs,
     StepExecutor,
-    fault_of,
+    copies,
+    is_cancelled,
     timed_out,
 )
-from kuberoll_workers.environments.outcome import EnvironmentFault, StepTimedOut
+from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepTimedOut, fault_of, split_return
 
 MAX_ABANDONED_CALLS = 4
 """An actor's method cannot be interrupted. While so many calls that took too long still run, no further ones are made:
@@ -32,39 +33,48 @@ class ActorExecutor:
     actor works on one at a time unless it was made with `max_concurrency` or has coroutine methods.
     """
 
-    def __init__(self, environment: Any, *, timeout: float, calls_in_flight: int) -> None:
+    def __init__(self, environment: Any, *, timeout: float, calls_in_flight: int, any_metadata: bool = False) -> None:
         """
         Args:
             environment: A Ray actor handle; `step.remote` may also return an awaitable, a concurrent future, or the
                 answer itself.
             timeout: Seconds that one call may take.
+            any_metadata: As `split_return` has it.
         """
+        self._any_metadata = any_metadata
         self.parallel = calls_in_flight
         self._environment = environment
         self._timeout = timeout
         self._abandoned: set[asyncio.Future[Any]] = set()
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
+    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
         if len(self._abandoned) >= MAX_ABANDONED_CALLS:
             raise StepTimedOut(
                 f"the environment still works on {len(self._abandoned)} calls that took longer than "
                 f"stepTimeoutSeconds ({self._timeout:g} s), and is not called again until one of them ends"
             )
         try:
-            answer = self._environment.step.remote(logs, metadata)
+            answer = self._environment.step.remote(logs, copies(metadata, self._any_metadata))
         except Exception as error:
             raise _fault(error) from error
         pending = _pending(answer)
-        if pending is None:
-            return answer
+        returned = answer if pending is None else await self._answer(answer, pending)
+        try:
+            return split_return(returned, len(logs), any_metadata=self._any_metadata)
+        except BaseException as error:
+            raise _fault(error) from error
+
+    async def _answer(self, answer: Any, pending: asyncio.Future[Any]) -> Any:
         timeout = asyncio.timeout(self._timeout)
         try:
             async with timeout:
                 # Shielded, so that an abandoned call is known to run until it ends.
                 return await asyncio.shield(pending)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self._abandon(answer, pending)
-            raise
+            if is_cancelled():
+                raise
+            raise _fault(error) from error
         except Exception as error:
             if not timeout.expired():
                 raise _fault(error) from error
@@ -90,19 +100,22 @@ class ActorExecutor:
             pending.exception()
 
 
-def executor_for(environment: Any, *, timeout: float, calls_in_flight: int = 1) -> StepExecutor:
+def executor_for(
+    environment: Any, *, timeout: float, calls_in_flight: int = 1, any_metadata: bool = False
+) -> StepExecutor:
     """The executor for an environment that is there already.
 
     Args:
         environment: A Ray actor handle, or an object whose `step` is a coroutine function or a plain one.
         timeout: Seconds that one step may take.
         calls_in_flight: Of a Ray actor: calls worth making at once.
+        any_metadata: As `split_return` has it; metadata that is not plain data is handed over without a copy.
     """
     if callable(getattr(environment.step, "remote", None)):
-        return ActorExecutor(environment, timeout=timeout, calls_in_flight=calls_in_flight)
+        return ActorExecutor(environment, timeout=timeout, calls_in_flight=calls_in_flight, any_metadata=any_metadata)
     if inspect.iscoroutinefunction(environment.step):
-        return CoroutineExecutor(environment, timeout=timeout)
-    return InlineExecutor(environment, timeout=timeout)
+        return CoroutineExecutor(environment, timeout=timeout, any_metadata=any_metadata)
+    return InlineExecutor(environment, timeout=timeout, any_metadata=any_metadata)
 
 
 def ray_cause(error: BaseException) -> BaseException:
@@ -117,7 +130,7 @@ def ray_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _fault(error: Exception) -> EnvironmentFault:
+def _fault(error: BaseException) -> EnvironmentFault:
     return fault_of(ray_cause(error))
 
 

@@ -1,4 +1,4 @@
-"""Where an environment's code runs: a thread of the worker, or child processes that can be killed."""
+"""Where an environment's code runs: the event loop, a thread of the worker, or child processes (`processes`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from kuberoll_workers.environments.interface import ChatMessage, Metadata, UnusableRow
-from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault, StepRaised, StepTimedOut
-
-if TYPE_CHECKING:
-    from pebble import ProcessPool
+from kuberoll_workers.data.plain import own_copy
+from kuberoll_workers.environments.interface import ChatMessage, Metadata
+from kuberoll_workers.environments.outcome import Outcomes, StepTimedOut, fault_of, split_return
+from kuberoll_workers.environments.processes import ProcessExecutor
+from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.sandbox import Sandbox
 
 Logs = list[list[ChatMessage]]
 EnvironmentFactory = Callable[[], Any]
@@ -31,11 +32,11 @@ class StepExecutor(Protocol):
         """Steps worth running at once; None: as many as there are."""
         ...
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
-        """Run one batched step and return what the environment returned, unchecked.
+    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+        """Run one batched step, check what it returned and split it by trajectory.
 
         Raises:
-            StepRaised, StepTimedOut: The environment's fault.
+            StepRaised, StepTimedOut, StepInvalid: The environment's fault.
             RowFault: The environment said that the dataset's row is at fault.
         """
         ...
@@ -50,18 +51,42 @@ class CoroutineExecutor:
 
     parallel = None
 
-    def __init__(self, environment: Any, *, timeout: float) -> None:
+    def __init__(self, environment: Any, *, timeout: float, any_metadata: bool = False) -> None:
         self._environment = environment
         self._timeout = timeout
+        self._any_metadata = any_metadata
+        self._steps: set[asyncio.Task[Outcomes]] = set()
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
-        timeout = asyncio.timeout(self._timeout)
+    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+        # A task of its own: code that will not be cancelled keeps its task, and nobody waits for it.
+        step = asyncio.create_task(self._step(logs, metadata))
+        self._steps.add(step)
+        step.add_done_callback(self._ended)
         try:
-            async with timeout:
-                return await self._environment.step(logs, metadata)
-        except Exception as error:
-            # The environment's own TimeoutError is not the time limit.
-            raise (StepTimedOut(timed_out(self._timeout)) if timeout.expired() else fault_of(error)) from error
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.shield(step)
+        except TimeoutError as error:
+            raise StepTimedOut(timed_out(self._timeout)) from error
+        finally:
+            step.cancel()
+
+    def _ended(self, step: asyncio.Task[Outcomes]) -> None:
+        self._steps.discard(step)
+        if not step.cancelled():
+            # Looked at, so that asyncio does not report what nobody waits for any more.
+            step.exception()
+
+    async def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+        try:
+            returned = await self._environment.step(logs, copies(metadata, self._any_metadata))
+            return split_return(returned, len(logs), any_metadata=self._any_metadata)
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise fault_of(error) from error
+        except BaseException as error:
+            # The environment's own TimeoutError is not the time limit, its sys.exit() not the end of the program.
+            raise fault_of(error) from error
 
     async def close(self) -> None:
         return None
@@ -72,13 +97,14 @@ class InlineExecutor:
 
     parallel = 1
 
-    def __init__(self, environment: Any, *, timeout: float) -> None:
+    def __init__(self, environment: Any, *, timeout: float, any_metadata: bool = False) -> None:
         self._environment = environment
         self._timeout = timeout
+        self._any_metadata = any_metadata
         self._abandoned = 0
         self._thread: DaemonThread | None = None
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
+    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
         if self._abandoned >= MAX_ABANDONED_THREADS:
             raise StepTimedOut(
                 f"{self._abandoned} steps of this environment hung and hold their threads for ever; "
@@ -86,18 +112,23 @@ class InlineExecutor:
             )
         if self._thread is None:
             self._thread = DaemonThread()
-        future = self._thread.submit(lambda: self._environment.step(logs, metadata))
+        future = self._thread.submit(lambda: self._step(logs, metadata))
         try:
             async with asyncio.timeout(self._timeout):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
-            if future.done() and not future.cancelled():
-                raise fault_of(error) from error
             self._thread.abandon()
             self._thread = None
             self._abandoned += 1
             raise StepTimedOut(timed_out(self._timeout)) from error
-        except Exception as error:
+
+    def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+        # Checked, and exceptions turned into words, in this thread: both run code of the environment's objects, which
+        # may hang as well as the step itself. StopIteration and CancelledError would mean something to a future.
+        try:
+            returned = self._environment.step(logs, copies(metadata, self._any_metadata))
+            return split_return(returned, len(logs), any_metadata=self._any_metadata)
+        except BaseException as error:
             raise fault_of(error) from error
 
     async def close(self) -> None:
@@ -106,58 +137,22 @@ class InlineExecutor:
             self._thread = None
 
 
-class ProcessExecutor:
-    """An environment in child processes, each with its own instance; a hung step's process is killed."""
-
-    def __init__(self, factory: EnvironmentFactory, *, processes: int, timeout: float) -> None:
-        """`factory` must be picklable; it runs once in each child."""
-        self.parallel = processes
-        self._factory = factory
-        self._timeout = timeout
-        self._pool: ProcessPool | None = None
-
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Any:
-        pool = self._started()
-        try:
-            return await asyncio.wrap_future(pool.schedule(_child_step, args=[logs, metadata], timeout=self._timeout))
-        except concurrent.futures.TimeoutError as error:
-            raise StepTimedOut(timed_out(self._timeout)) from error
-        except Exception as error:
-            raise fault_of(error) from error
-
-    def _started(self) -> ProcessPool:
-        if self._pool is None:
-            import multiprocessing
-
-            from pebble import ProcessPool
-
-            # spawn: a forked child would inherit the event loop, its sockets and the locks of other threads.
-            self._pool = ProcessPool(
-                max_workers=self.parallel,
-                initializer=_child_start,
-                initargs=[self._factory],
-                context=multiprocessing.get_context("spawn"),
-            )
-        return self._pool
-
-    async def close(self) -> None:
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            pool.stop()  # type: ignore[no-untyped-call]
-            await asyncio.to_thread(pool.join)
-
-
-def make_executor(factory: EnvironmentFactory, *, isolation: str, processes: int, timeout: float) -> StepExecutor:
+def make_executor(
+    factory: EnvironmentFactory, *, isolation: str, processes: int, timeout: float, given: Sandbox | None = None
+) -> StepExecutor:
     """The executor for an environment.
 
     Args:
-        factory: Makes the environment; picklable for isolation Process.
+        factory: Makes the environment; a `registry.PlainSpec` for isolation Process.
         isolation: `Inline` or `Process`.
         processes: Child processes, with `Process`.
         timeout: Seconds that one step may take.
+        given: The files and variables of child processes; None: nothing out of the ordinary.
     """
     if isolation == "Process":
-        return ProcessExecutor(factory, processes=processes, timeout=timeout)
+        if not isinstance(factory, PlainSpec):
+            raise TypeError("isolation Process: child processes are told of an environment by a registry.PlainSpec")
+        return ProcessExecutor(factory, processes=processes, timeout=timeout, given=given)
     environment = factory()
     if inspect.iscoroutinefunction(environment.step):
         return CoroutineExecutor(environment, timeout=timeout)
@@ -190,7 +185,8 @@ class DaemonThread:
             try:
                 result = call()
             except Exception as error:
-                future.set_exception(error)
+                # A future takes a StopIteration for the end of a generator.
+                future.set_exception(fault_of(error) if isinstance(error, StopIteration) else error)
             except BaseException as error:
                 # sys.exit() in somebody's code ends that call and not the program.
                 future.set_exception(fault_of(error))
@@ -198,29 +194,17 @@ class DaemonThread:
                 future.set_result(result)
 
 
-_child_environment: Any = None
+def copies(metadata: list[Metadata], any_metadata: bool) -> list[Metadata]:
+    """Episode states for an environment to keep: what it changes in place must not be the trajectory's own."""
+    return metadata if any_metadata else [None if state is None else own_copy(state) for state in metadata]
 
 
-def _child_start(factory: EnvironmentFactory) -> None:
-    global _child_environment
-    _child_environment = factory()
-
-
-def _child_step(logs: Logs, metadata: list[Metadata]) -> Any:
-    returned = _child_environment.step(logs, metadata)
-    # A named tuple of a class that only the child can import would not unpickle in the parent.
-    return tuple(returned) if isinstance(returned, tuple) else returned
+def is_cancelled() -> bool:
+    """Whether the present task is being cancelled, as opposed to somebody's code having raised CancelledError."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def timed_out(timeout: float) -> str:
     """What is said of a step that took too long."""
     return f"step took longer than stepTimeoutSeconds ({timeout:g} s)"
-
-
-def fault_of(error: BaseException) -> EnvironmentFault:
-    """The typed fault for what a step raised."""
-    if isinstance(error, EnvironmentFault):
-        return error
-    if isinstance(error, UnusableRow):
-        return RowFault(str(error))
-    return StepRaised(f"step raised {type(error).__name__}: {error}")

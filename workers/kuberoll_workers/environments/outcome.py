@@ -1,17 +1,34 @@
-"""One trajectory's part of what a batched environment step returned, checked."""
+"""One trajectory's part of what a batched environment step returned, checked for what a record can hold."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kuberoll_workers.environments.interface import Metadata
+from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, repr_of, unicode_text
+from kuberoll_workers.environments.interface import Metadata, UnusableRow
+
+MAX_TEXT = 1 << 20
+"""Most characters of an observation, and of an answer."""
+MAX_NAME = 256
+"""Most characters of a role, and of a reward's name."""
+MAX_REWARDS = 256
+"""Most named rewards of one turn."""
+MAX_STOPS = 256
+"""Most stop strings of one turn."""
+MAX_STOP = 4096
+"""Most characters of a stop string."""
+
+# Halfway between the largest float32 and what would come after it: from here on rounding ends at infinity.
+_BEYOND_FLOAT32 = (2 - 2**-24) * 2.0**127
 
 
 class EnvironmentFault(Exception):
-    """An environment did not do its part."""
+    """An environment did not do its part; the message is of bounded length and valid Unicode."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class StepRaised(EnvironmentFault):
@@ -51,19 +68,34 @@ class StepOutcome:
     answer: str | None = None
 
 
-def split_return(returned: Any, size: int) -> list[StepOutcome]:
+class Outcomes(list[StepOutcome | EnvironmentFault]):
+    """One entry per trajectory; a fault where that trajectory's own part is nothing that a record can hold.
+
+    Attributes:
+        answered: Whether the environment returned answers, be they None.
+    """
+
+    def __init__(self, outcomes: Sequence[StepOutcome | EnvironmentFault], *, answered: bool) -> None:
+        super().__init__(outcomes)
+        self.answered = answered
+
+
+def split_return(returned: Any, size: int, *, any_metadata: bool = False) -> Outcomes:
     """Check a batched EnvironmentReturn (5 or 6 fields, or any tuple of that form) and split it by trajectory.
+
+    Runs code of the environment's objects (`__repr__`, `tolist`): call it where the environment itself may run.
 
     Args:
         returned: What `step` returned.
         size: Number of trajectories that were stepped.
+        any_metadata: Let metadata through as it is, for callers that neither store nor send it.
 
     Raises:
-        StepInvalid: Names the field, and the element where one is wrong.
+        StepInvalid: A field as a whole is wrong, so that no trajectory has its part of it.
     """
     if not isinstance(returned, tuple) or len(returned) not in (5, 6):
         raise StepInvalid(
-            f"step returned {_describe(returned)}; it must return an EnvironmentReturn (observations, metadata, "
+            f"step returned {repr_of(returned)}; it must return an EnvironmentReturn (observations, metadata, "
             "next_stop_strings, rewards, terminateds and, optionally, answers)"
         )
     observations = _column("observations", returned[0], size)
@@ -72,18 +104,67 @@ def split_return(returned: Any, size: int) -> list[StepOutcome]:
     parts = _reward_parts(returned[3], size)
     terminateds = _column("terminateds", returned[4], size)
     answers = _column("answers", returned[5] if len(returned) == 6 else None, size, optional=True)
-    return [
-        _outcome(
-            index,
-            observations[index],
-            metadata[index],
-            stop_strings[index],
-            {name: values[index] for name, values in parts.items()},
-            terminateds[index],
-            answers[index],
-        )
-        for index in range(size)
-    ]
+    outcomes: list[StepOutcome | EnvironmentFault] = []
+    for index in range(size):
+        try:
+            state = metadata[index]
+            if state is not None and not isinstance(state, dict):
+                raise StepInvalid(f"metadata[{index}] is {repr_of(state)}; it must be an object or None")
+            outcomes.append(
+                _outcome(
+                    index,
+                    observations[index],
+                    state if any_metadata or state is None else plain(state, "metadata"),
+                    stop_strings[index],
+                    {name: values[index] for name, values in parts.items()},
+                    terminateds[index],
+                    answers[index],
+                )
+            )
+        except NotPlain as error:
+            outcomes.append(StepInvalid(str(error)))
+        except StepInvalid as fault:
+            outcomes.append(fault)
+    return Outcomes(outcomes, answered=len(returned) == 6)
+
+
+def check_reward(total: float, where: str = "rewards") -> None:
+    """Refuse a sum of rewards that float32, in which trainers have it, cannot hold.
+
+    Raises:
+        StepInvalid: Names the sum.
+    """
+    if not -_BEYOND_FLOAT32 < total < _BEYOND_FLOAT32:
+        raise StepInvalid(f"{where} is {total:g}; a reward must be finite as a 32-bit float")
+
+
+def check_outcome(outcome: StepOutcome) -> None:
+    """Refuse what no `split_return` would have made; metadata apart.
+
+    Raises:
+        StepInvalid, NotPlain: Names the field.
+    """
+    _text("observation.role", outcome.role, MAX_NAME)
+    _text("observation.content", outcome.content, MAX_TEXT)
+    _stops(0, outcome.stop_strings)
+    check_reward(outcome.reward)
+    if len(outcome.reward_parts) > MAX_REWARDS:
+        raise StepInvalid(f"rewards has {len(outcome.reward_parts)} names; at most {MAX_REWARDS} are taken")
+    for name, value in outcome.reward_parts.items():
+        check_reward(value, f"rewards[{_text('a name in rewards', name, MAX_NAME)!r}]")
+    if outcome.answer is not None:
+        _text("answer", outcome.answer, MAX_TEXT)
+
+
+def fault_of(error: BaseException) -> EnvironmentFault:
+    """The typed fault for what a step raised, whatever its class makes of it."""
+    if isinstance(error, EnvironmentFault):
+        return error
+    if isinstance(error, NotPlain):
+        return StepInvalid(str(error))
+    if isinstance(error, UnusableRow):
+        return RowFault(message_of(error))
+    return StepRaised(f"step raised {type(error).__name__}: {message_of(error)}")
 
 
 SCALAR = ""
@@ -94,22 +175,43 @@ def _outcome(
     index: int, observation: Any, metadata: Any, stops: Any, rewards: dict[str, Any], terminated: Any, answer: Any
 ) -> StepOutcome:
     if not isinstance(observation, Mapping) or not isinstance(observation.get("content"), str):
-        raise StepInvalid(f"observations[{index}] is {_describe(observation)}; it must be a role and a content (text)")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise StepInvalid(f"metadata[{index}] is {_describe(metadata)}; it must be an object or None")
-    if stops is not None and not (_is_list(stops) and all(isinstance(stop, str) and stop for stop in stops)):
-        raise StepInvalid(f"next_stop_strings[{index}] is {_describe(stops)}; it must be a list of texts or None")
+        raise StepInvalid(f"observations[{index}] is {repr_of(observation)}; it must be a role and a content (text)")
     numbers = {name: _number(index, name, value) for name, value in rewards.items()}
+    reward = sum(numbers.values())
+    if len(numbers) > 1:
+        check_reward(reward, f"the sum of rewards[{index}]")
     return StepOutcome(
-        role=str(observation.get("role", "environment")),
-        content=observation["content"],
+        role=_text("the observation's role", observation.get("role", "environment"), MAX_NAME),
+        content=_text("the observation's content", observation["content"], MAX_TEXT),
         metadata=metadata,
-        stop_strings=tuple(stops) if stops else None,
-        reward=sum(numbers.values()),
+        stop_strings=_stops(index, stops),
+        reward=reward,
         terminated=_flag(index, terminated),
         reward_parts={} if SCALAR in numbers else numbers,
-        answer=None if answer is None else str(answer),
+        answer=None if answer is None else _text("the answer", str(answer), MAX_TEXT),
     )
+
+
+def _text(where: str, value: Any, limit: int) -> str:
+    # What nearly all texts are; the rest is looked at in detail.
+    if type(value) is str and len(value) <= limit and value.isascii():
+        return value
+    if not isinstance(value, str):
+        raise StepInvalid(f"{where} is {repr_of(value)}; it must be a text")
+    if len(value) > limit:
+        raise StepInvalid(f"{where} has {len(value)} characters; at most {limit} are taken")
+    return unicode_text(value, where)
+
+
+def _stops(index: int, stops: Any) -> tuple[str, ...] | None:
+    if stops is None:
+        return None
+    if not (_is_list(stops) and all(isinstance(stop, str) and stop for stop in stops)):
+        raise StepInvalid(f"next_stop_strings[{index}] is {repr_of(stops)}; it must be a list of texts or None")
+    if len(stops) > MAX_STOPS:
+        raise StepInvalid(f"next_stop_strings[{index}] has {len(stops)} texts; at most {MAX_STOPS} are taken")
+    where = f"next_stop_strings[{index}]"
+    return tuple(_text(f"{where}[{number}]", stop, MAX_STOP) for number, stop in enumerate(stops)) or None
 
 
 def _plain(value: Any) -> Any:
@@ -122,10 +224,12 @@ def _is_list(value: Any) -> bool:
 
 
 def _flag(index: int, value: Any) -> bool:
+    if value is True or value is False:
+        return bool(value)
     # 0 and 1 are how numeric tensors say it.
     plain = _plain(value)
     if not isinstance(plain, bool | int | float) or plain not in (0, 1):
-        raise StepInvalid(f"terminateds[{index}] is {_describe(value)}; it must be a boolean")
+        raise StepInvalid(f"terminateds[{index}] is {repr_of(value)}; it must be a boolean")
     return bool(plain)
 
 
@@ -133,8 +237,8 @@ def _column(name: str, values: Any, size: int, *, optional: bool = False) -> Seq
     if values is None and optional:
         return [None] * size
     plain = _plain(values)
-    if isinstance(plain, str) or not isinstance(plain, Sequence):
-        raise StepInvalid(f"{name} is {_describe(values)}; it must hold one element per trajectory")
+    if isinstance(plain, str | bytes) or not isinstance(plain, Sequence):
+        raise StepInvalid(f"{name} is {repr_of(values)}; it must hold one element per trajectory")
     if len(plain) != size:
         raise StepInvalid(f"{name} has {len(plain)} elements for {size} trajectories")
     return plain
@@ -142,31 +246,41 @@ def _column(name: str, values: Any, size: int, *, optional: bool = False) -> Seq
 
 def _reward_parts(rewards: Any, size: int) -> dict[str, Sequence[Any]]:
     if isinstance(rewards, Mapping):
-        if not rewards:
-            raise StepInvalid("rewards is an empty dict; it must name at least one reward")
-        return {str(name): _column(f"rewards[{name!r}]", values, size) for name, values in rewards.items()}
+        if not 0 < len(rewards) <= MAX_REWARDS:
+            number = "an empty dict" if not rewards else f"a dict of {len(rewards)}"
+            raise StepInvalid(f"rewards is {number}; it must name at least one reward and at most {MAX_REWARDS}")
+        named = {_reward_name(name): values for name, values in rewards.items()}
+        if len(named) != len(rewards):
+            raise StepInvalid("rewards has two names that are the same as texts")
+        return {name: _column(f"rewards[{name!r}]", values, size) for name, values in named.items()}
     column = [_plain(reward) for reward in _column("rewards", rewards, size)]
-    widths = {len(row) if _is_list(row) else None for row in column}
+    widths = {len(row) if isinstance(row, list | tuple) else None for row in column}
     if widths <= {None}:
         return {SCALAR: column}
     (width, *others) = widths
     if others or not width:
         raise StepInvalid("rewards has rows of different lengths; each trajectory needs the same number of rewards")
+    if width > MAX_REWARDS:
+        raise StepInvalid(f"rewards has {width} rewards for each trajectory; at most {MAX_REWARDS} are taken")
     # A matrix, one column for each of several rewards: NeMo RL's names for these.
     return {f"reward{number + 1}": [row[number] for row in column] for number in range(width)}
 
 
+def _reward_name(name: Any) -> str:
+    text = str(name)
+    if not text:
+        raise StepInvalid("rewards has an empty name")
+    return _text("a name in rewards", text, MAX_NAME)
+
+
 def _number(index: int, name: str, value: Any) -> float:
+    if type(value) is float and -_BEYOND_FLOAT32 < value < _BEYOND_FLOAT32:
+        return value
     where = f"rewards[{index}]" if name == SCALAR else f"rewards[{name!r}][{index}]"
+    plain = _plain(value)
     try:
-        number = float(_plain(value))
+        number = float("text" if isinstance(plain, str | bytes) else plain)
     except (TypeError, ValueError, OverflowError):
-        raise StepInvalid(f"{where} is {_describe(value)}; it must be a number") from None
-    if not math.isfinite(number):
-        raise StepInvalid(f"{where} is {number}; a reward must be finite")
+        raise StepInvalid(f"{where} is {repr_of(value)}; it must be a number") from None
+    check_reward(number, where)
     return number
-
-
-def _describe(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import difflib
 import functools
 import importlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
 
+from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 BUILT_INS: Mapping[str, str] = {
@@ -20,6 +23,9 @@ BUILT_INS: Mapping[str, str] = {
 
 EnvironmentClass = type[EnvironmentInterface]
 """A class of environments; it may only look like one."""
+
+# All that somebody's code may raise; Ctrl-C is the user's own.
+_RAISED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 _METHODS = ("step", "global_post_process_and_metrics")
 
@@ -39,6 +45,27 @@ class EnvironmentSpec(Protocol):
     def entrypoint(self) -> str | None: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSpec:
+    """An environment as plain data, which can be sent to another process; called, it makes the environment.
+
+    Attributes:
+        config: JSON types only.
+    """
+
+    name: str
+    type: str | None
+    entrypoint: str | None
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, spec: EnvironmentSpec) -> Self:
+        return cls(name=spec.name, type=spec.type, entrypoint=spec.entrypoint, config=spec.config)
+
+    def __call__(self) -> EnvironmentInterface:
+        return create(self)
 
 
 def resolve(*, type: str | None = None, entrypoint: str | None = None) -> EnvironmentClass:
@@ -84,9 +111,9 @@ def create(spec: EnvironmentSpec) -> EnvironmentInterface:
         return resolve(type=spec.type, entrypoint=spec.entrypoint)(copy.deepcopy(dict(spec.config)))  # type: ignore[call-arg]
     except UnusableEnvironment as error:
         raise UnusableEnvironment(f"environment {spec.name!r}: {error}") from error
-    except Exception as error:
+    except _RAISED as error:
         raise UnusableEnvironment(
-            f"environment {spec.name!r}: its constructor raised {type(error).__name__}: {error}"
+            f"environment {spec.name!r}: its constructor raised {type(error).__name__}: {message_of(error)}"
         ) from error
 
 
@@ -103,9 +130,9 @@ def _load(entrypoint: str) -> Any:
         else:
             reason = f"it needs the module {absent!r}, which is not installed"
         raise UnusableEnvironment(f"entrypoint: {entrypoint} cannot be imported: {reason}") from error
-    except Exception as error:
+    except _RAISED as error:
         raise UnusableEnvironment(
-            f"entrypoint: {entrypoint} cannot be imported: {type(error).__name__}: {error}"
+            f"entrypoint: {entrypoint} cannot be imported: {type(error).__name__}: {message_of(error)}"
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), cast("Any", module))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
 from kuberoll_workers.environments.isolation import StepExecutor
-from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome, split_return
+from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepOutcome
 
 
 class _Waiting:
@@ -95,25 +95,24 @@ class EnvironmentRunner:
 
     async def _run(self, batch: list[_Waiting]) -> None:
         try:
-            returned = await self._executor.step(
+            outcomes = await self._executor.step(
                 [waiting.log for waiting in batch], [waiting.metadata for waiting in batch]
             )
-            outcomes = split_return(returned, len(batch))
         except EnvironmentFault as fault:
-            if len(batch) == 1:
-                _fail(batch[0], fault)
-                return
-            # One bad episode fails a whole call: find out which by stepping each alone.
-            for waiting in batch:
-                await self._run([waiting])
+            outcomes = Outcomes([fault] * len(batch), answered=False)
         except BaseException as error:
             for waiting in batch:
                 _fail(waiting, error)
             raise
-        else:
-            for waiting, outcome in zip(batch, outcomes, strict=True):
+        for waiting, outcome in zip(batch, outcomes, strict=True):
+            if not isinstance(outcome, EnvironmentFault):
                 if not waiting.future.done():
                     waiting.future.set_result(outcome)
+            elif len(batch) == 1:
+                _fail(waiting, outcome)
+            else:
+                # One bad episode may spoil a whole call: stepping each alone tells which it is.
+                await self._run([waiting])
 
 
 def _fail(waiting: _Waiting, error: BaseException) -> None:

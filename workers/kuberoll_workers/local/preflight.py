@@ -13,9 +13,8 @@ from kuberoll_workers.collection.inputs import InputSummary, scan
 from kuberoll_workers.collection.tracking import TrackingUnavailable, check_tracking
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.environments import registry
 from kuberoll_workers.policy.engines.vllm_engine import missing_library
-from kuberoll_workers.worker import environment_source, observation_template
+from kuberoll_workers.worker import dataset_source, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -64,7 +63,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     tokenizer = _locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES)
     _check_observations(job, tokenizer)
     try:
-        inputs = scan(job, base=base, environment=environment_source(job))
+        inputs = scan(job, base=base, environment=dataset_source(job, protected=()))
     except DatasetError as error:
         raise Refused(str(error)) from error
     return Preflight(model=source, tokenizer=tokenizer, inputs=inputs, notes=tuple(_notes(job)))
@@ -103,7 +102,7 @@ def _check_observations(job: RolloutJob, tokenizer: str) -> None:
 def _check_environments(job: RolloutJob) -> None:
     for number, spec in enumerate(job.spec.environments):
         try:
-            registry.create(spec)
+            dataset_source(job, protected=())(spec.name)
         except Exception as error:
             # The constructor is the user's code: whatever it raises is about this entry.
             raise Refused(f"spec.environments[{number}] ({spec.name}): {error}") from error

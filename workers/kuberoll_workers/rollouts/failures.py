@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Literal
 
+from kuberoll_workers.data.plain import message_of, printable
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
@@ -14,7 +15,7 @@ Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
 
 
 class TrajectoryFailed(Exception):
-    """A trajectory was given up.
+    """A trajectory was given up; its message is of bounded length and valid Unicode.
 
     Attributes:
         kind: Who is at fault.
@@ -23,13 +24,13 @@ class TrajectoryFailed(Exception):
     """
 
     def __init__(self, cause: str, *, kind: FailureKind, stage: Stage, tries: int) -> None:
-        super().__init__(cause)
+        super().__init__(printable(cause))
         self.kind: FailureKind = kind
         self.stage: Stage = stage
         self.tries = tries
 
 
-def failure_of(error: Exception, *, stage: Stage, tries: int) -> TrajectoryFailed:
+def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryFailed:
     """The typed failure for what an operation raised at last."""
     kind: FailureKind
     if isinstance(error, PolicyRefused | RowFault):
@@ -40,7 +41,7 @@ def failure_of(error: Exception, *, stage: Stage, tries: int) -> TrajectoryFaile
         kind = "environment"
     else:
         kind = "model" if stage == "generation" else "environment"
-    text = str(error) or type(error).__name__
+    text = message_of(error) or type(error).__name__
     return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries)
 
 

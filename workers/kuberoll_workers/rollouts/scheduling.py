@@ -63,7 +63,8 @@ async def run_groups(
             complete turns.
 
     Raises:
-        Exception: Only what `groups` or a sink raised: a trajectory's own troubles end in its record.
+        TrajectoriesLost: Something that was begun came to no result; nothing that was stored is harmed by it.
+        Exception: What `groups` or a sink raised: a trajectory's own troubles end in its record.
     """
     admission = Admission(rollout, groups, policy or GroupPolicy(), drain or Drain())
     run = _Run(rollout, admission, sink, group_sink, interrupted)
@@ -75,6 +76,11 @@ async def run_groups(
     finally:
         run.report_waiting()
         rollout.flush_metrics()
+    run.check_all_ended()
+
+
+class TrajectoriesLost(RuntimeError):
+    """Trajectories ended without a word. No run is done as long as they are missing; resumed, it plays them again."""
 
 
 def _alone(samples: Iterable[Sample] | AsyncIterable[Sample]) -> Iterable[SampleGroup] | AsyncIterable[SampleGroup]:
@@ -102,6 +108,7 @@ class _Run:
         self._group_sink = group_sink
         self._interrupted = interrupted
         self._reported: set[Flight] = set()
+        self._begun = self._ended = 0
 
     async def concurrent(self) -> None:
         async with asyncio.TaskGroup() as places:
@@ -117,6 +124,7 @@ class _Run:
         # A finished trajectory's place is taken at once by the next sample: there is no batch.
         while (admitted := await self._admission.next()) is not None:
             group, flight = admitted
+            self._begun += 1
             try:
                 await self._rollout.play(flight)
             except asyncio.CancelledError:
@@ -137,6 +145,7 @@ class _Run:
             admitted = await self._admission.next(patient=False)
             if admitted is None:
                 break
+            self._begun += 1
             batch.append(admitted)
         return batch
 
@@ -157,6 +166,7 @@ class _Run:
 
     async def _end(self, group: GroupRun, flight: Flight) -> None:
         due = group.end(flight)
+        self._ended += 1
         self._admission.ended(group)
         group.unsunk += len(due)
         try:
@@ -175,6 +185,18 @@ class _Run:
             for ended in group.finished if whole else [ended for ended, _ in due]:
                 self._report(ended)
             raise
+
+    def check_all_ended(self) -> None:
+        """Compare what was begun with what came of it.
+
+        Raises:
+            TrajectoriesLost: Names the gap.
+        """
+        if self._ended != self._begun:
+            raise TrajectoriesLost(
+                f"{self._begun - self._ended} of the {self._begun} trajectories that were begun came to no end: "
+                "neither stored nor failed"
+            )
 
     def report_waiting(self) -> None:
         """Tell of trajectories that are complete but wait for a group that nobody completes any more."""

@@ -21,7 +21,7 @@ from kuberoll_workers.data.record import (
     TurnRecord,
 )
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
-from kuberoll_workers.environments.outcome import StepOutcome
+from kuberoll_workers.environments.outcome import StepOutcome, check_reward
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.rollouts import rules
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
@@ -31,6 +31,16 @@ from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
 
 class PrefixBroken(Exception):
     """A trajectory's context is no longer the concatenation of its messages: somebody changed what was sampled."""
+
+
+def _rewards_hold(partial: Partial) -> bool:
+    """Whether the rewards of a partial add up to a number; older versions stored others."""
+    total = 0.0
+    for turn in partial.turns:
+        total += turn.reward
+        if not abs(total) < numpy.finfo(numpy.float32).max:
+            return False
+    return True
 
 
 class Trajectory:
@@ -92,7 +102,7 @@ class Trajectory:
         self.ended: StopReason | None = None
         if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
             self.ended = "truncated"
-        elif sample.partial is not None:
+        elif sample.partial is not None and _rewards_hold(sample.partial):
             for turn in sample.partial.turns:
                 self._replay(turn)
 
@@ -218,6 +228,18 @@ class Trajectory:
         """Whether the policy will answer this outcome's observation, if there is room for that."""
         over = outcome.terminated or self._response_truncated or self.turn >= self._settings.max_turns
         return not over
+
+    def check_step(self, outcome: StepOutcome) -> None:
+        """See whether the turn's reward can be added to those before it.
+
+        Raises:
+            StepInvalid: Their sum is beyond what float32 holds.
+        """
+        total = float(self.total_reward) + outcome.reward
+        # Far from the bound how a float32 is rounded makes no difference.
+        if not -1e38 < total < 1e38:
+            total = float(self.total_reward) + float(numpy.float32(outcome.reward))
+            check_reward(total, f"the sum of the rewards of {self.turn} turns")
 
     def _add_reward(self, outcome: StepOutcome) -> None:
         self.rewards.append(outcome.reward)

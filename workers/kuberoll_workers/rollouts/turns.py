@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import random
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord, TurnRecord
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenizer import LONG_TEXT, Tokenizer
+from kuberoll_workers.environments.isolation import is_cancelled
+from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
 from kuberoll_workers.policy.routing.replica import SessionPolicy
@@ -137,13 +141,13 @@ class Rollout:
             flight.metrics.stepping -= 1
         flight.since = ended = time.perf_counter()
         seconds = ended - started
+        try:
+            trajectory.check_step(outcome)
+        except StepInvalid as fault:
+            # The environment would say the same again: what is too much was said in earlier turns as well.
+            raise failure_of(fault, stage="environment", tries=1) from fault
         before = trajectory.environment_tokens
-        observation = self._observations.render(
-            outcome.role,
-            outcome.content,
-            previous=trajectory.messages[-1].token_ids,
-            generation_prompt=trajectory.goes_on_after(outcome),
-        )
+        observation = await self._observed(trajectory, outcome)
         trajectory.add_step(outcome, observation, seconds)
         flight.metrics.turn(
             trajectory.turn,
@@ -160,6 +164,16 @@ class Rollout:
             except OSError as error:
                 cause = f"the turn could not be journaled: {error}"
                 raise TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1) from error
+
+    async def _observed(self, trajectory: Trajectory, outcome: StepOutcome) -> array[int]:
+        render = functools.partial(
+            self._observations.render,
+            outcome.role,
+            outcome.content,
+            previous=trajectory.messages[-1].token_ids,
+            generation_prompt=trajectory.goes_on_after(outcome),
+        )
+        return render() if len(outcome.content) <= LONG_TEXT else await asyncio.to_thread(render)
 
     async def play(self, flight: Flight) -> None:
         """Run a trajectory to its end, whatever that is."""
@@ -285,6 +299,11 @@ class Flight:
                 yield
         except TrajectoryFailed as failure:
             self._fail(failure)
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            # Somebody's code raised it; nobody wanted the trajectory to stop.
+            self._fail(failure_of(error, stage="trajectory", tries=1))
         except PrefixBroken as error:
             self.metrics.prefix_broken()
             self._fail(TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1))

@@ -23,7 +23,10 @@ async def open_executors(
             environment = task_to_env[task]
             executor = by_environment.get(id(environment))
             if executor is None:
-                executor = executor_for(environment, timeout=step_seconds, calls_in_flight=calls_in_flight)
+                # What these callers get back stays in this process: their metadata may be any objects.
+                executor = executor_for(
+                    environment, timeout=step_seconds, calls_in_flight=calls_in_flight, any_metadata=True
+                )
                 by_environment[id(environment)] = executor
                 stack.push_async_callback(executor.close)
             executors[task] = executor

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.outcome import StepOutcome, split_return
+from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepOutcome
 from kuberoll_workers.rollouts.nemo_rl.calls import CallerContext, run_sync
 from kuberoll_workers.rollouts.nemo_rl.conversion import refuse_unknown_tasks
 from kuberoll_workers.rollouts.nemo_rl.environments import open_executors
@@ -45,7 +45,7 @@ def calculate_rewards(
     states = copy.deepcopy(list(batch["extra_env_info"]))
     step_seconds = (limits or RolloutLimits()).step_seconds
 
-    async def step_all() -> list[Any]:
+    async def step_all() -> list[Outcomes | BaseException]:
         async with open_executors(task_to_env, rows, step_seconds=step_seconds) as executors:
             steps = (
                 executors[task].step([logs[row] for row in group], [states[row] for row in group])
@@ -59,9 +59,11 @@ def calculate_rewards(
     for group, result in zip(rows.values(), returned, strict=True):
         if isinstance(result, BaseException):
             raise result
-        for row, outcome in zip(group, split_return(result, len(group)), strict=True):
+        for row, outcome in zip(group, result, strict=True):
+            if isinstance(outcome, EnvironmentFault):
+                raise outcome
             outcomes[row] = outcome
-        answered |= len(result) == 6
+        answered |= result.answered
     return _joined([outcome for outcome in outcomes if outcome is not None], answered=answered)
 
 

@@ -1,0 +1,308 @@
+"""Environments in processes of their own: killed when a step takes too long, replaced when they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from kuberoll_workers.environments import landlock, sandbox, wire
+from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepRaised, StepTimedOut
+from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
+from kuberoll_workers.environments.sandbox import Sandbox
+
+START_SECONDS = 300.0
+"""Longest that an environment's process may take until its environment is made, before its first step."""
+_END_SECONDS = 20.0
+
+_log = logging.getLogger(__name__)
+
+
+class ProcessExecutor:
+    """An environment in processes of its own, each with its own instance; a hung step's process is killed."""
+
+    def __init__(self, spec: PlainSpec, *, processes: int, timeout: float, given: Sandbox | None = None) -> None:
+        """
+        Args:
+            processes: Processes at most; each is started when it is first needed.
+            timeout: Seconds that one step may take.
+            given: The files and variables that they get; None: nothing out of the ordinary.
+        """
+        self.parallel = processes
+        self._spec = spec
+        self._timeout = timeout
+        self._sandbox = given or Sandbox()
+        self._places = asyncio.Semaphore(processes)
+        self._idle: list[_Process] = []
+        self._ending: set[asyncio.Task[str]] = set()
+
+    async def step(self, logs: list[list[ChatMessage]], metadata: list[Metadata]) -> Outcomes:
+        try:
+            message = wire.encode(wire.step_of(logs, metadata))
+        except (TypeError, UnicodeEncodeError) as error:
+            raise StepRaised(f"step could not be asked: its inputs are no plain data: {error}") from error
+        async with self._places:
+            process = self._idle.pop() if self._idle else await self._start()
+            whole = False
+            try:
+                async with asyncio.timeout(self._timeout):
+                    answer = await process.ask(message)
+                outcomes = wire.decode_answer(answer, len(logs))
+                whole = True
+                return outcomes
+            except EnvironmentFault:
+                whole = True
+                raise
+            except TimeoutError as error:
+                raise StepTimedOut(f"step took longer than stepTimeoutSeconds ({self._timeout:g} s)") from error
+            except wire.Garbled as error:
+                raise StepRaised(f"the environment's process does not keep to its protocol: {error}") from error
+            except (EOFError, OSError) as error:
+                end = await self._end(process)
+                raise StepRaised(f"the environment's process {end}") from error
+            finally:
+                # In every other case somebody's step is still going on in it, or nothing it says can be believed.
+                if whole:
+                    self._idle.append(process)
+                else:
+                    self._end(process)
+
+    async def close(self) -> None:
+        for process in self._idle:
+            self._end(process)
+        self._idle.clear()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _start(self) -> _Process:
+        _prepare()
+        starting = asyncio.ensure_future(asyncio.to_thread(_Process, self._sandbox))
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread starts it all the same.
+            starting.add_done_callback(lambda started: started.exception() or self._end(started.result()))
+            raise
+        except OSError as error:
+            raise StepRaised(f"the environment's process could not be started: {error}") from error
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await process.start(self._spec, self._sandbox)
+        except EnvironmentFault as fault:
+            self._end(process)
+            raise StepRaised(str(fault)) from fault
+        except TimeoutError as error:
+            self._end(process)
+            raise StepTimedOut(
+                f"environment {self._spec.name!r}: it was not made within {START_SECONDS:g} s"
+            ) from error
+        except (EOFError, OSError, wire.Garbled) as error:
+            end = await self._end(process)
+            raise StepRaised(f"environment {self._spec.name!r}: while it was being made its process {end}") from error
+        except BaseException:
+            self._end(process)
+            raise
+        return process
+
+    def _end(self, process: _Process) -> asyncio.Task[str]:
+        """End a process, once; the task says how it ended."""
+        if process.ending is None:
+            process.ending = asyncio.create_task(process.end())
+            self._ending.add(process.ending)
+            process.ending.add_done_callback(self._ending.discard)
+        return process.ending
+
+
+class _Process:
+    """One process of an environment, with its keeper."""
+
+    def __init__(self, given: Sandbox) -> None:
+        self.ending: asyncio.Task[str] | None = None
+        self._scratch = tempfile.mkdtemp(prefix="kuberoll-environment-")
+        self._channel, theirs = socket.socketpair()
+        watched, self._control = os.pipe()
+        try:
+            # Its own session: a Ctrl-C at the terminal is the worker's to act on.
+            self._keeper = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "kuberoll_workers.environments.keeper"),
+                    *(str(theirs.fileno()), str(watched), self._scratch),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=sandbox.variables(os.environ, given, scratch=self._scratch),
+                pass_fds=(theirs.fileno(), watched),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(watched)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def start(self, spec: PlainSpec, given: Sandbox) -> None:
+        """Have the environment made.
+
+        Raises:
+            EnvironmentFault: Why it could not be made.
+            EOFError, OSError: The process is gone.
+            Garbled: It said something else.
+        """
+        self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        wire.decode_answer(await self.ask(self.first_message(spec, given)), 0)
+
+    def first_message(self, spec: PlainSpec, given: Sandbox) -> bytes:
+        """What it is to make."""
+        return wire.encode(
+            wire.Start(
+                name=spec.name,
+                type=spec.type,
+                entrypoint=spec.entrypoint,
+                config=orjson.dumps(spec.config),
+                scratch=self._scratch,
+                protected=list(given.protected),
+                readable=list(given.readable),
+                writable=list(given.writable),
+            )
+        )
+
+    async def ask(self, message: bytes) -> bytes:
+        """Send a message and wait for the answer.
+
+        Raises:
+            EOFError, OSError: The process is gone.
+            Garbled: It does not answer in messages.
+        """
+        assert self._reader is not None
+        assert self._writer is not None
+        self._writer.write(message)
+        await self._writer.drain()
+        return await self._reader.readexactly(wire.length(await self._reader.readexactly(wire.HEADER.size)))
+
+    def ask_now(self, message: bytes) -> bytes:
+        """`ask`, without an event loop; for a process that was not started with one."""
+        self._channel.settimeout(START_SECONDS)
+        self._channel.sendall(message)
+        return self.next_now()
+
+    def next_now(self) -> bytes:
+        """One more answer to the last `ask_now`."""
+        return self._exactly(wire.length(self._exactly(wire.HEADER.size)))
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            chunk = self._channel.recv(min(size - len(data), 1 << 20))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+    def end_now(self) -> str:
+        """`end`, without an event loop."""
+        os.close(self._control)
+        self._channel.close()
+        return self._wait()
+
+    async def end(self) -> str:
+        """End it, with all that it started; how it ended, as a predicate."""
+        os.close(self._control)
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        else:
+            self._channel.close()
+        return await asyncio.to_thread(self._wait)
+
+    def _wait(self) -> str:
+        try:
+            code = self._keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            code = self._keeper.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        hint = ": killed from outside, or for memory" if -code == signal.SIGKILL else ""
+        return f"was ended by signal {name}{hint}"
+
+
+class ProcessEnvironment(EnvironmentInterface):
+    """An environment of which nothing runs in this process: stands for it where rows are made and jobs are checked."""
+
+    def __init__(self, spec: PlainSpec, given: Sandbox | None = None) -> None:
+        """Make the environment once, in a process of its own.
+
+        Raises:
+            UnusableEnvironment: It cannot be made.
+        """
+        self._spec = spec
+        self._sandbox = given or Sandbox()
+        with self._process():
+            pass
+
+    def generate_dataset(self, count: int, seed: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        """The environment's rows, as they are made.
+
+        Raises:
+            EnvironmentFault: There are none, or the process ended.
+        """
+        with self._process() as process:
+            try:
+                answer = process.ask_now(wire.encode(wire.Generate(count, seed)))
+                while rows := wire.decode_rows(answer):
+                    yield from rows
+                    answer = process.next_now()
+            except TimeoutError as error:
+                raise StepTimedOut(f"generate_dataset made no row for {START_SECONDS:g} s") from error
+            except (EOFError, OSError, wire.Garbled) as error:
+                raise StepRaised("generate_dataset: the environment's process ended, or did not answer") from error
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        raise NotImplementedError("steps are a ProcessExecutor's")
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        raise NotImplementedError("aggregates are made in the process that reads the trajectories")
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[_Process]:
+        _prepare()
+        process = _Process(self._sandbox)
+        try:
+            try:
+                wire.decode_answer(process.ask_now(process.first_message(self._spec, self._sandbox)), 0)
+            except EnvironmentFault as fault:
+                raise UnusableEnvironment(str(fault)) from fault
+            except (EOFError, OSError, wire.Garbled) as error:
+                raise UnusableEnvironment(
+                    f"environment {self._spec.name!r}: its process ended, or took longer than {START_SECONDS:g} s, "
+                    "while the environment was being made"
+                ) from error
+            yield process
+        finally:
+            process.end_now()
+
+
+@functools.cache
+def _prepare() -> None:
+    """What is to be done once before the first process of an environment is started."""
+    sandbox.close_to_others()
+    if landlock.abi() == 0:
+        _log.warning(
+            "this kernel has no Landlock: processes of environments can read and write whatever this user can; "
+            "docs/security.md says what still separates them"
+        )

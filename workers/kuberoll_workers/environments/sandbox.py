@@ -1,0 +1,192 @@
+"""The sandbox of an environment's process: the variables and files that it has, and those that it has not.
+
+Files are granted one by one, for Landlock knows no exceptions: everything is readable but what is named here, and
+nothing is writable but a scratch directory. Names of files are no secret: directories can be listed everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fnmatch
+import glob
+import os
+import pwd
+import resource
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kuberoll_workers.environments import landlock
+
+VARIABLES = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "HOSTNAME",
+    "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LD_LIBRARY_PATH", "JAVA_HOME",
+    "*_NUM_THREADS", "OMP_*", "MKL_*", "KMP_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
+    "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM",
+    "XDG_CACHE_HOME", "XDG_DATA_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE",
+    "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "NLTK_DATA",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+)  # fmt: skip
+"""Variables that an environment's process inherits, as shell patterns; all others by name only."""
+
+HOME_SECRETS = (
+    ".ssh", ".aws", ".azure", ".kube", ".docker", ".gnupg", ".config/gcloud", ".config/gh", ".config/rclone",
+    ".config/containers", ".config/google-chrome", ".config/chromium", ".config/op", ".mozilla", ".netrc",
+    ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".kaggle", ".vault-token",
+    ".password-store", ".local/share/keyrings", ".terraform.d", ".bash_history", ".zsh_history", ".python_history",
+    ".huggingface/token", ".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".wandb", ".mlflow",
+)  # fmt: skip
+"""Below a home directory: where people's credentials are."""
+
+_PRIVATE = (
+    "/tmp", "/var/tmp", "/run/secrets", "/run/user", "/run/credentials", "/dev", "/proc", "/etc/shadow", "/etc/gshadow",
+)  # fmt: skip
+# Whatever is put there is for KubeRoll's own programs.
+_PROTECTED = ("/etc/kuberoll*", "/run/kuberoll*")
+_DEVICES = (
+    "null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "nvidia*", "dri", "kfd", "infiniband", "accel*",
+)  # fmt: skip
+# Beyond so many entries a directory around something protected is not granted entry by entry.
+_MOST_ENTRIES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sandbox:
+    """What an environment's process is given, and what it is not.
+
+    Attributes:
+        protected: Files and directories that are never granted: the run's output, tokens.
+        readable: Granted although they would not be: the user's own wish.
+        writable: Granted with all rights.
+        variables: Names of variables to inherit beside `VARIABLES`.
+    """
+
+    protected: Sequence[str] = ()
+    readable: Sequence[str] = ()
+    writable: Sequence[str] = ()
+    variables: Sequence[str] = ()
+
+
+def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict[str, str]:
+    """The environment variables of an environment's process.
+
+    Args:
+        own: The variables of this process.
+        scratch: The directory for temporary files.
+    """
+    patterns = (*VARIABLES, *sandbox.variables)
+    kept = {name: value for name, value in own.items() if any(fnmatch.fnmatchcase(name, item) for item in patterns)}
+    # The modules that this process finds are the modules that the other one finds.
+    path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
+    return kept | {"PYTHONPATH": path, "TMPDIR": scratch}
+
+
+def enter(sandbox: Sandbox, *, scratch: str) -> None:
+    """Put this process, and what it starts, into the sandbox; for good.
+
+    Where the kernel has no Landlock, only the capabilities go.
+
+    Raises:
+        LandlockFailed: The kernel refused the rules.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _drop_capabilities()
+    if landlock.abi() > 0:
+        landlock.restrict(rules(sandbox, scratch=scratch))
+
+
+def rules(sandbox: Sandbox, *, scratch: str) -> Iterator[tuple[str, int]]:
+    """The paths that are granted, with the rights to them."""
+    protected = {_real(path) for pattern in _PROTECTED for path in glob.glob(pattern)}
+    protected |= {_real(path) for path in sandbox.protected} | _secret_volumes()
+    private = {_real(path) for path in (*_PRIVATE, tempfile.gettempdir())} | _home_secrets()
+    wanted = {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *sandbox.readable)}
+    yield "/", landlock.READ_DIR
+    for root in sorted({"/", *wanted}):
+        # Who asks for a directory has it, without what is private further down in it.
+        denied = protected | {path for path in private if path != root and _within(path, root)}
+        if not any(_within(root, path) for path in denied):
+            for path in _granted(root, denied):
+                yield path, landlock.READ
+    # Landlock keeps nobody from reading the variables of another process: only this one's directory is granted.
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or name == str(os.getpid()):
+            yield f"/proc/{name}", landlock.READ
+    for name in os.listdir("/dev"):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DEVICES):
+            yield f"/dev/{name}", landlock.DEVICE
+    # Locks and queues of Python's multiprocessing, and PyTorch's loaders, are files there.
+    for path in ("/dev/shm", scratch, *sandbox.writable):
+        if not any(_within(item, _real(path)) or _within(_real(path), item) for item in protected):
+            yield _real(path), landlock.EVERYTHING
+
+
+def _granted(path: str, denied: Iterable[str]) -> Iterator[str]:
+    below = [item for item in denied if _within(item, path)]
+    if not below:
+        yield path
+        return
+    if path in below:
+        return
+    try:
+        with os.scandir(path) as entries:
+            # A link grants nothing: what it leads to is granted, or not, where it is.
+            children = [entry.path for entry in entries if not entry.is_symlink()]
+    except OSError:
+        return
+    if len(children) <= _MOST_ENTRIES:
+        for child in children:
+            yield from _granted(child, below)
+
+
+def close_to_others() -> None:
+    """Close this process's memory, variables and descriptors to other processes of the same user (not to root)."""
+    if sys.platform == "linux":
+        pr_set_dumpable = 4
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_dumpable, 0, 0, 0, 0)
+
+
+def _drop_capabilities() -> None:
+    """Make root an ordinary user, in programs that it starts, too; nothing to do for others."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    pr_capbset_drop, version_3 = 24, 0x20080522
+    for capability in range(64):
+        # Numbers that the kernel does not know are refused, and so is all of it to those who have none.
+        libc.prctl(pr_capbset_drop, capability, 0, 0, 0)
+    libc.capset(struct.pack("=Ii", version_3, 0), bytes(24))
+
+
+def _home_secrets() -> set[str]:
+    homes = {os.path.expanduser("~")}
+    # A container's user need not have an entry.
+    with contextlib.suppress(KeyError):
+        homes.add(pwd.getpwuid(os.getuid()).pw_dir)
+    return {_real(os.path.join(home, name)) for home in homes for name in HOME_SECRETS}
+
+
+def _secret_volumes() -> set[str]:
+    """Where Kubernetes mounted Secrets and service accounts: in memory, behind a link that is exchanged."""
+    found = set()
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                _, place, kind, *_ = line.split(" ")
+                place = place.encode("utf-8", "surrogateescape").decode("unicode_escape", "surrogateescape")
+                if kind == "tmpfs" and os.path.lexists(os.path.join(place, "..data")):
+                    found.add(_real(place))
+    except OSError:
+        pass
+    return found
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))
+
+
+def _within(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
