@@ -1,19 +1,74 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+import sys
 import threading
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll_workers.environments import math_extraction
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.math_answers import MathAnswersEnvironment, is_explosive
+from kuberoll_workers.environments.math_extraction import MAX_ANSWER_CHARACTERS, final_answers
+from kuberoll_workers.environments.math_process import AlgebraFailed, AlgebraLimit, AlgebraProcess
+from kuberoll_workers.environments.math_values import read_value
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.support import log_of, step_all, step_one
 
 MATH = MathAnswersEnvironment({})
+
+
+class Case(NamedTuple):
+    category: str
+    truth: str
+    response: str
+
+
+def cases(file: str) -> Iterator[Case]:
+    """The cases of a list in `data/`."""
+    category = ""
+    for line in (Path(__file__).parent / "data" / file).read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        truth, arrow, response = line.partition("⇒")
+        if not arrow:
+            category = line.strip("[]") if line.startswith("[") else category
+        else:
+            yield Case(category, truth.strip(), response.strip().replace("⏎", "\n"))
+
+
+ACCEPTED = list(cases("math_accepted.txt"))
+REFUSED = list(cases("math_refused.txt"))
+
+
+def reward(case: Case) -> float:
+    return float(step_one(MATH, case.response, {"ground_truth": case.truth}).rewards[0])
+
+
+@pytest.mark.parametrize("category", sorted({case.category for case in ACCEPTED}))
+def test_right_answers_are_rewarded_however_they_are_written(category: str) -> None:
+    chosen = [case for case in ACCEPTED if case.category == category]
+    assert [case for case in chosen if reward(case) != 1.0] == []
+
+
+@pytest.mark.parametrize("category", sorted({case.category for case in REFUSED}))
+def test_near_misses_are_worth_nothing(category: str) -> None:
+    chosen = [case for case in REFUSED if case.category == category]
+    assert [case for case in chosen if reward(case) != 0.0] == []
+
+
+def test_the_lists_are_long() -> None:
+    assert len(set(ACCEPTED)) >= 200
+    assert len(set(REFUSED)) >= 200
+    assert not {case[1:] for case in ACCEPTED} & {case[1:] for case in REFUSED}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +164,7 @@ def test_grading_works_in_threads_and_in_child_processes(isolation: str) -> None
         spec = PlainSpec(name="math", type="math", entrypoint=None, config={})
         executor = make_executor(spec, isolation=isolation, processes=1, timeout=60)
         try:
-            return await executor.step([log_of("\\boxed{16}")], [{"ground_truth": "16"}])
+            return await executor.step([log_of("\\boxed{\\sqrt{8}}")], [{"ground_truth": "2\\sqrt{2}"}])
         finally:
             await executor.close()
 
@@ -143,3 +198,143 @@ def test_metrics() -> None:
     assert same is batch
     assert metrics == {"episodes": 4, "accuracy": 0.25}
     assert MATH.global_post_process_and_metrics({"extra_env_info": []})[1] == {"episodes": 0}
+
+
+@pytest.mark.parametrize("truth", ["\\frac{", "x } 7", "\\begin{pmatrix} 1 & 2"])
+def test_a_ground_truth_that_is_torn_latex_is_the_rows_fault(truth: str) -> None:
+    # Where a wrong answer fails, the same answer as the truth may not be recorded as right: the sample would be biased.
+    for reply in ("\\boxed{3}", truth):
+        with pytest.raises(ValueError, match=r"metadata\.ground_truth.*read as mathematics"):
+            MATH.step([log_of(reply)], [{"ground_truth": truth}])
+
+
+LONG_COMPUTATION = "\\sum_{k=1}^{9999} \\sum_{m=1}^{9999} \\sin(k^2 m + \\sqrt{k + m})"
+
+
+def test_an_answer_that_needs_too_much_processor_time_is_worth_nothing_and_is_marked() -> None:
+    math = MathAnswersEnvironment({"cpuSeconds": 0.3})
+    hard = step_one(math, f"\\boxed{{{LONG_COMPUTATION}}}", {"ground_truth": "\\sqrt{2} + 1"})
+    assert list(hard.rewards) == [0.0]
+    assert hard.metadata[0] == {"ground_truth": "\\sqrt{2} + 1", "correct": False, "grading": "limit"}
+    # The process that was ended is replaced.
+    easy = step_one(math, "\\boxed{1 + \\sqrt{2}}", {"ground_truth": "\\sqrt{2} + 1"})
+    assert list(easy.rewards) == [1.0]
+    assert easy.metadata[0] == {"ground_truth": "\\sqrt{2} + 1", "correct": True}
+
+
+def test_algebra_within_a_computation_of_c_is_ended_too() -> None:
+    with AlgebraProcess(cpu_seconds=0.3) as algebra:
+        # One power of integers: no Python code runs while it is computed.
+        with pytest.raises(AlgebraLimit):
+            algebra.ask("equal", "7^{9999999} - 7^{9999998}", "7^{7777777} + 1")
+        assert algebra.ask("equal", "\\sqrt{8}", "2\\sqrt{2}") is True
+        assert algebra.ask("equal", "\\sqrt{8}", "\\frac{") is None
+
+
+def test_an_algebra_process_that_is_killed_is_a_failure_and_no_reward() -> None:
+    with AlgebraProcess() as algebra:
+        assert algebra.ask("equal", "x", "x") is True
+        assert algebra._process is not None
+        os.kill(algebra._process.pid, signal.SIGSTOP)
+        os.kill(algebra._process.pid, signal.SIGKILL)
+        with pytest.raises(AlgebraFailed):
+            algebra.ask("equal", "x", "x")
+        assert algebra.ask("equal", "x", "x") is True
+
+
+def test_the_algebra_process_ends_with_its_client() -> None:
+    algebra = AlgebraProcess()
+    assert algebra.ask("equal", "x", "x") is True
+    process = algebra._process
+    assert process is not None
+    algebra.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_what_the_algebra_process_is_told_is_no_variable_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEROLL_TOKEN_GENERATE", "secret")
+    with AlgebraProcess() as algebra:
+        assert algebra.ask("equal", "x", "x") is True
+        assert algebra._process is not None
+        assert b"KUBEROLL" not in Path(f"/proc/{algebra._process.pid}/environ").read_bytes()
+
+
+ALPHABET = [
+    "1",
+    "1,",
+    " ",
+    "\n",
+    "x",
+    "=",
+    "$",
+    "$a ",
+    "\\(",
+    "\\[",
+    "\\boxed{",
+    "\\boxed{1}",
+    "}",
+    "{",
+    "\\",
+    "answer is ",
+    "#",
+    "^",
+]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(ALPHABET), min_size=1, max_size=3))
+def test_looking_for_the_answer_takes_steps_in_proportion_to_the_response(pieces: list[str]) -> None:
+    unit = "".join(pieces)
+
+    def steps(copies: int) -> int:
+        count = 0
+
+        def trace(*_: Any) -> Any:
+            nonlocal count
+            count += 1
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            final_answers(unit * copies)
+            is_explosive(unit * copies)
+        finally:
+            sys.settrace(previous)
+        return count
+
+    assert steps(800) <= 2.2 * steps(400) + 100
+
+
+def test_patterns_that_see_a_whole_response_have_no_repeat_without_bound() -> None:
+    parse = re._parser.parse  # type: ignore[attr-defined]
+
+    def unbounded(tree: Any) -> bool:
+        found = False
+        for operation, argument in tree:
+            if str(operation) in ("MAX_REPEAT", "MIN_REPEAT"):
+                _, most, inner = argument
+                found = found or int(most) > 100 or unbounded(inner)
+            elif str(operation) == "SUBPATTERN":
+                found = found or unbounded(argument[-1])
+            elif str(operation) == "BRANCH":
+                found = found or any(unbounded(branch) for branch in argument[1])
+        return found
+
+    assert unbounded(parse("a*"))
+    for pattern in (math_extraction._BOX, math_extraction._MARKER):
+        assert not unbounded(parse(pattern.pattern)), pattern.pattern
+
+
+def test_long_answers_are_no_answers() -> None:
+    assert final_answers("\\boxed{" + "1+" * MAX_ANSWER_CHARACTERS + "1}") == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([*ALPHABET, "(", ")", "[", ",", "\\text{", "\\pm", "<", "\\cup", "and", "/", "%"]), max_size=40
+    )
+)
+def test_reading_an_answer_never_raises(pieces: list[str]) -> None:
+    read_value("".join(pieces))

@@ -1,15 +1,12 @@
-"""Math: one answer to one question, compared with the ground truth by math-verify."""
+"""Math: one answer to one question, compared with the ground truth."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 import random
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 from pydantic import Field
@@ -21,6 +18,19 @@ from kuberoll_workers.environments.interface import (
     EnvironmentReturn,
     Metadata,
     UnusableRow,
+)
+from kuberoll_workers.environments.math_equality import equal_values
+from kuberoll_workers.environments.math_extraction import final_answers
+from kuberoll_workers.environments.math_process import CPU_SECONDS, AlgebraLimit, AlgebraProcess
+from kuberoll_workers.environments.math_values import (
+    Assignment,
+    Expression,
+    Group,
+    Quantity,
+    Relation,
+    Union,
+    Value,
+    read_value,
 )
 from kuberoll_workers.environments.turn import Turn, batch_of, reply_of
 
@@ -36,19 +46,23 @@ class MathAnswersConfig(EnvironmentConfig):
         le=1_000_000,
         description="Characters at a response's end that the answer is looked for in.",
     )
+    cpu_seconds: float = Field(
+        default=CPU_SECONDS,
+        ge=0.1,
+        le=300,
+        description="Processor time that comparing two expressions may take; an answer that needs more gets 0.",
+    )
     max_number: int = Field(default=20, ge=2, le=1_000_000, description="Largest number in a generated problem.")
 
 
 class MathAnswersEnvironment(EnvironmentInterface):
     """Single turn: the reward is 1 where the response's answer equals the ground truth, and the episode ends.
 
-    The ground truth, a number or LaTeX, is `metadata.ground_truth` or `metadata.expected_answer`. A response without
-    an answer, or with one that cannot be read, gets 0: the policy is at fault. A ground truth that cannot be read is
-    the dataset's fault, and an error.
-
-    Grading may take long on expressions that a policy made up. The step timeout of the job is its only limit, and
-    only isolation Process can enforce it: math-verify's own limits need the main thread, and differ between it and
-    others. The worst known cases, towers of powers, are refused before they are tried.
+    The ground truth is `metadata.ground_truth` or `metadata.expected_answer`: a number, LaTeX with or without
+    delimiters, or words. A response without an answer, with one that cannot be read, or with one that takes more than
+    `cpuSeconds` of processor time to compare (`metadata.grading` is `limit` then) gets 0: the policy is at fault. A
+    ground truth that cannot be read is the dataset's fault, and a failure; so is, without a word about the answer, an
+    algebra process that does not work.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -57,27 +71,36 @@ class MathAnswersEnvironment(EnvironmentInterface):
             UnusableEnvironment: The config is wrong; the message names the key.
         """
         self._config = parse_config(MathAnswersConfig, config)
+        self._algebra = AlgebraProcess(cpu_seconds=self._config.cpu_seconds)
+        self._truth = functools.lru_cache(maxsize=4096)(functools.partial(_read_truth, self._algebra))
 
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
         """Grade each response.
 
         Raises:
             UnusableRow: A row has no readable ground truth; names the row's `idx` where its metadata has one.
+            AlgebraFailed: The process that does the algebra does not work.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
 
     def _turn(self, reply: str, state: Mapping[str, Any]) -> Turn:
-        truth = _read_truth(_ground_truth(state))
-        found = _read_answer(reply[-self._config.max_characters :])
-        correct = bool(found) and _equal(truth, found)
+        text = _ground_truth(state)
+        truth = self._truth(text)
+        if isinstance(truth, str):
+            raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} {truth}")
+        answers = final_answers(reply[-self._config.max_characters :])
+        grading: dict[str, Any] = {}
+        try:
+            correct = bool(answers) and all(is_right(truth, answer, self._algebra) for answer in answers)
+        except AlgebraLimit:
+            correct, grading = False, {"grading": "limit"}
         return Turn(
             observation="\nCorrect.\n" if correct else "\nWrong.\n",
-            metadata={**state, "correct": correct},
+            metadata={**state, "correct": correct, **grading},
             reward=1.0 if correct else 0.0,
             terminated=True,
-            # math-verify returns the expression and, last, the text that it was read from.
-            answer=found[-1] if found and isinstance(found[-1], str) else None,
+            answer=answers[-1] if answers else None,
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -95,68 +118,100 @@ class MathAnswersEnvironment(EnvironmentInterface):
         return [_row(index, question, truth) for index, (question, truth) in enumerate(problems)]
 
 
+def is_right(truth: Value, answer: str, algebra: AlgebraProcess) -> bool:
+    """Whether a final answer, as text, states the value of the ground truth.
+
+    Raises:
+        AlgebraLimit: Comparing them is too much to compute.
+        AlgebraFailed: The process that does the algebra does not work.
+    """
+    value = read_value(answer)
+
+    def compare(question: str, ours: str, theirs: str) -> bool:
+        if is_explosive(theirs):
+            raise AlgebraLimit(question)
+        return algebra.ask(question, ours, theirs) is True
+
+    return value is not None and equal_values(truth, value, compare)
+
+
 def _ground_truth(state: Mapping[str, Any]) -> str:
     value = next((state[key] for key in GROUND_TRUTH_KEYS if state.get(key) is not None), None)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
         raise UnusableRow(
-            f"{_row_name(state)}metadata.ground_truth: found {value!r}; it must be the right answer, a number or LaTeX"
+            f"{_row_name(state)}metadata.ground_truth: found {value!r}; it must be the right answer, a number, LaTeX "
+            "or words"
         )
-    text = str(value).strip()
-    if not _read_truth(text):
-        raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} cannot be read as mathematics")
-    return text
+    return str(value).strip()
 
 
 def _row_name(state: Mapping[str, Any]) -> str:
     return f"row {state['idx']!r}: " if "idx" in state else ""
 
 
-@functools.lru_cache(maxsize=4096)
-def _read_truth(text: str) -> tuple[Any, ...]:
-    """The ground truth's readings; cached, as all samples of a prompt share it."""
-    # Bare LaTeX is read as mathematics only between delimiters.
-    return _parse(text) or _parse(f"${text}$")
+_SENTENCE = re.compile(r"\\(?:boxed|fbox)\s*\{|####|\banswer\b\s*(?:is|:|=)", re.IGNORECASE)
 
 
-def _read_answer(response: str) -> tuple[Any, ...]:
-    return () if is_explosive(response) else _parse(response)
+def _read_truth(algebra: AlgebraProcess, text: str) -> Value | str:
+    """The value of a ground truth, or what is wrong with it."""
+    stated = final_answers(text) if _SENTENCE.search(text) else [text]
+    value = read_value(stated[0]) if len(stated) == 1 else None
+    if value is None:
+        return "cannot be read as one answer: write it as a number, as LaTeX or in words"
+    try:
+        unreadable = next((part for part in _expressions(value) if algebra.ask("readable", part, "") is False), None)
+    except AlgebraLimit:
+        return "takes longer to read than config.cpuSeconds; write it in a simpler form"
+    if unreadable is not None:
+        return f"has a part that cannot be read as mathematics: {unreadable[:80]!r}"
+    return value
 
 
-def _parse(text: str) -> tuple[Any, ...]:
-    return tuple(_math_verify().parse(text, parsing_timeout=None))
+def _expressions(value: Value) -> list[str]:
+    """The pieces of LaTeX in a value."""
+    if isinstance(value, Expression):
+        return [value.latex]
+    if isinstance(value, Quantity | Assignment):
+        return _expressions(value.value)
+    if isinstance(value, Relation):
+        return [value.left, value.right]
+    parts = value.items if isinstance(value, Group) else value.parts if isinstance(value, Union) else ()
+    return [latex for part in parts for latex in _expressions(part)]
 
 
-def _equal(truth: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
-    # Whatever sympy raises while it compares means "not equal" to math-verify.
-    return bool(_math_verify().verify(list(truth), list(found), timeout_seconds=None))
-
-
-@functools.cache
-def _math_verify() -> ModuleType:
-    # Half a second, and sympy: only where mathematics is graded.
-    library = importlib.import_module("math_verify")
-    # It warns that its timeouts are off; time limits are the job's (see MathAnswersEnvironment).
-    for module in ("parser", "grader"):
-        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
-    return library
-
-
-_POWER = r"(?:\^|\*\*)"
-_EXPLOSIVE = re.compile(
-    rf"{_POWER}[\s{{(+-]*[0-9]{{5,}}"  # an exponent of 5 digits or more
-    rf"|{_POWER}[\s{{(]*[-+]?\s*[0-9.]*[\s)}}]*{_POWER}"  # a power in an exponent, or a chain of powers
-    rf"|[0-9\s)}}]{_POWER}[\s]*[{{(][^{{}}()$]*[0-9]\s*(?:{_POWER}|!)"  # a number's exponent that holds a power
-    rf"|[)}}]\s*{_POWER}[\s{{(]*[0-9]{{3,}}"  # a bracket to the power of 3 digits or more
-    r"|[0-9]{5,}\s*!|![\s)}]*!"  # the factorial of 5 digits or more, or of a factorial
-)
+_TOKEN = re.compile(r"\^|[0-9]+(?:\.[0-9]+)?|[!(){}\[\]]|[^\s]")
+_MAX_DIGITS = 4
 
 
 def is_explosive(text: str) -> bool:
-    """Whether evaluating a text could take for ever: numbers such as 9^(9^9), which sympy would write out.
+    """Whether a power in an exponent or a large exponent or factorial makes a number too long to write out.
 
-    A guard, not a proof: what it does not know, the step timeout has to stop.
+    Linear in the length of the text. It saves the time until the limit ends such a computation, and is no more than
+    that: what it does not know, the limit stops.
     """
-    return _EXPLOSIVE.search(text) is not None
+    # For each open bracket, whether it is within an exponent.
+    exponents: list[bool] = []
+    previous = before = ""
+    for token in _TOKEN.findall(text.replace("**", "^")):
+        raised = previous == "^" or (before == "^" and previous in ("-", "+"))
+        within = bool(exponents) and exponents[-1]
+        number = previous[:1].isdigit()
+        if token in ("(", "{", "["):
+            exponents.append(raised or within)
+        elif token in (")", "}", "]"):
+            del exponents[-1:]
+        elif token[0].isdigit():
+            if (raised or within) and len(token.partition(".")[0]) > _MAX_DIGITS:
+                return True
+        elif token == "^":
+            if number and (within or before == "^"):
+                return True
+        elif token == "!" and (
+            previous in ("!", ")", "}") or (number and (within or before == "^" or len(previous) > _MAX_DIGITS))
+        ):
+            return True
+        before, previous = previous, token
+    return False
 
 
 def _row(index: int, question: str, truth: Fraction) -> dict[str, Any]:

@@ -1,0 +1,227 @@
+"""The final answer of a response to a mathematical question, as text.
+
+Every scan is linear in the length of the response: a policy writes it, and a slow pattern would be its weapon.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_ANSWER_CHARACTERS = 2000
+"""A longer final answer is no answer to a question with one value."""
+
+_THOUGHT_END = "</think>"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{")
+_MARKER = re.compile(
+    r"\b(?:answer|solution|result)\b[\s*_]{0,8}(?:(?:is|are|equals)\b[\s*_]{0,8}:?|:|=)", re.IGNORECASE
+)
+_CONNECTOR = re.compile(r"[\s$]*(?:,|;|\band\b|\bor\b|, ?and\b|, ?or\b)[\s$]*(?:[A-Za-z](?:_\w)?\s*=\s*)?")
+_MAX_GAP = 40
+_MAX_LINE = 400
+_CONJUNCTION = re.compile(
+    r",?\s(?:because|since|as|so|when|where|which|that|if|for|by|after|before|not|rather|instead)\s", re.IGNORECASE
+)
+_NUMBER = r"[-+−]?(?:[$€£¥]|\\\$)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?%?"
+_LAST_NUMBERS = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w])")
+_JOINED = re.compile(r"\s{0,4}(?:,|\bor\b|\band\b|, or|, and)\s{0,4}")
+_EMPHASIS = "*_ \t"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a text between mathematical delimiters: `start` and `end` include them, `content` does not."""
+
+    start: int
+    end: int
+    content: str
+
+
+def final_answers(response: str) -> list[str]:
+    """The answers that a response commits itself to, in order.
+
+    Boxes come first, then the part after `####`, then the part after "answer is" or "answer:", then what the last
+    line ends with. Boxes joined by "and", "or" or a comma are one list. Several boxes are several answers, all of
+    which have to be right: boxing every candidate is no answer.
+
+    Returns:
+        Texts without their delimiters; empty: the response has no answer.
+    """
+    text = response.rpartition(_THOUGHT_END)[2]
+    if _BOX.search(text):
+        return _boxed(text)
+    if (found := _after_marker(text)) is not None:
+        return [found] if found else []
+    found = _end_of(_last_line(text))
+    return [found] if found else []
+
+
+def _boxed(text: str) -> list[str]:
+    answers: list[str] = []
+    previous_end: int | None = None
+    position = 0
+    while (opening := _BOX.search(text, position)) is not None:
+        end = closing_brace(text, opening.end() - 1)
+        if end is None:
+            return []  # cut off within the answer
+        content = text[opening.end() : end - 1].strip()
+        if len(content) > MAX_ANSWER_CHARACTERS:
+            return []
+        gap = "" if previous_end is None else text[previous_end : opening.start()]
+        if answers and len(gap) <= _MAX_GAP and _CONNECTOR.fullmatch(gap):
+            answers[-1] = f"{answers[-1]}, {content}"
+        else:
+            answers.append(content)
+        previous_end = position = end
+    return answers if all(answers) and answers[-1] else []
+
+
+def closing_brace(text: str, opening: int) -> int | None:
+    """The position after the brace that closes the one at `opening`; None: it is never closed."""
+    depth = 0
+    position = opening
+    while position < len(text):
+        letter = text[position]
+        if letter == "\\":
+            position += 2
+            continue
+        if letter == "{":
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if depth == 0:
+                return position + 1
+        position += 1
+    return None
+
+
+def regions(text: str) -> list[Region]:
+    r"""The parts of a text between `$…$`, `$$…$$`, `\(…\)` and `\[…\]`, in order.
+
+    A `$` opens mathematics only where no space follows, and closes it only where no space precedes and no digit
+    follows: prices are text.
+    """
+    found: list[Region] = []
+    position = 0
+    closers = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
+    # A search that found nothing is not repeated: that keeps the scan linear.
+    exhausted: set[str] = set()
+    prices_until = 0
+    while position < len(text):
+        two = text[position : position + 2]
+        closer = closers.get(two)
+        if closer is not None and closer not in exhausted:
+            end = text.find(closer, position + 2)
+            if end >= 0:
+                found.append(Region(position, end + 2, text[position + 2 : end].strip()))
+                position = end + 2
+                continue
+            exhausted.add(closer)
+        if two[:1] == "\\":
+            position += 2
+            continue
+        if two[:1] == "$" and position >= prices_until and len(two) == 2 and not two[1].isspace() and two[1] != "$":
+            line_end = text.find("\n", position)
+            line_end = len(text) if line_end < 0 else line_end
+            dollar = _closing_dollar(text, position + 1, line_end)
+            if dollar is not None:
+                found.append(Region(position, dollar + 1, text[position + 1 : dollar].strip()))
+                position = dollar + 1
+                continue
+            prices_until = line_end
+        position += 1
+    return found
+
+
+def _closing_dollar(text: str, start: int, stop: int) -> int | None:
+    position = start
+    while (position := text.find("$", position, stop)) >= 0:
+        before, after = text[position - 1], text[position + 1 : position + 2]
+        if position > start and before != "\\" and not before.isspace() and not after.isdigit():
+            return position
+        position += 1
+    return None
+
+
+def _after_marker(text: str) -> str | None:
+    """What follows the last `####` or "answer is"; None: there is none."""
+    hashes = text.rfind("####")
+    if hashes >= 0:
+        return _first_line(text[hashes + 4 :])
+    ends = [marker.end() for marker in _MARKER.finditer(text)]
+    return _end_of_sentence(_first_line(text[ends[-1] :])[: 2 * MAX_ANSWER_CHARACTERS]) if ends else None
+
+
+def _end_of_sentence(tail: str) -> str:
+    joined = _joined_regions(tail)
+    if joined is not None:
+        return joined
+    conjunction = _CONJUNCTION.search(tail)
+    if conjunction is not None:
+        tail = tail[: conjunction.start()]
+    stop = re.search(r"[.!?](?:\s|$)", tail)
+    return _capped(tail[: stop.start()] if stop else tail)
+
+
+def _joined_regions(text: str) -> str | None:
+    """The first region of a text with those that a comma, "and" or "or" joins to it; None: it has no region."""
+    found = regions(text)
+    if not found:
+        return None
+    parts, end = [found[0].content], found[0].end
+    for region in found[1:]:
+        gap = text[end : region.start]
+        if len(gap) > _MAX_GAP or not _CONNECTOR.fullmatch(gap):
+            break
+        parts.append(region.content)
+        end = region.end
+    return _capped(", ".join(parts))
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip(_EMPHASIS)]
+    return lines[-1].strip(_EMPHASIS) if lines else ""
+
+
+def _first_line(text: str) -> str:
+    for line in text.splitlines():
+        if line.strip(_EMPHASIS):
+            return line.strip(_EMPHASIS)
+    return ""
+
+
+def _end_of(line: str) -> str:
+    """The value that a line without any mark ends with."""
+    line = line[-_MAX_LINE:]
+    found = regions(line)
+    if found:
+        first = len(found) - 1
+        while first > 0:
+            gap = line[found[first - 1].end : found[first].start]
+            if len(gap) > _MAX_GAP or not _CONNECTOR.fullmatch(gap):
+                break
+            first -= 1
+        return _capped(", ".join(region.content for region in found[first:]))
+    worded = re.search("[A-Za-z]{2,}", line) is not None
+    if not worded or (len(line) <= _MAX_GAP and not re.search("[0-9=]", line)):
+        return _capped(line.rpartition("=")[2] if "=" in line and not re.search("[<>]", line) else line)
+    _, equals, after = line.rpartition("=")
+    if equals and re.fullmatch(r"[^A-Za-z]{1,200}\.?", after.strip()):
+        return _capped(after)
+    return _last_numbers(line)
+
+
+def _last_numbers(line: str) -> str:
+    """The last number of a line, with the numbers that "or", "and" or a comma joins to it."""
+    numbers = list(_LAST_NUMBERS.finditer(line))
+    if not numbers:
+        return _capped(line)
+    first = len(numbers) - 1
+    while first > 0 and _JOINED.fullmatch(line, numbers[first - 1].end(), numbers[first].start()):
+        first -= 1
+    return _capped(line[numbers[first].start() : numbers[-1].end()].rstrip(",."))
+
+
+def _capped(text: str) -> str:
+    text = text.strip().strip("*").strip()
+    return "" if len(text) > MAX_ANSWER_CHARACTERS else text
