@@ -23,7 +23,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.rolloutjob import HuggingFaceSource
+from kuberoll_api.rolloutjob import Dataset, HuggingFaceSource
+from kuberoll_workers.collection.dataset import read_rows
 from kuberoll_workers.collection.rows import DatasetError, parse_row
 from kuberoll_workers.collection.sources import file_rows, hub_rows
 
@@ -403,3 +404,29 @@ def test_without_the_datasets_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     message = refusal(lambda: hub_rows(HuggingFaceSource(name="a/b"), tmp_path))
     assert message.endswith("the package datasets is not installed here: pip install datasets")
+
+
+@pytest.mark.parametrize("number", [str(2**63), str(-(2**63) - 1), "123456789012345678901234", "9" * 5000])
+def test_integers_that_64_bits_cannot_hold_are_refused_by_place_and_field(number: str, tmp_path: Path) -> None:
+    line = f'{{"prompt": "p", "metadata": {{"hashes": [1, {number}]}}}}'
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "first"}}\n{line}\n')
+    with pytest.raises(DatasetError, match=r"rows\.jsonl:2: metadata\.hashes\[1\]: found an integer.*64 bits.*as text"):
+        read("rows.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, -(2**63), 1234567890123456789])
+def test_integers_of_64_bits_are_exact(number: int, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "p {10**30}", "metadata": {{"n": {number}, "x": 1e30}}}}\n')
+    (row,) = read("rows.jsonl", tmp_path)
+    assert row["metadata"]["n"] == number
+    assert row["metadata"]["x"] == 1e30
+
+
+def test_long_integers_are_refused_out_of_parquet_and_manifests(tmp_path: Path) -> None:
+    column = pyarrow.array([2**64 - 1], pyarrow.uint64())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "n": column}), tmp_path / "rows.parquet")
+    with pytest.raises(DatasetError, match=r"rows\.parquet\[0\]: n: found an integer"):
+        read("rows.parquet", tmp_path)
+    dataset = Dataset.model_validate({"source": {"rows": [{"prompt": "p", "metadata": {"n": 2**64}}]}})
+    with pytest.raises(DatasetError, match=r"spec\.dataset\.source\.rows\[0\]: metadata\.n: found an integer"):
+        list(read_rows(dataset, base=tmp_path, task_names=["a"], environment=None))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kuberoll_api.rolloutjob import Dataset, GeneratorSource
 from kuberoll_workers.collection.rows import DatasetError, Place, Row, parse_row
-from kuberoll_workers.collection.sources import FIELD, RawRow, file_rows, hub_rows, json_row
+from kuberoll_workers.collection.sources import FIELD, RawRow, checked_integers, file_rows, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.outcome import EnvironmentFault
 
@@ -39,7 +39,8 @@ def _raw_rows(
 ) -> Iterator[RawRow]:
     source = dataset.source
     if source.rows is not None:
-        return ((Place(f"{FIELD}.rows[", number, "]"), row) for number, row in enumerate(source.rows))
+        places = (Place(f"{FIELD}.rows[", number, "]") for number in range(len(source.rows)))
+        return ((place, checked_integers(row, place)) for place, row in zip(places, source.rows, strict=True))
     if source.uri is not None:
         return file_rows(source.uri, base)
     if source.huggingface is not None:
@@ -70,8 +71,8 @@ def _generated_rows(
             raise DatasetError(f"{FIELD}.generator: environment {name!r}: {error}") from error
         except EnvironmentFault as fault:
             raise DatasetError(f"{FIELD}.generator: environment {name!r}: {fault}") from fault
-        except Exception as error:
-            # The environment is the user's code: whatever it raises is about its rows.
+        except (Exception, SystemExit) as error:
+            # The environment is the user's code: whatever it raises, sys.exit() too, is about its rows.
             raise DatasetError(
                 f"{FIELD}.generator: environment {name!r}: generate_dataset raised {type(error).__name__}: {error}"
             ) from error

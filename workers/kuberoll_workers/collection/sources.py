@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator
 from datetime import date, datetime, time
@@ -25,6 +26,9 @@ RawRow = tuple[Place, Any]
 """A row that is not checked yet, and where it is."""
 
 FIELD = "spec.dataset.source"
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 _BLOCK = 8 << 20
 _CHUNK = 1 << 20
@@ -237,7 +241,35 @@ def _json_rows(lines: io.BufferedReader, where: str) -> Iterator[RawRow]:
             row = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             _refuse_line(text, place, error)
+        # The parser makes floats of integers that are too long for 64 bits; most lines have no number as long.
+        if _LONG_NUMBER.search(text) is not None:
+            row = checked_integers(json.loads(text, parse_int=_integer), place)
         yield place, row
+
+
+def _integer(digits: str) -> int:
+    # Of thousands of digits, which Python takes long to read, the first say that there are too many.
+    return int(digits[:400])
+
+
+def checked_integers(value: Any, place: Place, path: str = "") -> Any:
+    """A row as it is, whose integers all fit into 64 bits.
+
+    Raises:
+        DatasetError: One does not: records, aggregates and trainers could not hold it exactly.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            checked_integers(item, place, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            checked_integers(item, place, f"{path}[{number}]")
+    elif isinstance(value, int) and not _LEAST <= value <= _MOST:
+        raise DatasetError(
+            f"{place}: {path.lstrip('.') or 'the row'}: found an integer that does not fit into 64 bits; write it as "
+            f'text: "{str(value)[:40]}{"…" if value.bit_length() > 130 else ""}"'
+        )
+    return value
 
 
 def _refuse_line(text: bytes, place: Place, error: orjson.JSONDecodeError) -> NoReturn:
@@ -247,7 +279,7 @@ def _refuse_line(text: bytes, place: Place, error: orjson.JSONDecodeError) -> No
         raise DatasetError(f"{place}: found {name}, which JSON does not have; write null, or remove the row") from error
 
     try:
-        json.loads(text.decode("utf-8"), parse_constant=constant)
+        checked_integers(json.loads(text.decode("utf-8"), parse_constant=constant, parse_int=_integer), place)
     except UnicodeDecodeError as wrong:
         raise DatasetError(
             f"{place}: not UTF-8: found the byte 0x{text[wrong.start]:02x} at column {wrong.start + 1}; convert the "
@@ -317,8 +349,10 @@ def json_row(row: Any, place: Place) -> Any:
 
 
 def _json_value(value: Any, place: Place, path: str) -> Any:
-    if value is None or isinstance(value, (str, bool, int)):
+    if value is None or isinstance(value, (str, bool)):
         return value
+    if isinstance(value, int):
+        return checked_integers(int(value), place, path)
     if isinstance(value, dict):
         items = ((str(key), item) for key, item in value.items() if item is not None)
         return {key: _json_value(item, place, f"{path}.{key}") for key, item in items}
