@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from kuberoll_api.rolloutjob import Dataset, RolloutJob
+from kuberoll_workers.collection import inputs
 from kuberoll_workers.collection.dataset import DatasetError, Row, read_rows
-from kuberoll_workers.collection.inputs import prompt_groups, read_ahead, repeats_of, scan
+from kuberoll_workers.collection.inputs import prompt_groups, read_ahead, repeats_of, same_rows, scan
 
 
 def dataset(source: dict[str, Any], **fields: Any) -> Dataset:
@@ -217,3 +221,41 @@ def test_what_is_raised_ahead_is_raised_in_its_place() -> None:
     with pytest.raises(DatasetError, match="torn"):
         next(reader)
     assert list(reader) == []
+
+
+@settings(max_examples=150, deadline=None)
+@drawn(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8), st.integers(1, 4))
+def test_rows_that_changed_since_the_check_are_not_handed_on(was: list[str], now: list[str], size: int) -> None:
+    def made(texts: list[str]) -> list[Row]:
+        source = {"rows": [{"prompt": text} for text in texts]}
+        return rows(dataset(source), names=("a",)) if texts else []
+
+    taken: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "BLOCK_ROWS", size)
+        same = same_rows(made(now), [inputs._digest(block) for block in inputs._blocks(made(was))])
+        handed_on = (row.messages[0]["content"] for row in same)
+        if was == now:
+            assert list(handed_on) == now
+            return
+        with pytest.raises(DatasetError, match="the rows are not those that this run was checked with"):
+            taken.extend(handed_on)
+    # Whole blocks, and nothing of the first one that differs.
+    assert len(taken) % size == 0
+    assert taken == was[: len(taken)] == now[: len(taken)]
+
+
+def test_a_generator_that_is_not_deterministic_is_refused() -> None:
+    class Fickle:
+        calls = 0
+
+        def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+            Fickle.calls += 1
+            return [{"prompt": f"{number} of call {Fickle.calls}"} for number in range(count)]
+
+    given = job({"generator": {"count": 3, "environments": ["a"]}})
+    fickle: Any = Fickle()
+    summary = scan(given, base=Path(), environment=lambda name: fickle)
+    groups = prompt_groups(given, base=Path(), environment=lambda name: fickle, blocks=summary.blocks)
+    with pytest.raises(DatasetError, match=r"rows 1 to 3 .generated row 0.*generate_dataset has to return the same"):
+        next(groups)

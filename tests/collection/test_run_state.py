@@ -16,7 +16,13 @@ from tests.collection.support import record
 def state(directory: Path, *records: Any, tasks: int | None = 10) -> RunState:
     (directory / "shard-00001.jsonl").write_bytes(b"".join(map(encode_line, records)))
     return read_state(
-        DirectoryStorage(directory), shards=[1], shard_count=2, repeats={"env": 1, "other": 1}, logs={}, tasks=tasks
+        DirectoryStorage(directory),
+        shards=[1],
+        shard_count=2,
+        repeats={"env": 1, "other": 1},
+        logs={},
+        tasks=tasks,
+        rollouts=tasks and 2,
     )
 
 
@@ -29,6 +35,9 @@ def test_what_is_there_counts_once(tmp_path: Path) -> None:
     ("foreign", "words"),
     [
         (record(2), "task_index 2 belongs into shard-00000 of 2"),
+        (record(1, 2), "rollout_index 2: no task of this run has more than 2 samples"),
+        (record(-1), "task_index -1: indexes start at 0"),
+        (record(1, -1), "rollout_index -1: indexes start at 0"),
         (record(11), "task_index 11 is none of the dataset's 10 tasks"),
         (record(5, task_name="math"), "task_name 'math' is none of the job's environments (env, other)"),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kuberoll_workers.collection import records
+from kuberoll_workers.collection import storage as storage_module
 from kuberoll_workers.collection.journal import JournalBroken
 from kuberoll_workers.collection.parts import PartLimits
 from kuberoll_workers.collection.run_files import NotARun, RunFiles
@@ -227,3 +229,38 @@ async def test_failures_and_dropped_are_read_from_anywhere(location: str) -> Non
     run = RunFiles(location)
     assert [item.task_index for item in run.failures()] == [1]
     assert [item.task_index for item in run.dropped()] == [2]
+
+
+@pytest.mark.parametrize("held", [b"", b"\0" * 80, b'{"owner": "x", "renewed": FUTURE}'])
+def test_a_lock_object_that_nobody_renews_lapses(
+    held: bytes, s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "_HEARTBEAT_SECONDS", 0.1)
+    storage = open_storage(f"{s3[1]}/run")
+    storage.write(".lock", held.replace(b"FUTURE", str(time.time() + 3 * 3600).encode()))
+    storage.lock()
+    storage.unlock()
+
+
+def test_a_lock_object_out_of_the_future_that_is_renewed_keeps_others_out(
+    s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = open_storage(f"{s3[1]}/run"), open_storage(f"{s3[1]}/run")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_module, "_HEARTBEAT_SECONDS", 0.2)
+        patch.setattr(time, "time", lambda now=time.time: now() + 3 * 3600)
+        first.lock()
+        patch.undo()
+        patch.setattr(storage_module, "_HEARTBEAT_SECONDS", 2.0)
+        with pytest.raises(StorageError, match="in use by another run"):
+            second.lock()
+        first.unlock()
+
+
+@pytest.mark.parametrize("held", [b"[1]", b'{"owner": 1}', b'"text"', b"text", b'{"owner": "x", "renewed": "soon"}'])
+def test_a_foreign_lock_object_is_named_and_left_alone(held: bytes, s3: tuple[S3Server, str]) -> None:
+    storage = open_storage(f"{s3[1]}/run")
+    storage.write(".lock", held)
+    with pytest.raises(StorageError, match=r"/\.lock is not a lock of KubeRoll's: remove it"):
+        storage.lock()
+    assert storage.read(".lock") == held

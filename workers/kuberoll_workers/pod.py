@@ -29,7 +29,7 @@ import orjson
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.expansion import shard_of, share
-from kuberoll_workers.collection.inputs import prompt_groups, scan
+from kuberoll_workers.collection.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.collection.journal import write_atomically
 from kuberoll_workers.collection.keys import KeySet
 from kuberoll_workers.collection.run_directory import (
@@ -126,6 +126,7 @@ class ShardPod:
         self._job = dataset_mounted(RolloutJob.model_validate(config.job))
         self._base = Path(config.base)
         self._planned = 0
+        self._inputs: InputSummary | None = None
         self._earlier = Progress()
         self._progress = Progress()
         self._drain = Drain()
@@ -241,6 +242,7 @@ class ShardPod:
             storage.path.mkdir(parents=True, exist_ok=True)
         inputs = scan(job, base=self._base, environment=environment)
         settle(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
+        self._inputs = inputs
         return storage
 
     def _environments(self) -> Callable[[str], EnvironmentInterface]:
@@ -250,13 +252,18 @@ class ShardPod:
         """Trajectories that each shard is to come to."""
         job, count = self._job, self._config.shard_count
         found = [0] * count
-        for group in prompt_groups(job, base=self._base, environment=self._environments()):
+        for group in prompt_groups(
+            job, base=self._base, environment=self._environments(), blocks=self._blocks()
+        ):
             found[shard_of(group.task_index, count)] += group.keep
         wanted = job.spec.rollout.groups.wanted
         return [
             trajectories_to_come(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
             for shard, mine in enumerate(found)
         ]
+
+    def _blocks(self) -> list[str] | None:
+        return None if self._inputs is None else list(self._inputs.blocks)
 
     async def _endpoint_ready(self) -> int:
         # The operator starts workers when generation is ready; after that it may be replaced at any time.
@@ -284,6 +291,9 @@ class ShardPod:
             turns=config.turns if self._job.spec.rollout.journal_turns else None,
             shards=[self.shard],
             shard_count=config.shard_count,
+            tasks=None if self._inputs is None else self._inputs.tasks,
+            rollouts=None if self._inputs is None else self._inputs.rollouts,
+            blocks=self._blocks(),
             planned=self._planned,
             token=config.token,
             discovery=config.discovery,

@@ -68,7 +68,8 @@ class WorkerConfig:
         output: The run's directory, which must exist, or URI.
         turns: Directory of the turn log; None: turns are not journaled.
         shards: The shards to run, out of `shard_count`.
-        tasks: How many the dataset has; None: not known.
+        tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
+        blocks: Digests of the dataset's rows, see `inputs.InputSummary`; None: whatever rows are there are run.
         planned: Trajectories that this worker is to come to, for the metrics; None: not known.
         token: What the policy wants to be shown with every request; None: nothing.
         discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or as they stand here.
@@ -86,6 +87,8 @@ class WorkerConfig:
     shards: list[int]
     shard_count: int
     tasks: int | None = None
+    rollouts: int | None = None
+    blocks: list[str] | None = None
     planned: int | None = None
     token: str | None = None
     discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
@@ -351,6 +354,7 @@ async def work(
             seconds=metrics.journal_seconds,
             stored=progress.add,
             tasks=config.tasks,
+            rollouts=config.rollouts,
         )
         stack.push_async_callback(store.close)
         stored, filtered = len(store.state.stored), len(store.state.filtered)
@@ -364,7 +368,7 @@ async def work(
             metrics.environment(spec.name).timeout(spec.step_timeout_seconds)
         rows_of = dataset_source(job, protected=own_places(config.output, config.turns))
         groups = sample_groups(
-            prompt_groups(job, base=Path(config.base), environment=rows_of),
+            prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),
             tokenizer=tokenizer,
             shards=config.shards,
             shard_count=config.shard_count,

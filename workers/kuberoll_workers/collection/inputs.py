@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,26 +17,39 @@ from kuberoll_workers.collection.expansion import PromptGroup, expand
 from kuberoll_workers.collection.rows import DatasetError, Row
 
 _ROWS_AHEAD = 256
+BLOCK_ROWS = 256
+"""Rows that have one digest, or fewer where they are large: they are compared before the first of them is run."""
+
+_BLOCK_BYTES = 4 << 20
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSummary:
-    """What a dataset comes to: counts, and a digest of what all rows say, in order, in whatever container they are."""
+    """What a dataset comes to: counts, and a digest of what all rows say, in order, in whatever container they are.
+
+    Attributes:
+        rollouts: Samples of the task that has most of them, those beyond `repeats` included.
+        blocks: A digest of every `BLOCK_ROWS` rows, for those who read the rows again.
+    """
 
     rows: int
     tasks: int
+    rollouts: int
     trajectories: int
     trajectories_of: dict[str, int]
     digest: str
+    blocks: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """The form in which a run's manifest holds it."""
         return {"rows": self.rows, "trajectories": self.trajectories, "digest": self.digest}
 
 
-def prompt_groups(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Iterator[PromptGroup]:
+def prompt_groups(
+    job: RolloutJob, *, base: Path, environment: EnvironmentSource, blocks: Sequence[str] | None = None
+) -> Iterator[PromptGroup]:
     """All prompt groups of a job in order; the same ones in every process that asks.
 
     Files are read in a thread, some rows ahead: who takes the groups on an event loop does not wait for a network.
@@ -44,16 +57,68 @@ def prompt_groups(job: RolloutJob, *, base: Path, environment: EnvironmentSource
     Args:
         base: The manifest's directory.
         environment: Makes an environment by name, where rows are generated.
+        blocks: The digests of the rows that the run was checked with; None: whatever is there is taken.
 
     Raises:
-        DatasetError: A row is not usable.
+        DatasetError: A row is not usable, or the rows are not those of `blocks`.
     """
     oversample = job.spec.rollout.groups.oversample
     rows: Iterator[Row] = _rows(job, base, environment)
     source = job.spec.dataset.source
+    if blocks is not None:
+        rows = same_rows(rows, blocks)
     if source.uri is not None or source.huggingface is not None:
         rows = read_ahead(rows, _ROWS_AHEAD)
     return expand(rows, repeats_of(job), oversample=oversample)
+
+
+def same_rows(rows: Iterable[Row], blocks: Sequence[str]) -> Iterator[Row]:
+    """The same rows, each handed on only when its block is known to be what it was when the digests were made.
+
+    Raises:
+        DatasetError: Rows were changed, added or taken away since; names them.
+    """
+    expected = iter(blocks)
+    number = 0
+    for block in _blocks(rows):
+        digest = next(expected, None)
+        if digest is None:
+            raise _changed(f"it has more than {number} rows by now: {block[0].where} was not there")
+        if _digest(block) != digest:
+            raise _changed(f"rows {number + 1} to {number + len(block)} ({block[0].where} to {block[-1].where}) differ")
+        number += len(block)
+        yield from block
+    if next(expected, None) is not None:
+        raise _changed(f"it has only {number} rows by now")
+
+
+def _changed(what: str) -> DatasetError:
+    return DatasetError(
+        f"spec.dataset: the rows are not those that this run was checked with: {what}. Rows that were changed would be "
+        "mixed with others under one digest: put back what it was and resume, or start another run with another "
+        "--output. Where an environment generates the rows, generate_dataset has to return the same ones each time"
+    )
+
+
+def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    block: list[Row] = []
+    size = 0
+    for row in rows:
+        block.append(row)
+        size += len(row.content)
+        if len(block) == BLOCK_ROWS or size >= _BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _digest(block: Iterable[Row]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for row in block:
+        # A row's length keeps two rows from being one.
+        digest.update(len(row.content).to_bytes(8, "little") + row.content)
+    return digest.hexdigest()
 
 
 def read_ahead(items: Iterator[_Item], count: int) -> Generator[_Item]:
@@ -110,25 +175,33 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
     """
     digest = hashlib.blake2b(digest_size=16)
 
-    def watched(rows: Iterator[Row]) -> Iterator[Row]:
-        for row in rows:
-            digest.update(row.content)
-            yield row
+    blocks: list[str] = []
 
-    rows = tasks = 0
+    def watched(rows: Iterator[Row]) -> Iterator[Row]:
+        for block in _blocks(rows):
+            blocks.append(_digest(block))
+            for row in block:
+                digest.update(row.content)
+                yield row
+
+    rows = tasks = rollouts = 0
     counts = {item.name: 0 for item in job.spec.environments}
-    for group in expand(watched(_rows(job, base, environment)), repeats_of(job)):
+    oversample = job.spec.rollout.groups.oversample
+    for group in expand(watched(_rows(job, base, environment)), repeats_of(job), oversample=oversample):
         rows += 1
         tasks = max(tasks, group.task_index + 1)
+        rollouts = max(rollouts, group.rollout_indexes.stop)
         counts[group.row.task_name] += group.keep
     if rows == 0:
         raise DatasetError("spec.dataset: there is not a single row")
     return InputSummary(
         rows=rows,
         tasks=tasks,
+        rollouts=rollouts,
         trajectories=sum(counts.values()),
         trajectories_of=counts,
         digest=digest.hexdigest(),
+        blocks=tuple(blocks),
     )
 
 

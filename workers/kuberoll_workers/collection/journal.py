@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import os
+import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -246,16 +248,37 @@ def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: a reader, or a crash, sees the old contents or the new."""
+    """Replace a file as a whole, durably: a reader, or a crash, sees the old contents or the new."""
+    write_chunks_atomically(path, (data,))
+
+
+def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """`write_atomically`, of contents that come in parts."""
     partial = partial_name(path)
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
     sync_directory(path.parent)
 
 
 def partial_name(path: Path) -> Path:
     """Where a file is made before it takes its place; nobody else's, for others may be making it too."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+
+
+def remove_partials(directory: Path) -> None:
+    """Remove what writers that were killed left of files that never took their places. No writer may be there."""
+    for path in directory.glob(".*.partial"):
+        if _PARTIAL.search(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")

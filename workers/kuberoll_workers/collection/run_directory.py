@@ -13,6 +13,7 @@ import orjson
 
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.storage import Storage, StorageError
+from kuberoll_workers.environments.source_digest import source_digest
 
 MANIFEST = "manifest.json"
 AGGREGATES = "aggregate_metrics.json"
@@ -31,6 +32,7 @@ class RunManifest:
         identity: The settings that trajectories depend on, flattened to `path: value`. How many workers, how many
             at once, which endpoint, how patient: none of that is in it.
         inputs: The dataset: `rows`, `trajectories`, `digest` of all rows in order.
+        code: Digests of the environments' code, by name, where there is source to be found.
         forced: What was changed between its parts, where somebody insisted.
     """
 
@@ -41,11 +43,13 @@ class RunManifest:
     identity: dict[str, Any]
     inputs: dict[str, Any]
     versions: dict[str, str]
+    code: dict[str, str] = field(default_factory=dict)
     forced: list[str] = field(default_factory=list)
 
 
 def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> RunManifest:
-    """The manifest of a run that starts now."""
+    """The manifest of a run that starts now; the environments' modules have to be where they can be imported."""
+    digests = {spec.name: source_digest(spec) for spec in job.spec.environments}
     return RunManifest(
         format=_FORMAT,
         job=job.metadata.name,
@@ -54,6 +58,7 @@ def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> 
         identity=dict(sorted(_flatten(_identity(job)))),
         inputs=dict(inputs),
         versions={name: importlib.metadata.version(name) for name in ("kuberoll", "ray", "transformers")},
+        code={name: digest for name, digest in digests.items() if digest is not None},
     )
 
 
@@ -61,9 +66,14 @@ def _identity(job: RolloutJob) -> dict[str, Any]:
     spec = job.spec.model_dump(mode="json", by_alias=True)
     generation, rollout = spec["generation"], spec["rollout"]
     kept_of_environments = ("name", "type", "entrypoint", "config", "repeats")
+    policy = {key: generation[key] for key in ("model", "engine", "engineArgs", "simulated", "sampling")}
+    external = job.spec.generation.external
+    if external is not None:
+        # Where it answers may change; which policy answers there, and with which words, may not.
+        policy["external"] = {"model": external.model, "api": external.api}
     return {
         "metadata": {"name": job.metadata.name},
-        "generation": {key: generation[key] for key in ("model", "engine", "engineArgs", "simulated", "sampling")},
+        "generation": policy,
         "environments": [{key: item[key] for key in kept_of_environments} for item in spec["environments"]],
         "dataset": {key: value for key, value in spec["dataset"].items() if key != "source"},
         "rollout": {key: rollout[key] for key in ("maxTurns", "maxSequenceLength", "observationTemplate", "groups")},
@@ -87,7 +97,13 @@ def differences(old: RunManifest, new: RunManifest) -> list[str]:
     for name, before, after in (("spec.", old.identity, new.identity), ("dataset: ", old.inputs, new.inputs)):
         for key in sorted({*before, *after}):
             pairs[name + key] = (before.get(key), after.get(key))
-    return [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
+    changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
+    return changed + [
+        f"code of environment {name!r}: it was changed, and may pay other rewards (digest was {old.code[name]}, is "
+        f"{digest})"
+        for name, digest in sorted(new.code.items())
+        if old.code.get(name, digest) != digest
+    ]
 
 
 def _short(value: Any) -> str:
@@ -165,6 +181,12 @@ def read_manifest(storage: Storage) -> RunManifest | None:
     where = storage.where(MANIFEST)
     try:
         contents = storage.read(MANIFEST)
-        return None if contents is None else msgspec.json.decode(contents, type=RunManifest)
-    except (OSError, msgspec.DecodeError) as error:
+        manifest = None if contents is None else msgspec.json.decode(contents, type=RunManifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RunRefused(f"{where}: not a run's manifest: {error}; choose another --output") from error
+    if manifest is not None and manifest.format != _FORMAT:
+        raise RunRefused(
+            f"{where}: format {manifest.format}: this KubeRoll knows format {_FORMAT}; use the version that wrote it "
+            f"(kuberoll {manifest.versions.get('kuberoll', 'of another version')}), or choose another --output"
+        )
+    return manifest

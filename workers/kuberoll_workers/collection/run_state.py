@@ -12,6 +12,8 @@ from kuberoll_workers.collection.storage import Storage
 from kuberoll_workers.collection.turn_log import TurnLog
 from kuberoll_workers.data.record import FailureRecord, Partial, RecordError, TrajectoryKey, TrajectoryRecord
 
+_ELSEWHERE = "the line is of another run; move the file away and resume, or choose another --output"
+
 
 def goes_on(failure: FailureRecord) -> bool:
     """Whether a failed trajectory, when it is tried again, goes on after its last complete turn.
@@ -57,13 +59,14 @@ def read_state(
     repeats: Mapping[str, int],
     logs: Mapping[int, TurnLog],
     tasks: int | None = None,
+    rollouts: int | None = None,
 ) -> RunState:
     """Read what a run's storage holds of some shards.
 
     Args:
         repeats: Samples of a whole group, by environment.
         logs: The turn logs of the shards, where turns are journaled.
-        tasks: How many the dataset has; None: not known.
+        tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
 
     Raises:
         RecordError: A line is not what it should be, with file and line.
@@ -72,7 +75,15 @@ def read_state(
     of_task: Counter[tuple[int, str]] = Counter()
     for shard in shards:
         for where, record in records.located_trajectories(storage, records.shard_name(shard)):
-            _refuse_foreign(record, where, shard=shard, shard_count=shard_count, task_names=repeats, tasks=tasks)
+            _refuse_foreign(
+                record,
+                where,
+                shard=shard,
+                shard_count=shard_count,
+                task_names=repeats,
+                tasks=tasks,
+                rollouts=rollouts,
+            )
             if record.key in state.stored:
                 state.duplicates += 1
             else:
@@ -105,7 +116,11 @@ def _refuse_foreign(
     shard_count: int,
     task_names: Collection[str],
     tasks: int | None,
+    rollouts: int | None,
 ) -> None:
+    for name, index in record.key._asdict().items():
+        if index < 0:
+            raise RecordError(f"{where}: {name} {index}: indexes start at 0; {_ELSEWHERE}")
     own = record.task_index % shard_count
     if own != shard:
         raise RecordError(
@@ -114,11 +129,15 @@ def _refuse_foreign(
         )
     if tasks is not None and record.task_index >= tasks:
         raise RecordError(
-            f"{where}: task_index {record.task_index} is none of the dataset's {tasks} tasks: the line is of another "
-            "run; move the file away and resume, or choose another --output"
+            f"{where}: task_index {record.task_index} is none of the dataset's {tasks} tasks: {_ELSEWHERE}"
+        )
+    if rollouts is not None and record.rollout_index >= rollouts:
+        raise RecordError(
+            f"{where}: rollout_index {record.rollout_index}: no task of this run has more than {rollouts} samples: "
+            f"{_ELSEWHERE}"
         )
     if record.task_name not in task_names:
         raise RecordError(
             f"{where}: task_name {record.task_name!r} is none of the job's environments ({', '.join(task_names)}): "
-            "the line is of another run; move the file away and resume, or choose another --output"
+            f"{_ELSEWHERE}"
         )

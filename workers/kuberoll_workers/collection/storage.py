@@ -25,10 +25,10 @@ from kuberoll_workers.collection.journal import (
     FileJournal,
     Journal,
     Observes,
-    partial_name,
-    sync_directory,
+    remove_partials,
     whole_lines,
     write_atomically,
+    write_chunks_atomically,
 )
 from kuberoll_workers.collection.parts import PartJournal, PartLimits
 
@@ -163,14 +163,8 @@ class DirectoryStorage:
 
     def upload(self, file: str, source: Path) -> str:
         # Where the rename cannot be atomic, across file systems, it is copied beside its place first.
-        partial = partial_name(self.path / file)
-        with source.open("rb") as old, partial.open("wb") as new:
-            while chunk := old.read(1 << 20):
-                new.write(chunk)
-            new.flush()
-            os.fsync(new.fileno())
-        partial.replace(self.path / file)
-        sync_directory(self.path)
+        with source.open("rb") as old:
+            write_chunks_atomically(self.path / file, iter(lambda: old.read(1 << 20), b""))
         return str(self.path / file)
 
     def fetch(self, file: str, target: Path) -> bool:
@@ -205,7 +199,13 @@ class DirectoryStorage:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be made: {error.strerror}") from error
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path / _LOCK}: cannot be opened: {error.strerror}; a run has to be able to write to its "
+                "directory: choose another --output, or mend its permissions"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -213,6 +213,7 @@ class DirectoryStorage:
             raise StorageError(
                 f"{self.path} is in use by another run: wait for it or choose another --output"
             ) from error
+        remove_partials(self.path)
 
     def unlock(self) -> None:
         # The kernel does it too when the process dies.
@@ -319,15 +320,45 @@ class ObjectStorage:
         self._beat.start()
 
     def _take(self) -> None:
-        if (held := self.read(_LOCK)) is not None:
-            lease: dict[str, Any] = json.loads(held)
-            age = time.time() - float(lease["renewed"])
-            if lease["owner"] != self._me and age < _STALE_SECONDS:
+        held = self.read(_LOCK)
+        lease = None if held is None else self._lease(held)
+        if lease is not None and lease["owner"] != self._me:
+            age = time.time() - lease["renewed"]
+            # A clock may have jumped: then it counts whether somebody renews the lease.
+            if 0 <= age < _STALE_SECONDS or (age < 0 and self._is_renewed(held)):
                 raise StorageError(
-                    f"{self.location} is in use by another run, {age:.0f} s ago: wait for it (the lock of one that "
-                    f"died lapses after {_STALE_SECONDS:.0f} s) or choose another --output"
+                    f"{self.location} is in use by another run: wait for it (the lock of one that died lapses after "
+                    f"{_STALE_SECONDS:.0f} s) or choose another --output"
                 )
         self._renew()
+
+    def _lease(self, held: bytes) -> dict[str, Any] | None:
+        """What a lock object says; None: a writer that died left it empty.
+
+        Raises:
+            StorageError: It is none of KubeRoll's.
+        """
+        if not held.strip(b"\0 \n"):
+            if self._is_renewed(held):
+                raise StorageError(f"{self.location} is in use by another run: wait for it or choose another --output")
+            return None
+        try:
+            lease = json.loads(held)
+            return {"owner": str(lease["owner"]), "renewed": float(lease["renewed"])}
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageError(
+                f"{self.location}/{_LOCK} is not a lock of KubeRoll's: remove it if no run is writing there, or choose "
+                "another --output"
+            ) from error
+
+    def _is_renewed(self, held: bytes | None) -> bool:
+        """Whether somebody writes the lock object anew, within two heartbeats."""
+        deadline = time.monotonic() + 2.5 * _HEARTBEAT_SECONDS
+        while time.monotonic() < deadline:
+            if self.read(_LOCK) != held:
+                return True
+            time.sleep(min(1.0, _HEARTBEAT_SECONDS / 4))
+        return False
 
     def unlock(self) -> None:
         if self._beat is not None:

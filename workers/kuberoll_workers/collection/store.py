@@ -43,6 +43,7 @@ class ResultStore:
         seconds: Observes,
         stored: Callable[[Result], None],
         tasks: int | None = None,
+        rollouts: int | None = None,
         pending_bytes: int = _PENDING_BYTES,
     ) -> None:
         """Read what is there, and open it to add to it.
@@ -52,7 +53,7 @@ class ResultStore:
             turns: Directory of the turn log; None: turns are not journaled.
             seconds: Observes the wall seconds of each write.
             stored: Told of each result when it is durable.
-            tasks: How many the dataset has; None: not known.
+            tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
             pending_bytes: Bytes that may wait to be written before results have to wait.
 
         Raises:
@@ -72,7 +73,13 @@ class ResultStore:
         }
         self.logs = {} if turns is None else {shard: TurnLog(turns, shard, seconds=seconds) for shard in shards}
         self.state: RunState = read_state(
-            storage, shards=shards, shard_count=shard_count, repeats=repeats, logs=self.logs, tasks=tasks
+            storage,
+            shards=shards,
+            shard_count=shard_count,
+            repeats=repeats,
+            logs=self.logs,
+            tasks=tasks,
+            rollouts=rollouts,
         )
 
     async def turn(self, turn: TurnRecord) -> None:

@@ -337,6 +337,8 @@ class _LocalRun:
             shard_count=self._shards,
             # With --force, what was stored may be of a longer dataset.
             tasks=None if self._options.force else self._preflight.inputs.tasks,
+            rollouts=None if self._options.force else self._preflight.inputs.rollouts,
+            blocks=list(self._preflight.inputs.blocks),
             planned=planned,
             token=endpoint.token,
         )
