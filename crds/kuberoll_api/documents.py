@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -108,6 +109,10 @@ def parse_documents(text: str) -> list[Document]:
         raise Unreadable(f"not YAML: {error}") from error
     except RecursionError as error:
         raise Unreadable("nested too deeply") from error
+    except Exception as error:
+        # The parser asserts and looks up what it has not checked: directives, versions, tags.
+        hint = "; remove the lines that begin with %" if re.search("^%", text, re.MULTILINE) else ""
+        raise Unreadable(f"not YAML: the parser failed with {type(error).__name__}{hint}") from error
 
 
 def _compose(text: str) -> Iterator[Document]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -68,7 +69,7 @@ def _unknown(path: Path) -> str:
     name, names = str(path[-1]), list(fields(path[:-1]))
     lower = {known.lower(): known for known in names}
     # Both spellings of a slip: maxturn, max_turns.
-    near = difflib.get_close_matches(name.lower().replace("_", ""), lower, n=1, cutoff=0.7)
+    near = _close(name.lower().replace("_", ""), lower, cutoff=0.7)
     text = "there is no such field"
     if near:
         text += f"; did you mean {lower[near[0]]}?"
@@ -77,6 +78,11 @@ def _unknown(path: Path) -> str:
     else:
         text += "; remove it."
     return f"{text} Allowed: {', '.join(names)}" if len(names) <= _MOST_NAMES else text
+
+
+def _close(text: str, names: Iterable[str], *, cutoff: float) -> list[str]:
+    # What is much longer than every name is a slip of none, and would take long to compare.
+    return difflib.get_close_matches(text, names, n=1, cutoff=cutoff) if len(text) <= 2 * _MOST_TEXT else []
 
 
 def _found(value: Any) -> str:
@@ -99,12 +105,12 @@ def _hint(value: Any, allowed: list[Schema]) -> str:
     types = {schema.get("type") for schema in allowed}
     if isinstance(value, str):
         names = {str(name).lower(): str(name) for schema in allowed for name in schema.get("enum", ())}
-        near = difflib.get_close_matches(value.lower(), names, n=1)
+        near = _close(value.lower(), names, cutoff=0.6)
         if near:
             return f"did you mean {names[near[0]]}?"
         if types & {"integer", "number"} and _NUMBER.fullmatch(value):
             return "remove the quotes"
-        if "array" in types:
+        if "array" in types and len(value) <= _MOST_TEXT:
             return f"for a list of one, write [{quoted(value)}]"
         return ""
     if isinstance(value, float) and "integer" in types and "number" not in types and value.is_integer():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.collection.turn_log import TurnLog
 from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.record import RecordError, TrajectoryKey, TurnRecord
+from kuberoll_workers.data.record import TrajectoryKey, TurnRecord, encode_line
 from tests.rollouts.fakes import until
 
 
@@ -42,6 +42,9 @@ def turn(task_index: int, number: int, *, attempt: int = 0) -> TurnRecord:
         generation_seconds=0.1,
         environment_seconds=0.2,
     )
+
+
+NEGATIVE = encode_line(turn(-4, 1)) + encode_line(turn(4, 0))
 
 
 def log(output: Path, shard: int = 0, *, segment_bytes: int = 1 << 20) -> TurnLog:
@@ -132,15 +135,37 @@ async def test_a_torn_last_line_is_a_turn_less(tmp_path: Path) -> None:
     assert numbers(log(tmp_path)) == {4: [(0, 1), (1, 2)]}
 
 
-async def test_a_foreign_line_is_refused_with_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 4096 + b"\n", b'{"not": "a turn"}\n', b"\xff\xfe\n", b"\n" * 3 + b"text\n", NEGATIVE, b"\0" * 4096],
+)
+async def test_garbage_is_passed_over_with_a_warning_and_costs_its_turns_alone(
+    garbage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = log(tmp_path)
     await first.append(turn(4, 1))
+    await first.append(turn(6, 1))
     await first.close()
     (path,) = (tmp_path / "turns").iterdir()
-    with path.open("ab") as file:
-        file.write(b'{"not": "a turn"}\n')
-    with pytest.raises(RecordError, match=rf"{path}:2: not a TurnRecord"):
-        log(tmp_path)
+    one, other = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(one + garbage + (other if garbage.endswith(b"\n") else b""))
+    again = log(tmp_path)
+    assert set(numbers(again)) == ({4, 6} if garbage.endswith(b"\n") else {4})
+    if garbage.endswith(b"\n"):
+        assert f"{path}:" in caplog.text
+    again.ended([TrajectoryKey(4, 0), TrajectoryKey(6, 0)])
+    await again.close()
+    assert not (tmp_path / "turns").exists()
+
+
+async def test_files_that_cannot_be_read_stop_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "turns" / "shard-00000-000001.jsonl").mkdir(parents=True)
+    (tmp_path / "turns" / "shard-00000-notes.jsonl").write_text("somebody's\n")
+    again = log(tmp_path)
+    assert "Is a directory" in caplog.text
+    await again.append(turn(4, 1))
+    await again.close()
+    assert set(numbers(log(tmp_path))) == {4}
 
 
 async def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:

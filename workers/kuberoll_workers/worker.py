@@ -3,13 +3,15 @@
 A child process of `kuberoll run` is `python -m kuberoll_workers.worker --tokenizer SOURCE`; a pod of the cluster
 (`pod`) does the same work. It makes ready while the engine starts, and begins when its WorkerConfig comes, a line of
 JSON at standard input. Progress goes to standard output, one JSON object a line, the last one with `"done": true`;
-words go to standard error. SIGTERM drains: nothing new is begun, what is in flight is finished and stored.
+where it cannot go on, one with a `"problem"`; words go to standard error. SIGTERM drains: nothing new is begun, what is
+in flight is finished and stored.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -26,16 +28,24 @@ from kuberoll_api.rolloutjob import Environment, External, RolloutJob
 from kuberoll_workers.collection.expansion import sample_groups, share
 from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
 from kuberoll_workers.collection.parts import PartLimits
+from kuberoll_workers.collection.rows import DatasetError
 from kuberoll_workers.collection.run_state import RunState
-from kuberoll_workers.collection.storage import open_storage
+from kuberoll_workers.collection.storage import StorageError, open_storage
 from kuberoll_workers.collection.store import ResultStore
-from kuberoll_workers.data.observations import ChatTemplateObservations, ObservationTemplate, RawObservations
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord
+from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
+from kuberoll_workers.data.observations import (
+    ChatTemplateObservations,
+    ObservationTemplate,
+    RawObservations,
+    TemplateRefused,
+)
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.processes import ProcessEnvironment
+from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.policy.client import ServeClient
@@ -345,8 +355,12 @@ async def work(
     async with AsyncExitStack() as stack:
         # What is stored last is stored when the store is closed.
         stack.callback(metrics.flush)
+        storage = open_storage(config.output, parts=part_limits(job))
+        # Given back after the store is closed: two never write one shard.
+        await asyncio.to_thread(storage.hold_shards, config.shards)
+        stack.callback(storage.release_shards)
         store = ResultStore(
-            open_storage(config.output, parts=part_limits(job)),
+            storage,
             shards=config.shards,
             shard_count=config.shard_count,
             repeats=repeats_of(job),
@@ -473,8 +487,10 @@ def group_policy(config: WorkerConfig, job: RolloutJob, state: RunState) -> Grou
     )
 
 
-async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: TextIO) -> None:
+async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: TextIO) -> str | None:
+    """Run the config's shards; why they could not be run to their end, in words for the user."""
     drain, progress = Drain(), Progress()
+    problem: str | None = None
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.set)
@@ -482,12 +498,30 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     background = [asyncio.create_task(metrics.watch_event_loop()), asyncio.create_task(_report(progress, reports))]
     try:
         await work(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
+        progress.done = True
+    except BaseException as error:
+        if (problem := problem_of(error)) is None:
+            raise
+        reports.write(msgspec.json.encode({"problem": problem}).decode() + "\n")
     finally:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-    progress.done = True
     _print(progress, reports)
+    return problem
+
+
+_REFUSALS = (DatasetError, RecordError, StorageError, TemplateRefused, UnusableEnvironment, OSError)
+
+
+def problem_of(error: BaseException) -> str | None:
+    """What ended a worker, in words that name what to mend; None: a fault of the program, which wants its traceback."""
+    if isinstance(error, BaseExceptionGroup):
+        # The others are what the first one pulled down.
+        return next((words for inner in error.exceptions if (words := problem_of(inner)) is not None), None)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{error}: make room there; what is stored stays"
+    return str(error) or type(error).__name__ if isinstance(error, _REFUSALS) else None
 
 
 async def _report(progress: Progress, reports: TextIO) -> None:
@@ -526,13 +560,18 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="Directory or hub id, loaded while the config is awaited.")
     arguments = parser.parse_args()
     reports = _own_stdout()
+    parent = os.getppid()
+    end_with_parent()
     # With PyTorch at hand transformers imports it: seconds, which the engine's start takes anyway.
     tokenizer = HuggingFaceTokenizer.load(arguments.tokenizer)
     line = sys.stdin.buffer.readline()
     if not line:
         return  # whoever started it needs it no more
+    watch_parent(sys.stdin.buffer, parent)
     tune_garbage_collector()
-    asyncio.run(_main(msgspec.json.decode(line, type=WorkerConfig), tokenizer, reports))
+    problem = asyncio.run(_main(msgspec.json.decode(line, type=WorkerConfig), tokenizer, reports))
+    if problem is not None:
+        sys.exit(problem)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
 
-from kuberoll_workers.collection.aggregate_columns import MakeEnvironment, own_metrics
+from kuberoll_workers.collection.aggregate_columns import MakeEnvironment, own_metrics, plain_metric
 from kuberoll_workers.collection.aggregate_environment import (
     EnvironmentSummary,
     Group,
@@ -82,7 +81,7 @@ class Aggregates:
         }
         # orjson writes what is not finite as null.
         options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-        return orjson.dumps(document, default=_plain, option=options | orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(document, default=plain_metric, option=options | orjson.OPT_APPEND_NEWLINE)
 
     def task_lines(self) -> Iterator[bytes]:
         """The lines of `task_metrics.jsonl`, made as they are asked for."""
@@ -238,8 +237,3 @@ def _lot(dropped: Sequence[Dropped]) -> Lot:
         generated_tokens=sum(item.generated_tokens for item in dropped),
         reward=math.fsum(item.reward for item in dropped),
     )
-
-
-def _plain(value: Any) -> Any:
-    """A metric of any library as JSON: tensors as numbers or lists, anything else by its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

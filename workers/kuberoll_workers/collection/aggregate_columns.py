@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
+import orjson
 
 from kuberoll_workers.collection.aggregate_sources import Contents
 from kuberoll_workers.collection.aggregate_table import REWARD, TURNS, Frame
@@ -13,6 +15,12 @@ from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 MakeEnvironment = Callable[[str], EnvironmentInterface]
+
+
+HOOK_SECONDS = 900.0
+"""What `global_post_process_and_metrics` may take of one environment's trajectories."""
+
+_HOOK = "global_post_process_and_metrics"
 
 
 def _chat(record: TrajectoryRecord) -> list[dict[str, str]]:
@@ -105,8 +113,13 @@ class Columns(MutableMapping[str, Any]):
         return len(self._columns)
 
 
-def own_metrics(contents: Contents, make: MakeEnvironment) -> dict[str, dict[str, Any]]:
+def own_metrics(
+    contents: Contents, make: MakeEnvironment, *, seconds: float = HOOK_SECONDS
+) -> dict[str, dict[str, Any]]:
     """What environments say of their trajectories; where their code fails, `error` says how, and nothing else is lost.
+
+    Args:
+        seconds: That the code of one environment may take.
 
     Returns:
         Only environments with trajectories and with a `global_post_process_and_metrics` of their own.
@@ -116,7 +129,7 @@ def own_metrics(contents: Contents, make: MakeEnvironment) -> dict[str, dict[str
     for name in contents.frames:
         try:
             environment = make(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             found[name] = {"error": f"the environment could not be made: {type(error).__name__}: {error}"}
             continue
         method = getattr(type(environment), "global_post_process_and_metrics", None)
@@ -124,9 +137,43 @@ def own_metrics(contents: Contents, make: MakeEnvironment) -> dict[str, dict[str
             made[name] = environment
     reader = _Reader(contents, list(made))
     for name, environment in made.items():
-        try:
-            found[name] = dict(environment.global_post_process_and_metrics(Columns(reader, name))[1])
-        except Exception as error:
-            found[name] = {"error": f"global_post_process_and_metrics raised {type(error).__name__}: {error}"}
+        found[name] = _said(environment, Columns(reader, name), seconds)
         reader.done(name)
     return found
+
+
+def _said(environment: EnvironmentInterface, columns: Columns, seconds: float) -> dict[str, Any]:
+    """What one environment says; its code has a thread of its own, which cannot end the run or hold it up for ever."""
+    said: dict[str, Any] = {}
+
+    def ask() -> None:
+        try:
+            said.update(environment.global_post_process_and_metrics(columns)[1])
+        except SystemExit as error:
+            said["error"] = f"{_HOOK} called sys.exit({error.code!r})"
+        except BaseException as error:
+            said["error"] = f"{_HOOK} raised {type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=ask, name="kuberoll-metrics", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return {"error": f"{_HOOK} took longer than {seconds:g} s and was given up"}
+    return dict(map(_written, said.items()))
+
+
+def _written(item: tuple[Any, Any]) -> tuple[str, Any]:
+    """A metric as JSON can hold it."""
+    key, value = item
+    name = key if isinstance(key, str) else str(key)
+    try:
+        name.encode()
+        orjson.dumps(value, default=plain_metric, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except (TypeError, ValueError, RecursionError) as error:
+        return ascii(name)[1:-1] if not name.isprintable() else name, f"JSON cannot hold it: {error}"
+    return name, value
+
+
+def plain_metric(value: Any) -> Any:
+    """A metric of any library as JSON: tensors as numbers or lists, anything else by its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -71,8 +71,12 @@ def _generated_rows(
             raise DatasetError(f"{FIELD}.generator: environment {name!r}: {error}") from error
         except EnvironmentFault as fault:
             raise DatasetError(f"{FIELD}.generator: environment {name!r}: {fault}") from fault
-        except (Exception, SystemExit) as error:
-            # The environment is the user's code: whatever it raises, sys.exit() too, is about its rows.
+        except SystemExit as error:
+            raise DatasetError(
+                f"{FIELD}.generator: environment {name!r}: generate_dataset called sys.exit({error.code!r})"
+            ) from error
+        except Exception as error:
+            # The environment is the user's code: whatever it raises is about its rows.
             raise DatasetError(
                 f"{FIELD}.generator: environment {name!r}: generate_dataset raised {type(error).__name__}: {error}"
             ) from error

@@ -9,6 +9,7 @@ directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ from kuberoll_workers.collection.journal import (
 from kuberoll_workers.collection.parts import PartJournal, PartLimits
 
 _LOCK = ".lock"
+_SHARD_LOCKS = ".shards.lock"
+_SHARD_PATIENCE_SECONDS = 20.0
 _HEARTBEAT_SECONDS = 20.0
 _STALE_SECONDS = 90.0
 _SUFFIXES = {".json", ".jsonl", ".parquet", ".html"}
@@ -113,6 +116,18 @@ class Storage(Protocol):
         """Let others in again."""
         ...
 
+    def hold_shards(self, shards: Collection[int]) -> None:
+        """Keep other workers from writing these shards while this process lives; waits a moment for one that ends.
+
+        Raises:
+            StorageError: Another process writes one of them.
+        """
+        ...
+
+    def release_shards(self) -> None:
+        """Let other workers write the shards."""
+        ...
+
 
 def open_storage(location: str, *, parts: PartLimits | None = None) -> Storage:
     """The storage behind a path or URI.
@@ -135,6 +150,7 @@ class DirectoryStorage:
         self.location = str(path)
         self.path = path
         self._lock: int | None = None
+        self._shard_locks: int | None = None
 
     def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
         if not shared:
@@ -215,11 +231,46 @@ class DirectoryStorage:
             ) from error
         remove_partials(self.path)
 
+    def hold_shards(self, shards: Collection[int]) -> None:
+        descriptor = os.open(self.path / _SHARD_LOCKS, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + _SHARD_PATIENCE_SECONDS
+        try:
+            for shard in shards:
+                # A byte for each shard: the kernel gives them free when the process ends, however it ends.
+                while not _lock_byte(descriptor, shard):
+                    if time.monotonic() > deadline:
+                        raise StorageError(
+                            f"{self.path}: another worker, of this run or of one that was killed, is still writing "
+                            f"shard {shard}: end it (`fuser {self.path / _SHARD_LOCKS}` names it), then use --resume"
+                        )
+                    time.sleep(0.05)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._shard_locks = descriptor
+
+    def release_shards(self) -> None:
+        if self._shard_locks is not None:
+            os.close(self._shard_locks)
+            self._shard_locks = None
+
     def unlock(self) -> None:
         # The kernel does it too when the process dies.
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _lock_byte(descriptor: int, shard: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        # Some mounted volumes have no locks at all; the operator's Job has one pod for each shard.
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return True
 
 
 class ObjectStorage:
@@ -367,6 +418,12 @@ class ObjectStorage:
             self._beat = None
             with contextlib.suppress(Exception):
                 self._fs.rm_file(f"{self._root}/{_LOCK}")
+
+    def hold_shards(self, shards: Collection[int]) -> None:
+        del shards  # writers have parts of their own, and a trajectory that is there twice counts once
+
+    def release_shards(self) -> None:
+        return None
 
     def _keep(self) -> None:
         while not self._stop.wait(_HEARTBEAT_SECONDS):

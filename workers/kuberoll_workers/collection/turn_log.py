@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kuberoll_workers.collection.journal import FileJournal, Observes, whole_lines
-from kuberoll_workers.data.record import Partial, TrajectoryKey, TurnRecord, decode_line
+from kuberoll_workers.data.record import Partial, RecordError, TrajectoryKey, TurnRecord, decode_line
 
 DIRECTORY = "turns"
+
+_log = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 64 << 20
 _PENDING_BYTES = 64 << 20
@@ -34,14 +37,11 @@ class TurnLog:
     """The turn log of one shard."""
 
     def __init__(self, output: Path, shard: int, *, seconds: Observes, segment_bytes: int = _SEGMENT_BYTES) -> None:
-        """Read what is there.
+        """Read what is there. What is no turn is passed over with a warning: it can only cost work, never a result.
 
         Args:
             output: The run's directory.
             seconds: Observes the wall seconds of each write.
-
-        Raises:
-            RecordError: A line is not a turn.
         """
         self._directory = output / DIRECTORY
         self._shard = shard
@@ -52,13 +52,12 @@ class TurnLog:
         self._closing: set[asyncio.Task[None]] = set()
         self._pending = 0
         self.partials: dict[TrajectoryKey, Partial] = {}
-        for path in sorted(self._directory.glob(f"shard-{shard:05d}-*.jsonl")):
+        for path in sorted(self._directory.glob(f"shard-{shard:05d}-{'[0-9]' * 6}.jsonl")):
             self._read(path)
 
     def _read(self, path: Path) -> None:
         segment = _Segment(path)
-        for where, line in whole_lines(path):
-            turn = decode_line(line, TurnRecord, where=where)
+        for turn in _turns(path):
             segment.keys.add(turn.key)
             turns = self.partials.setdefault(turn.key, Partial([])).turns
             if turn.turn <= len(turns) + 1:
@@ -97,7 +96,8 @@ class TurnLog:
 
     def _sweep(self) -> None:
         for segment in [segment for segment in self._segments if segment.written and not segment.keys]:
-            segment.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                segment.path.unlink()
             self._segments.remove(segment)
 
     async def close(self) -> None:
@@ -134,3 +134,27 @@ class TurnLog:
 
     def _wrote(self, size: int) -> None:
         self._pending -= size
+
+
+def _turns(path: Path) -> Iterator[TurnRecord]:
+    """The turns in a file; nothing here is waited for when it is written, so a crash of the machine leaves anything."""
+    unusable: list[str] = []
+    try:
+        for where, line in whole_lines(path):
+            try:
+                turn = decode_line(line, TurnRecord, where=where)
+                if turn.turn < 1 or min(turn.key) < 0:
+                    raise RecordError(f"{where}: turn {turn.turn} of {turn.key}")
+            except RecordError as error:
+                unusable.append(str(error))
+            else:
+                yield turn
+    except OSError as error:
+        unusable.append(f"{path}: {error}")
+    if unusable:
+        _log.warning(
+            "%d lines are no turns and are passed over; their trajectories start over or go on from an earlier turn. "
+            "The first: %s",
+            len(unusable),
+            unusable[0][:400],
+        )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kuberoll_api.manifest import ManifestError, load_job
+from kuberoll_workers.collection.report.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,7 @@ def aggregate(
         else:
             files = _write(found, output)
     except (ManifestError, NotARun, RunRefused, RecordError, StorageError, OSError) as error:
-        click.echo(str(error), err=True)
+        click.echo(visible(str(error)), err=True)
         sys.exit(2)
     show(found, files, Console(highlight=False, stderr=str(output) == "-"))
 
@@ -103,28 +104,32 @@ def show(found: Aggregates, files: list[str], console: Console) -> None:
     """Print the table of environments, what is not in it, and where the files are."""
     from rich.text import Text
 
+    def line(text: str, style: str = "") -> None:
+        console.print(Text(visible(text), style=style), soft_wrap=True)
+
     console.print(_table(found))
     for name, summary in found.summaries.items():
         ended = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.stop_reasons.items()))
-        console.print(Text(f"{name}: {ended or 'no finished trajectory'}"), soft_wrap=True)
+        line(f"{name}: {ended or 'no finished trajectory'}")
         for cause, count in sorted(summary.failures.items(), key=lambda item: (-item[1], item[0]))[:3]:
-            console.print(Text(f"{name}: {count} failed: {cause[:300]}", style="yellow"), soft_wrap=True)
+            line(f"{name}: {count} failed: {cause[:300]}", "yellow")
         if summary.metrics:
             told = ", ".join(f"{key} {_short(value)}" for key, value in summary.metrics.items())
-            console.print(Text(f"{name}: {told[:1000]}"), soft_wrap=True)
+            line(f"{name}: {told[:1000]}")
     remarks = {"not there yet, of those planned": found.missing, "stored twice, counted once": found.duplicates}
     for remark, number in remarks.items():
         if number:
-            console.print(Text(f"{number} trajectories {remark}"), soft_wrap=True)
+            line(f"{number} trajectories {remark}")
     for reason, lot in found.tail.dropped.items():
-        console.print(Text(f"{lot.trajectories} trajectories dropped: {reason}"), soft_wrap=True)
+        line(f"{lot.trajectories} trajectories dropped: {reason}")
     for file in files:
-        console.print(Text(f"  {file}"), soft_wrap=True)
+        line(f"  {file}")
 
 
 def _table(found: Aggregates) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
@@ -132,7 +137,7 @@ def _table(found: Aggregates) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name, summary in found.summaries.items():
         table.add_row(
-            name,
+            Text(visible(name)),
             str(summary.trajectories),
             "-" if summary.missing is None else str(summary.missing),
             _reward(summary),

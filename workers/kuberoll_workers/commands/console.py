@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kuberoll_workers.collection.aggregate import EnvironmentSummary
+from kuberoll_workers.collection.report.text import visible
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.rollouts.tail import TailReport
 
@@ -49,7 +50,7 @@ class LogReporter:
         return None
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(visible(text)), soft_wrap=True)
 
 
 class BarReporter:
@@ -69,7 +70,7 @@ class BarReporter:
         self._bar.start()
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(visible(text)), soft_wrap=True)
 
     def phase(self, name: str, seconds: float) -> None:
         self._console.print(Text(f"{name}: {seconds:.1f} s", style="dim"))
@@ -132,7 +133,7 @@ def _print_result(console: Console, result: RunResult) -> None:
         console.print(_table(result.summaries))
         causes = sum((Counter(summary.failures) for summary in result.summaries.values()), Counter[str]())
         for cause, count in causes.most_common(5):
-            console.print(Text(f"{count} failed: {cause[:300]}", style="yellow"), soft_wrap=True)
+            console.print(Text(visible(f"{count} failed: {cause[:300]}"), style="yellow"), soft_wrap=True)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
     if result.tail.dropped:
@@ -140,9 +141,9 @@ def _print_result(console: Console, result: RunResult) -> None:
     if result.totals is not None and result.totals.progress.turns:
         console.print(Text(_turns(result.totals)), soft_wrap=True)
     for path in few(result.files):
-        console.print(Text(f"  {path}"), soft_wrap=True)
+        console.print(Text(visible(f"  {path}")), soft_wrap=True)
     if result.problem:
-        console.print(Text(result.problem, style="bold red"), soft_wrap=True)
+        console.print(Text(visible(result.problem), style="bold red"), soft_wrap=True)
 
 
 def few(files: Sequence[str]) -> list[str]:
@@ -170,11 +171,11 @@ def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
     for name in ("done", "failed", "reward", "turns", "tokens", *reasons):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(Text(visible(name)), justify="right", no_wrap=True)
     for name, summary in summaries.items():
         mean = summary.mean_reward
         table.add_row(
-            name,
+            Text(visible(name)),
             str(summary.trajectories),
             str(summary.failed),
             "-" if mean is None else f"{mean:.3f}",

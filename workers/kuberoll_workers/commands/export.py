@@ -8,6 +8,8 @@ from typing import Literal
 
 import click
 
+from kuberoll_workers.collection.report.text import visible
+
 FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
 
 
@@ -73,7 +75,7 @@ def export(
             RunFiles(run), to=to, output=output, selection=selection, role=environment_role, force=force
         )
     except (ExportError, NotARun, RecordError, RunRefused) as error:
-        click.echo(str(error), err=True)
+        click.echo(visible(str(error)), err=True)
         sys.exit(2)
     chosen = exported.chosen
     left_out = "".join(f", {count} left out: {reason}" for reason, count in sorted(chosen.left_out.items()))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from kuberoll_workers.collection.report.text import visible
+
 
 @click.command()
 @click.argument("run", metavar="DIR|URI")
@@ -38,7 +40,7 @@ def report(run: str, output: Path | None) -> None:
             write_atomically(output, made.page)
             where = str(output)
     except (NotARun, RecordError, RunRefused, StorageError, OSError) as error:
-        click.echo(str(error), err=True)
+        click.echo(visible(str(error)), err=True)
         sys.exit(2)
     sample = "" if made.shown == made.offered else f", {made.shown} of them to read"
     click.echo(f"{made.offered} trajectories{sample}, {len(made.page) / 1e6:.1f} MB")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kuberoll_api.manifest import ManifestError, load_job
+from kuberoll_workers.collection.report.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ def rescore(
     try:
         job = load_job(manifest, overrides)
     except ManifestError as error:
-        click.echo(str(error), err=True)
+        click.echo(visible(str(error)), err=True)
         sys.exit(2)
 
     from rich.console import Console
@@ -75,7 +76,7 @@ def rescore(
         DatasetError, JournalBroken, NotARun, RecordError, RescoreRefused, RunRefused, StorageError,
         UnusableEnvironment,
     ) as error:  # fmt: skip
-        click.echo(str(error), err=True)
+        click.echo(visible(str(error)), err=True)
         sys.exit(2)
     print_tallies(Console(highlight=False), tallies, destination)
     sys.exit(1 if any(tally.failed for tally in tallies.values()) else 0)

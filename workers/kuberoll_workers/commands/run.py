@@ -38,7 +38,9 @@ def run(
     """Run the RolloutJob in MANIFEST on this machine.
 
     Ctrl-C finishes the trajectories in flight and leaves a run that --resume continues; a second Ctrl-C stops at
-    once. The exit code is 0 only when every trajectory finished, or failed within the failure budget.
+    once. The exit code is 0 only when every trajectory finished, or failed within the failure budget; 1: some are
+    missing or failed; 2: the job is refused, nothing was started; 3: all are stored, but the aggregates or the report
+    could not be made; 130: interrupted.
     """
     try:
         job = load_job(manifest, overrides)
@@ -46,12 +48,17 @@ def run(
         click.echo(str(error), err=True)
         sys.exit(2)
 
-    from rich.console import Console
+    try:
+        from rich.console import Console
 
-    from kuberoll_workers.commands.console import reporter_for
-    from kuberoll_workers.local.preflight import Refused
-    from kuberoll_workers.local.run import RunOptions
-    from kuberoll_workers.local.run import run as run_here
+        from kuberoll_workers.collection.report.text import visible
+        from kuberoll_workers.commands.console import reporter_for
+        from kuberoll_workers.local.preflight import Refused
+        from kuberoll_workers.local.run import RunOptions
+        from kuberoll_workers.local.run import run as run_here
+    except KeyboardInterrupt:
+        click.echo("interrupted before anything was started", err=True)
+        sys.exit(130)
 
     options = RunOptions(
         base=manifest.parent,
@@ -66,6 +73,10 @@ def run(
         result = run_here(job, options, reporter)
     except Refused as error:
         reporter.close()
-        click.echo(f"{manifest}: {error}", err=True)
+        click.echo(visible(f"{manifest}: {error}"), err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        reporter.close()
+        click.echo(f"interrupted; what is stored stays: continue with --resume --output {options.output}", err=True)
+        sys.exit(130)
     sys.exit(result.exit_code)

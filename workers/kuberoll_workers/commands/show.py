@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from kuberoll_workers.collection.report.text import visible
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -75,7 +77,7 @@ def show(
         selected = chosen.of(ended(RunFiles(run)))
         found = _print_table(selected, limit, sort, console) if task is None else _print_turns(selected, limit, console)
     except (NotARun, RecordError, RunRefused, OSError) as error:
-        click.echo(str(error), err=True)
+        click.echo(visible(str(error)), err=True)
         sys.exit(2)
     if not found:
         click.echo(f"{run}: no such trajectory", err=True)

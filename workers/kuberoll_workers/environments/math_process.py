@@ -19,6 +19,8 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
+from kuberoll_workers.data.lifetime import end_with_parent
+
 CPU_SECONDS = 5.0
 """Processor time that one question may take."""
 
@@ -123,13 +125,6 @@ class AlgebraProcess:
             process.wait()
 
 
-def _die_with_parent() -> None:
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 class _Copy:
     """A forked copy of this process that answers questions, until it is over a limit."""
 
@@ -140,7 +135,7 @@ class _Copy:
         if self.pid == 0:
             os.close(ours_in)
             os.close(ours_out)
-            _die_with_parent()
+            end_with_parent()
             _answer(theirs_in, theirs_out, cpu_seconds)
         os.close(theirs_in)
         os.close(theirs_out)
@@ -189,7 +184,7 @@ def main() -> None:
     from kuberoll_workers.environments import math_algebra
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    end_with_parent()
     cpu_seconds = float(sys.argv[1])
     # What is imported before the fork is there in every copy.
     math_algebra.equal("\\frac{1}{2} x + \\sqrt{2}", "\\sqrt{2} + 0.5 x")

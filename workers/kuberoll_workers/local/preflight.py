@@ -18,6 +18,9 @@ from kuberoll_workers.worker import dataset_source, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
+MAX_PROCESSES = 256
+"""Worker processes that `kuberoll run` starts."""
+
 # What only a cluster can honor; a manifest that has it still runs here, and the user is told.
 # All that says how pods are made, but the variables, and the resources, whose GPUs are counted here too.
 _OF_PODS = tuple(name for name in PodOptions.model_fields if name not in {"env", "resources"})
@@ -55,6 +58,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     Raises:
         Refused: With the manifest's field in its message.
     """
+    _check_processes(job)
     _check_packages(job)
     _check_environments(job)
     _check_tracking(job)
@@ -67,6 +71,17 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     except DatasetError as error:
         raise Refused(str(error)) from error
     return Preflight(model=source, tokenizer=tokenizer, inputs=inputs, notes=tuple(_notes(job)))
+
+
+def _check_processes(job: RolloutJob) -> None:
+    workers = job.spec.workers
+    processes = min(workers.replicas, workers.shards or workers.replicas)
+    if processes > MAX_PROCESSES:
+        raise Refused(
+            f"spec.workers.replicas: {processes} worker processes are too many for one machine, which runs at most "
+            f"{MAX_PROCESSES}: use --set spec.workers.replicas=8 (and set spec.workers.shards "
+            "to what it was, to continue a run)"
+        )
 
 
 def _check_packages(job: RolloutJob) -> None:
@@ -103,6 +118,11 @@ def _check_environments(job: RolloutJob) -> None:
     for number, spec in enumerate(job.spec.environments):
         try:
             dataset_source(job, protected=())(spec.name)
+        except SystemExit as error:
+            raise Refused(
+                f"spec.environments[{number}] ({spec.name}): its code called sys.exit({error.code!r}) when it was "
+                "imported or made; an environment must not end the program"
+            ) from error
         except Exception as error:
             # The constructor is the user's code: whatever it raises is about this entry.
             raise Refused(f"spec.environments[{number}] ({spec.name}): {error}") from error

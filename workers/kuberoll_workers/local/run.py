@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +31,16 @@ from kuberoll_workers.collection.run_directory import (
     RunRefused,
     new_manifest,
 )
-from kuberoll_workers.collection.run_files import RunFiles
+from kuberoll_workers.collection.run_files import NotARun, RunFiles
+from kuberoll_workers.collection.run_state import read_state
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, StorageError, open_storage
 from kuberoll_workers.collection.tracking import log_run
+from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
+from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
 from kuberoll_workers.policy.app import app_args
@@ -45,6 +48,9 @@ from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.rollouts.tail import TailReport
 from kuberoll_workers.worker import Progress, WorkerConfig, environment_source, external_client
+
+EXIT_UNMADE = 3
+"""Every trajectory is stored, and something that is made of them could not be made."""
 
 REFRESH_SECONDS = 0.25
 HOST_PATIENCE_SECONDS = 20.0
@@ -98,11 +104,7 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
     storage = _storage(options.output)
     directory = RunDirectory(storage)
     try:
-        resumed = directory.open(
-            new_manifest(job, shards=shards, inputs=preflight.inputs.as_json()),
-            resume=options.resume,
-            force=options.force,
-        )
+        resumed = _opened(directory, job, options, preflight, shards)
         for note in preflight.notes:
             reporter.note(note)
         if resumed:
@@ -115,6 +117,36 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
         directory.close()
     reporter.finish(result)
     return result
+
+
+def _opened(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
+    """Take the run's place, and see that what is there can be gone on with; whether there is an earlier part.
+
+    Raises:
+        Refused: It cannot be used.
+    """
+    inputs = preflight.inputs
+    try:
+        resumed = directory.open(
+            new_manifest(job, shards=shards, inputs=inputs.as_json()), resume=options.resume, force=options.force
+        )
+        if resumed:
+            # The workers would find it out too, but only when the engine has been started.
+            read_state(
+                directory.storage,
+                shards=range(shards),
+                shard_count=shards,
+                repeats=repeats_of(job),
+                logs={},
+                tasks=None if options.force else inputs.tasks,
+                rollouts=None if options.force else inputs.rollouts,
+            )
+    except (RunRefused, RecordError, StorageError, OSError) as error:
+        raise Refused(described(error)) from error
+    except Exception as error:
+        # Every object store's library raises its own kinds.
+        raise Refused(f"--output {options.output}: {type(error).__name__}: {error}") from error
+    return resumed
 
 
 class _LocalRun:
@@ -142,6 +174,8 @@ class _LocalRun:
         self._seconds: dict[str, float] = {}
         self._workers_started = 0.0
         self._problems: list[str] = []
+        self._unmade: list[str] = []
+        self._summaries: Mapping[str, EnvironmentSummary] = {}
         self._tail = TailReport()
 
     def execute(self, started: float) -> RunResult:
@@ -150,8 +184,7 @@ class _LocalRun:
             self._reporter.note(f"logs: {self._logs}")
         run_id = uuid.uuid4().hex
         with ExitStack() as stack:
-            # Always /tmp, and short: HAProxy's socket, below a directory of 56 characters, may have 97 in all.
-            scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
+            scratch = stack.enter_context(scratch_directory())
             stack.enter_context(_watchdog(run_id, scratch))
             self._seconds["checks"] = time.perf_counter() - started
             asyncio.run(self._supervised(run_id, scratch))
@@ -370,18 +403,28 @@ class _LocalRun:
             await readers
             self._reporter.progress(self._totals())
         finally:
-            for task in (readers, refresh, host_end):
-                if task is not None:
-                    task.cancel()
+            ending = [task for task in (readers, refresh, host_end) if task is not None]
+            for task in ending:
+                task.cancel()
+            # What they end with has been looked at, or is of no more interest.
+            await asyncio.gather(*ending, return_exceptions=True)
 
     async def _follow(self, number: int) -> None:
         worker = self._workers[number]
+        problem: str | None = None
         async for report in worker.reports():
-            self._progress[number] = msgspec.convert(report, Progress)
+            if "problem" in report:
+                problem = str(report["problem"])
+            else:
+                self._progress[number] = msgspec.convert(report, Progress)
         code = await worker.wait()
         if self._interrupts and code == -signal.SIGTERM:
             return  # told to drain before it had begun
-        if code != 0 or not self._progress[number].done:
+        if problem is not None:
+            # Several workers may have met the same.
+            if problem not in self._problems:
+                self._problems.append(problem)
+        elif code != 0 or not self._progress[number].done:
             self._problems.append(
                 f"worker {number} ended unexpectedly (exit code {code}); see {worker.log}\n{worker.last_words()}"
             )
@@ -405,36 +448,58 @@ class _LocalRun:
     def _result(self, started: float) -> RunResult:
         result = RunResult(seconds=self._seconds)
         if self._workers:
-            aggregating = time.perf_counter()
             result.totals = self._totals()
-            self._tidy()
-            result.summaries = self._aggregate()
-            result.tail = self._tail
-            self._seconds["aggregation"] = time.perf_counter() - aggregating
-            reporting, run = time.perf_counter(), RunFiles(self._options.output)
-            run.write(PAGE, make_report(run).page)
-            self._seconds["report"] = time.perf_counter() - reporting
+            with self._step("aggregation", "aggregate"):
+                self._aggregate()
+                result.tail = self._tail
+            run = RunFiles(self._options.output)
+            with self._step("report", "report"):
+                run.write(PAGE, make_report(run).page)
             if self._job.spec.output.tracking is not None:
-                tracking = time.perf_counter()
-                log_run(self._job, run, note=self._reporter.note)
-                self._seconds["tracking"] = time.perf_counter() - tracking
-        result.files = self._storage.files()
+                with self._step("tracking", None):
+                    log_run(self._job, run, note=self._reporter.note)
+        with self._step("files", None):
+            result.files = self._storage.files()
         self._seconds["total"] = time.perf_counter() - started
-        result.exit_code, result.problem = self._verdict(result.summaries)
+        result.exit_code, result.problem = self._verdict()
+        result.summaries = self._summaries
         return result
+
+    @contextmanager
+    def _step(self, name: str, command: str | None) -> Iterator[None]:
+        """Something that is made of what is stored: where it fails, the user is told, and the rest is made.
+
+        Args:
+            command: The command that makes it at another time.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            # The trajectories are stored; a full disk, a store that is away or a hook's fault must not hide that.
+            remedy = "" if command is None else f"; `kuberoll {command} {self._options.output}` makes it again"
+            self._unmade.append(f"{name}: {described(error)}{remedy}")
+        finally:
+            if name != "files":
+                self._seconds[name] = time.perf_counter() - began
 
     def _tidy(self) -> None:
         """What several workers wrote side by side, in one file each."""
         for journal in (FAILURES, DROPPED):
             self._storage.compact(journal)
 
-    def _aggregate(self) -> Mapping[str, EnvironmentSummary]:
+    def _aggregate(self) -> None:
+        self._tidy()
         names = [spec.name for spec in self._job.spec.environments]
         run = RunFiles(self._options.output)
         aggregates = aggregate([run], make=environment_source(self._job), environments=names)
-        aggregates.write_beside(run)
         self._tail = aggregates.tail
-        return aggregates.summaries
+        self._summaries = aggregates.summaries
+        aggregates.write_beside(run)
+
+    def _stored(self) -> int:
+        """Trajectories that the workers said are stored; for where they cannot be counted."""
+        return sum(progress.trajectories + progress.resumed for progress in self._progress)
 
     def _planned(self) -> int:
         """Trajectories that the run is to come to; where groups of several sizes are counted, at least so many."""
@@ -442,8 +507,25 @@ class _LocalRun:
         wanted = self._job.spec.rollout.groups.wanted
         return planned if wanted is None else min(planned, wanted * min(repeats_of(self._job).values()))
 
-    def _verdict(self, summaries: Any) -> tuple[int, str | None]:
+    def _verdict(self) -> tuple[int, str | None]:
+        code, problem = self._ending()
+        if not self._unmade:
+            return code, problem
+        unmade = "\n".join(self._unmade)
+        if code == 0:
+            return EXIT_UNMADE, f"all trajectories are stored; what is made of them is not complete:\n{unmade}"
+        return code, f"{problem}\n{unmade}"
+
+    def _ending(self) -> tuple[int, str | None]:
+        summaries = self._summaries
         planned = self._planned()
+        if self._workers and not summaries and self._unmade:
+            stored = self._stored()
+            resume = f"continue with --resume --output {self._options.output}"
+            words = "\n".join([*self._problems, f"{stored} of {planned} trajectories are stored"])
+            if stored < planned or self._problems:
+                return 130 if self._interrupts and not self._problems else 1, f"{words}; {resume}"
+            return 0, None
         finished = sum(summary.trajectories for summary in summaries.values())
         failed = sum(summary.failed for summary in summaries.values())
         resume = f"continue with --resume --output {self._options.output}"
@@ -469,6 +551,15 @@ class _LocalRun:
                 f"their causes are in {self._storage.where(FAILURES)}. To try them again, {resume}"
             )
         return 0, None
+
+
+def described(error: BaseException) -> str:
+    """An error in words for the user: its own, where it is one that says what to mend."""
+    words = str(error).strip() or type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{words}: make room there first"
+    told = isinstance(error, RecordError | RunRefused | StorageError | NotARun | OSError)
+    return words if told else f"{type(error).__name__}: {words}"
 
 
 def _secret_file(path: Path, data: bytes) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,10 @@ def export_run(
 
 
 def run_name(files: RunFiles) -> str:
-    """What a run is called in the name of a file."""
+    """What a run is called in the name of a file; never a path, whatever its manifest says."""
     manifest = files.manifest()
-    if manifest is not None:
-        return manifest.job
-    return files.location.rstrip("/").rpartition("/")[2] or "trajectories"
+    name = files.location.rstrip("/").rpartition("/")[2] if manifest is None else manifest.job
+    return re.sub(r"[^\w.-]+", "-", name)[:100].strip(".-") or "trajectories"
 
 
 def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Container]:
