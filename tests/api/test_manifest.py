@@ -511,3 +511,29 @@ def test_any_damage_to_a_file_is_a_manifest_or_a_list_of_mistakes(cut: int, leng
     for mistake in mistakes_of(data[:cut] + bytes_ + data[cut + length :]):
         assert mistake.message
         str(mistake).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("%YAML 1.3\n---\na: 1\n", "remove the lines that begin with %"),
+        ("%YAML 1.3\n%YAML 1.2\n---\na: 1\n", "%"),
+        (f"{VALID}\n...\n%YAML 3.0\n---\na: 1\n", "YAML"),
+        ("a: 1\n%YAML 3.0\n---\nb: 1\n", "YAML"),
+    ],
+)
+def test_directives_of_yaml_are_a_mistake_and_no_crash(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(ManifestError, match=words):
+        load_jobs(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("field", ["    scheduling: {}", "    maxTurns: {}", "    {}: 1"])
+def test_large_values_are_not_repeated(field: str, tmp_path: Path) -> None:
+    large = "x" * 100_000
+    (tmp_path / "job.yaml").write_text(
+        VALID.replace("    maxTurns: 20", field.format(f'"{large}"' if ": {}" in field else large[:900]))
+    )
+    with pytest.raises(ManifestError) as caught:
+        load_jobs(tmp_path / "job.yaml")
+    assert len(str(caught.value)) < 3000

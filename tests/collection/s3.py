@@ -23,6 +23,7 @@ class S3Server:
         puts: Paths of the uploads that were let in.
         fail_next: How many uploads are answered with `status` before the next is let in.
         lose_next: How many uploads are carried out, but answered with `status`.
+        refused: Endings of paths whose uploads are answered with `status`, always.
         held: While it is cleared, uploads wait.
         waiting: Set when an upload has come.
     """
@@ -31,6 +32,7 @@ class S3Server:
         self.puts: list[str] = []
         self.fail_next = 0
         self.lose_next = 0
+        self.refused: tuple[str, ...] = ()
         self.status = "503 Slow Down"
         self.held = threading.Event()
         self.held.set()
@@ -45,8 +47,8 @@ class S3Server:
         if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].count("/") > 1:
             self.waiting.set()
             self.held.wait()
-            if self.fail_next > 0:
-                self.fail_next -= 1
+            if self.fail_next > 0 or environ["PATH_INFO"].endswith(self.refused):
+                self.fail_next = max(0, self.fail_next - 1)
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 return Response("<Error><Code>SlowDown</Code></Error>", status=self.status)(environ, start)
             self.puts.append(environ["PATH_INFO"])
@@ -91,5 +93,6 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
     fsspec.filesystem("s3").mkdir(bucket)
     yield s3_server, f"s3://{bucket}"
     s3_server.fail_next = s3_server.lose_next = 0
+    s3_server.refused = ()
     s3_server.held.set()
     fsspec.filesystem("s3").clear_instance_cache()

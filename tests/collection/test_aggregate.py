@@ -7,6 +7,7 @@ import json
 import math
 import random
 import statistics
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kuberoll_workers.collection.aggregate import Aggregates, aggregate
+from kuberoll_workers.collection.aggregate_columns import own_metrics
+from kuberoll_workers.collection.aggregate_sources import read_contents
 from kuberoll_workers.collection.parquet import write_parquet
 from kuberoll_workers.collection.run_directory import RunManifest, RunRefused
 from kuberoll_workers.collection.run_files import RunFiles
@@ -568,3 +571,25 @@ def test_a_run_that_changes_under_the_reader_is_told(tmp_path: Path) -> None:
     found = numbers(aggregate([run], make=lambda name: Late()))["environments"]["env"]
     assert "changed while it was read" in found["environment_metrics"]["error"]
     assert found["trajectories"] == 1
+
+
+def test_an_environment_s_own_metrics_have_a_time_limit(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    class Endless:
+        def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+            released.wait()
+            return batch, {"late": 1}
+
+    class Quick:
+        def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+            return batch, {"count": len(batch["total_reward"])}
+
+    run = stored(tmp_path, {"shard-00000": [record(0, name="a"), record(1, name="b")]})
+    environments: dict[str, Any] = {"a": Endless(), "b": Quick()}
+    try:
+        found = own_metrics(read_contents([run]), lambda name: environments[name], seconds=0.05)
+    finally:
+        released.set()
+    error = "global_post_process_and_metrics took longer than 0.05 s and was given up"
+    assert found == {"a": {"error": error}, "b": {"count": 1}}

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.collection.export.exporting import Exported, export_run
+from kuberoll_workers.collection.export.exporting import Exported, export_run, run_name
 from kuberoll_workers.collection.export.formats import FORMATS, ExportError
 from kuberoll_workers.collection.export.selection import Selection
 from kuberoll_workers.collection.export.views import token_view
+from kuberoll_workers.collection.run_directory import RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, TrajectoryRecord, encode_line
@@ -355,3 +357,13 @@ def test_every_format_is_offered_by_the_command() -> None:
     from kuberoll_workers.commands import export as command
 
     assert tuple(FORMATS) == command.FORMATS
+
+
+@pytest.mark.parametrize(
+    ("job", "name"), [("../escaped", "escaped"), ("/etc/x", "etc-x"), ("..", "trajectories"), ("a b\x1b", "a-b")]
+)
+def test_a_manifest_s_name_is_never_a_path(job: str, name: str, tmp_path: Path) -> None:
+    files = run_of(tmp_path / "run", trajectory())
+    manifest = RunManifest(format=1, job=job, created="", shards=2, identity={}, inputs={}, versions={})
+    (tmp_path / "run" / "manifest.json").write_bytes(orjson.dumps(manifest))
+    assert run_name(files) == name

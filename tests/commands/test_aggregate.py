@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kuberoll_workers.commands.aggregate import aggregate
+from kuberoll_workers.commands.export import export
+from kuberoll_workers.commands.report import report
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryRecord, encode_line
 
@@ -131,3 +133,21 @@ def test_no_finished_trajectory(tmp_path: Path) -> None:
     done = command(tmp_path)
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "aggregate_metrics.json").read_bytes())["environments"] == {}
+
+
+def test_foreign_names_are_no_markup_and_move_no_cursor(tmp_path: Path) -> None:
+    result = command(shard(tmp_path / "run", [[1.0]], name="[/x] \x1b[2J"))
+    assert result.exit_code == 0, result.output
+    assert "[/x] ␛[2J" in result.output
+    assert "\x1b[2J" not in result.output
+
+
+@pytest.mark.parametrize("index", [2**63, 10**30])
+def test_an_index_beyond_64_bits_is_named(index: int, tmp_path: Path) -> None:
+    path = Path(shard(tmp_path / "run", [[1.0]])) / "shard-00000.jsonl"
+    path.write_text(path.read_text().replace('"task_index":0', f'"task_index":{index}'))
+    for called in (aggregate, report, export):
+        words = ["--to", "trl"] if called is export else []
+        result = CliRunner().invoke(called, [str(tmp_path / "run"), *words])
+        assert result.exit_code == 2, result.output
+        assert "shard-00000.jsonl:1: not a TrajectoryRecord" in result.output

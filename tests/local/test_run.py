@@ -47,6 +47,16 @@ def slow_down(job: Path, seconds: float = 0.2) -> None:
     job.write_text(json.dumps(document))
 
 
+LEAVING_LATER = """
+import sys
+class Leaving:
+    def __init__(self, config): pass
+    def step(self, logs, metadata): raise NotImplementedError
+    def global_post_process_and_metrics(self, batch): return batch, {}
+    def generate_dataset(self, count, seed): sys.exit(5)
+"""
+
+
 @pytest.fixture
 def slow_generation() -> Iterator[dict[str, Any]]:
     """Somebody else's engine, which takes 0.2 s for a response."""
@@ -67,7 +77,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert len({record.key for record in records}) == len(records) == 32
     assert all(record.stop_reason == "terminated" for record in records)
     assert {path.name for path in output.iterdir()} == {
-        ".lock", "aggregate_metrics.json", "logs", "manifest.json", "report.html", "task_metrics.jsonl",
+        ".lock", ".shards.lock", "aggregate_metrics.json", "logs", "manifest.json", "report.html", "task_metrics.jsonl",
         "shard-00000.jsonl", "shard-00001.jsonl", "shard-00002.jsonl",
     }  # fmt: skip
     aggregates = json.loads((output / "aggregate_metrics.json").read_text())["environments"]["puzzle"]
@@ -178,6 +188,7 @@ def test_a_second_interrupt_does_not_wait_for_what_is_in_flight(tmp_path: Path) 
         run.until("press Ctrl-C again")
         run.process.send_signal(signal.SIGINT)
         assert run.finish() == 130, run.lines
+        assert not any("Traceback" in line or "never retrieved" in line for line in run.lines), run.lines
     wait_until_none_is_left(run_id)
     assert trajectories(tmp_path / "out") == []
 
@@ -217,11 +228,22 @@ def test_failures_beyond_the_budget(slow_generation: dict[str, Any], tmp_path: P
         ({"environments": [{"name": "a", "entrypoint": "no.such:Thing"}]}, "no.such"),
         ({"dataset": {"source": {"rows": [{"prompt": "x", "task_name": "chess"}]}}}, "found 'chess'"),
         ({"dataset": {"source": {"uri": "missing.jsonl"}}}, "missing.jsonl: No such file"),
+        ({"workers": {"replicas": 1000}}, "spec.workers.replicas: 1000 worker processes are too many"),
+        ({"environments": [{"name": "a", "entrypoint": "leaving:Leaving"}]}, "its code called sys.exit(4)"),
+        (
+            {
+                "environments": [{"name": "a", "entrypoint": "leaving_later:Leaving"}],
+                "dataset": {"source": {"generator": {"count": 3}}},
+            },
+            "environment 'a': generate_dataset called sys.exit(5)",
+        ),
         ({"generation": {"model": {"source": "./no/such/model"}, "engine": "Simulated"}}, "there is no directory"),
         ({"generation": {"model": {"source": "."}, "engine": "Simulated"}}, "has no config.json"),
     ],
 )
 def test_bad_jobs_are_refused_before_anything_starts(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(4)\n")
+    (tmp_path / "leaving_later.py").write_text(LEAVING_LATER)
     job = manifest(tmp_path / "job.yaml", **changes)
     code, text = run_to_end(job, "--output", tmp_path / "out")
     assert code == 2, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any
 import pytest
 
 from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.collection.inputs import scan
 from kuberoll_workers.collection.records import dropped as read_dropped
 from kuberoll_workers.collection.records import failures as read_failures
 from kuberoll_workers.collection.records import shard_name
 from kuberoll_workers.collection.records import trajectories as read_trajectories
+from kuberoll_workers.collection.rows import DatasetError
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesLost
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, work
+from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, dataset_source, work
 from tests.local.support import TINY, Endpoint
 from tests.rollouts.fakes import until
 
@@ -52,6 +55,7 @@ async def run(
     *,
     shards: int = 2,
     metrics: RolloutMetrics | None = None,
+    blocks: tuple[str, ...] | None = None,
 ) -> Progress:
     progress = Progress()
     RolloutJob.model_validate(document)
@@ -66,6 +70,7 @@ async def run(
         shards=list(range(shards)),
         shard_count=shards,
         planned=18,
+        blocks=None if blocks is None else list(blocks),
     )
     await work(config, metrics=metrics or RolloutMetrics("test"), drain=Drain(), progress=progress)
     return progress
@@ -315,3 +320,23 @@ async def test_a_worker_that_lost_a_trajectory_does_not_say_that_it_is_done(
     monkeypatch.setattr(Progress, "add", lambda progress, result: None)
     with pytest.raises(TrajectoriesLost, match="18 trajectories ended, but only 0 of them are stored"):
         await run(endpoint, output, job())
+
+
+async def test_rows_that_were_changed_after_the_check_are_not_run(
+    endpoint: Endpoint, outputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+
+    def write(*names: str) -> None:
+        state = {"tiles": [[1, 2], [3, 0]], "moves": 0}
+        rows.write_text("".join(json.dumps({"prompt": name, "metadata": state}) + "\n" for name in names))
+
+    document = job(dataset={"source": {"uri": str(rows)}, "repeats": 1})
+    write("a", "b")
+    made = RolloutJob.model_validate(document)
+    blocks = scan(made, base=tmp_path, environment=dataset_source(made, protected=())).blocks
+    write("a", "c")
+    with pytest.raises(DatasetError, match=r"rows 1 to 2 .*rows\.jsonl:1 to .*rows\.jsonl:2. differ"):
+        await run(endpoint, outputs[0], document, blocks=blocks)
+    assert endpoint.requests == []
+    assert stored(outputs[0]) == {}

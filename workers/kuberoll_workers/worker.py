@@ -567,7 +567,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # whoever started it needs it no more
-    watch_parent(sys.stdin.buffer, parent)
+    watch_parent(sys.stdin.fileno(), parent)
     tune_garbage_collector()
     problem = asyncio.run(_main(msgspec.json.decode(line, type=WorkerConfig), tokenizer, reports))
     if problem is not None:

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,19 +20,20 @@ def end_with_parent() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def watch_parent(pipe: BinaryIO, parent: int, *, end: Callable[[], None] = lambda: os._exit(1)) -> None:
+def watch_parent(pipe: int, parent: int, *, end: Callable[[], None] = lambda: os._exit(1)) -> None:
     """End this process when its parent's end of a pipe has closed and the parent is gone.
 
     The net below `end_with_parent`: it works everywhere, but only while Python runs.
 
     Args:
-        pipe: What the parent writes to and keeps open; whatever comes is thrown away.
+        pipe: Descriptor of what the parent writes to and keeps open; whatever comes is thrown away.
         parent: Its process id. A parent that lives may close the pipe.
     """
 
     def watch() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while pipe.read(4096):
+        with contextlib.suppress(OSError):
+            # Not by a file object: one that a thread waits in cannot be closed when Python ends.
+            while os.read(pipe, 4096):
                 continue
         if os.getppid() != parent:
             end()

@@ -322,9 +322,15 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
         record = msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise RecordError(f"{where}: not a {kind.__name__}: {error}") from error
+    for name, index in record.key._asdict().items():
+        if not -_INDEXES <= index < _INDEXES:
+            raise RecordError(f"{where}: not a {kind.__name__}: {name} does not fit into 64 bits")
     if isinstance(record, TrajectoryRecord | TurnRecord):
         _check_lengths(record.messages, where)
     return record
+
+
+_INDEXES = 1 << 63
 
 
 def _check_lengths(messages: Sequence[Message], where: str) -> None:
