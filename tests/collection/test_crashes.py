@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kuberoll_workers.collection import records
+from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.data.record import Timing, TrajectoryKey, encode_line
 from tests.collection import crashing
@@ -98,3 +99,60 @@ def test_killed_while_writing_to_an_object_store(
     arguments = (job, f"{s3[1]}/run", str(tmp_path), 0.03, environment)
     assert killed(processes, arguments, kills=5, draw=random.Random("s3"), longest=2.5) > 0
     assert digests(f"{s3[1]}/run") == digests(str(tmp_path / "whole"))
+
+
+SHORT_POINTS = 6
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("format", "every"),
+    [
+        ("JSONL", False),
+        ("Parquet", False),
+        pytest.param("JSONL", True, marks=pytest.mark.long),
+        pytest.param("Parquet", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_crash_before_any_touch_of_a_file_loses_and_doubles_nothing(
+    processes: ForkServerContext, tmp_path: Path, format: str, every: bool
+) -> None:
+    job = crashing.job(6, rollout={"concurrency": 4}, output={"format": format})
+
+    def run(output: Path, *, points: Path | None = None, crash_at: int | None = None) -> int | None:
+        output.mkdir(exist_ok=True)
+        arguments = (job, str(output), str(tmp_path / "stored"), points and str(points), crash_at)
+        child = processes.Process(target=crashing.run_whole, args=arguments)
+        child.start()
+        child.join()
+        return child.exitcode
+
+    assert run(tmp_path / "whole", points=tmp_path / "points") == 0
+    expected = digests(str(tmp_path / "whole"))
+    assert len(expected) == 24
+    files = {path.name for path in (tmp_path / "whole").iterdir()}
+    count = int((tmp_path / "points").read_text())
+    assert count > 40
+    chosen = range(count) if every else sorted(random.Random(f"points {format}").sample(range(count), SHORT_POINTS))
+    crashed = 0
+    for point in chosen:
+        output = tmp_path / f"run-{point}"
+        (tmp_path / "stored").unlink(missing_ok=True)
+        code = run(output, points=tmp_path / "points", crash_at=point)
+        # Writes are put together as they come: a run may have fewer moments than the first.
+        assert code in (0, crashing.CRASHED)
+        crashed += code == crashing.CRASHED
+        stored = tmp_path / "stored"
+        acknowledged = (
+            [TrajectoryKey(*map(int, line.split())) for line in stored.read_text().splitlines()]
+            if stored.exists()
+            else []
+        )
+        state = RunFiles(str(output)) if acknowledged else None
+        found = {record.key for record in state.trajectories()} if state is not None else set()
+        assert set(acknowledged) <= found, point
+        assert run(output) == 0, point
+        assert digests(str(output)) == expected, point
+        # Not a file that was begun is left.
+        assert {path.name for path in output.iterdir()} == files, point
+    assert crashed > len(chosen) // 2

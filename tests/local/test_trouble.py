@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -70,6 +72,44 @@ def test_a_worker_without_its_run_and_watchdog_ends_and_the_run_goes_on_at_once(
     found = keys(output)
     assert len(found) == 400
     assert len(set(found)) == 400
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.long)])
+def test_runs_whose_processes_are_killed_lose_and_double_nothing(
+    kills: int, generation: dict[str, Any], tmp_path: Path
+) -> None:
+    job = manifest(
+        tmp_path / "job.yaml", dataset=DATASET, workers={"replicas": 2}, generation=generation,
+        rollout={"concurrency": 4},
+    )  # fmt: skip
+    draw = random.Random(f"{kills} kills")
+    left, runs = kills, 0
+    while left > 0:
+        output = tmp_path / f"out-{runs}"
+        runs += 1
+        before: list[Any] = []
+        while left > 0 and len(before) < 400:
+            with running(job, "--output", output, "--metrics-port", "0", *(["--resume"] if before else [])) as run:
+                wait_for_trajectories(run, output, min(399, len(before) + draw.randrange(100)))
+                run_id = run.run_id()
+                family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children()]
+                workers = [process for process in family if "kuberoll_workers.worker" in process.cmdline()]
+                for process in draw.choice([family[:1], workers[:1], workers, family]):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                run.finish()
+            left -= 1
+            wait_until_none_is_left(run_id)
+            found = keys(output)
+            assert len(found) == len(set(found))
+            assert set(before) <= set(found)
+            before = found
+        code, text = run_to_end(job, "--output", output, "--metrics-port", "0", "--resume")
+        assert code == 0, text
+        found = keys(output)
+        assert len(found) == len(set(found)) == 400
+        assert set(before) <= set(found)
 
 
 def test_two_never_write_one_shard(generation: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
