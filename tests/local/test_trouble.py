@@ -26,6 +26,7 @@ from tests.local.support import (
     running,
     trajectories,
     wait_for_trajectories,
+    wait_until_none_is_left,
 )
 
 __all__ = ["s3", "s3_server"]
