@@ -252,9 +252,7 @@ class ShardPod:
         """Trajectories that each shard is to come to."""
         job, count = self._job, self._config.shard_count
         found = [0] * count
-        for group in prompt_groups(
-            job, base=self._base, environment=self._environments(), blocks=self._blocks()
-        ):
+        for group in prompt_groups(job, base=self._base, environment=self._environments(), blocks=self._blocks()):
             found[shard_of(group.task_index, count)] += group.keep
         wanted = job.spec.rollout.groups.wanted
         return [
