@@ -14,7 +14,7 @@ import click
 from kuberoll_api.manifest import ManifestError, load_jobs
 
 COMMANDS = "kuberoll.commands"
-"""The entry points that bring subcommands. `kuberoll_<extra>` is the package of the extra of that name."""
+"""The entry points that bring subcommands: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
 
 # Requirements of an extra, less those that only some platforms have.
 _OF_EXTRA = re.compile(r"""(?P<name>[\w.-]+)[^;]*;\s*extra == ['"](?P<extra>[\w.-]+)['"]""")
@@ -48,7 +48,7 @@ def _entries() -> dict[str, EntryPoint]:
 
 
 def _extra(entry: EntryPoint) -> str:
-    return entry.module.partition(".")[0].removeprefix("kuberoll_")
+    return entry.extras[0] if entry.extras else entry.module.partition(".")[0].removeprefix("kuberoll_")
 
 
 def _missing(entry: EntryPoint) -> Iterator[str]:

@@ -15,6 +15,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
+_SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class NoAccess(Exception):
@@ -71,8 +72,11 @@ class Access:
         return None if value is None else str(value)
 
 
-async def load_access(kubeconfig: Path | None = None) -> Access:
+async def load_access(kubeconfig: Path | None = None, context: str | None = None) -> Access:
     """Access by the given kubeconfig, KUBECONFIG, the pod's service account or ~/.kube/config: the first that is.
+
+    Args:
+        context: Of the kubeconfig; None: its current one.
 
     Raises:
         NoAccess: There is none of them, or it cannot be read.
@@ -80,13 +84,16 @@ async def load_access(kubeconfig: Path | None = None) -> Access:
 
     async def load() -> Configuration:
         configuration = Configuration()
-        file = str(kubeconfig) if kubeconfig is not None else os.environ.get("KUBECONFIG")
+        file = _file(kubeconfig)
         try:
-            if not file and os.environ.get(_SERVICE_HOST):
+            if _in_cluster(file):
                 config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
             else:
                 await config.load_kube_config(  # type: ignore[no-untyped-call]
-                    config_file=file or None, client_configuration=configuration, persist_config=False
+                    config_file=file,
+                    context=context,
+                    client_configuration=configuration,
+                    persist_config=False,
                 )
         except (config.ConfigException, OSError) as error:
             raise NoAccess(
@@ -95,6 +102,37 @@ async def load_access(kubeconfig: Path | None = None) -> Access:
         return configuration
 
     return Access(load, await load())
+
+
+def default_namespace(kubeconfig: Path | None = None, context: str | None = None) -> str:
+    """The namespace that is meant where none is named, as kubectl has it.
+
+    Args:
+        context: Of the kubeconfig; None: its current one.
+
+    Raises:
+        NoAccess: The kubeconfig cannot be read, or has no such context.
+    """
+    file = _file(kubeconfig)
+    try:
+        if _in_cluster(file):
+            return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
+        found, current = config.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
+    except (config.ConfigException, OSError) as error:
+        raise NoAccess(f"no namespace is named, and there is none to take: {error}; name one with -n") from error
+    if context is not None:
+        current = next((item for item in found if item["name"] == context), None)
+        if current is None:
+            raise NoAccess(f"the kubeconfig has no context {context!r}")
+    return str(current["context"].get("namespace") or "default")
+
+
+def _file(kubeconfig: Path | None) -> str | None:
+    return str(kubeconfig) if kubeconfig is not None else os.environ.get("KUBECONFIG") or None
+
+
+def _in_cluster(file: str | None) -> bool:
+    return not file and bool(os.environ.get(_SERVICE_HOST))
 
 
 def _proxy_of(server: str) -> str | None:

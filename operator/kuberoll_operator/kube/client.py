@@ -9,7 +9,7 @@ from typing import Self
 import aiohttp
 
 from kuberoll_operator.kube.access import Access
-from kuberoll_operator.kube.errors import Invalid, NotFound, NotLeader, Unavailable, error_of
+from kuberoll_operator.kube.errors import Forbidden, Invalid, NotFound, NotLeader, Unavailable, error_of
 from kuberoll_operator.kube.resources import Resource, resource_of_object
 from kuberoll_operator.model import Object
 
@@ -19,6 +19,7 @@ PAGE = 500
 
 _APPLY = "application/apply-patch+yaml"
 _JSON = "application/json"
+_REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview")
 
 Told = Callable[[str, str, int], None]
 """Told of every answer: verb, kind, HTTP status (0: none)."""
@@ -70,9 +71,12 @@ class Client:
             return False
         return any(item.get("name") == resource.plural for item in found.get("resources") or ())
 
-    async def items(self, resource: Resource, namespace: str | None, selector: str = "") -> AsyncIterator[Object]:
-        """All objects that a label selector selects, page by page."""
-        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+    async def items(
+        self, resource: Resource, namespace: str | None, selector: str = "", *, fields: str = ""
+    ) -> AsyncIterator[Object]:
+        """All objects that a label selector and a field selector select, page by page."""
+        query = {"limit": str(PAGE)}
+        query |= ({"labelSelector": selector} if selector else {}) | ({"fieldSelector": fields} if fields else {})
         while True:
             page = await self._request("list", resource, resource.path(namespace), query=query)
             for item in page.get("items") or ():
@@ -81,6 +85,21 @@ class Client:
             if not token:
                 return
             query["continue"] = token
+
+    async def may(self, verb: str, resource: Resource, namespace: str, subresource: str | None = None) -> bool:
+        """Whether this user has a right in a namespace, as far as the API server says; if it does not, they may try."""
+        attributes = {"namespace": namespace, "verb": verb, "group": resource.group, "resource": resource.plural}
+        attributes |= {"subresource": subresource} if subresource else {}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": _REVIEWS.kind,
+            "spec": {"resourceAttributes": attributes},
+        }
+        try:
+            found = await self._request("create", _REVIEWS, _REVIEWS.path(None), body=review)
+        except (Forbidden, NotFound):
+            return True
+        return bool(found.get("status", {}).get("allowed"))
 
     async def create(self, item: Object) -> Object:
         """A new object."""

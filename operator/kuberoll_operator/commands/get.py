@@ -1,0 +1,113 @@
+"""`kuberoll get`: the output of a job in a cluster, copied into a directory here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kuberoll_operator.console.connection import Place, connected, find_job, job_name, place_options, run
+
+if TYPE_CHECKING:
+    from kuberoll_operator.model import Object
+
+
+@click.command()
+@click.argument("job", metavar="rlj/NAME")
+@place_options
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory to copy into.  [default: ./NAME]")
+@click.option("--stream", is_flag=True, help="Write the trajectories to standard output instead, as JSON lines.")
+@click.option(
+    "--include", metavar="PATTERN", multiple=True, help="Only files of such names, 'shard-*' say; may be repeated."
+)
+@click.option("--force", is_flag=True, help="Replace files that are here and are others.")
+@click.option("--image", help="Image of the reader pod, for a job whose worker and finish Jobs are gone.")
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the reader pod may take to start.",
+)
+def get(
+    job: str,
+    place: Place,
+    output: Path | None,
+    stream: bool,
+    include: tuple[str, ...],
+    force: bool,
+    image: str | None,
+    start_timeout: float,
+) -> None:
+    """Copy the output of a RolloutJob: shards, failures, aggregates, report, manifest.
+
+    A short-lived pod in the job's namespace reads the claim or the object store, with the workers' image, credentials
+    and volumes, the output mounted read-only; it is removed however the command ends. While the job runs the copy is a
+    snapshot of whole lines. The same command again goes on where it stopped and copies what is new; files here that are
+    others are never overwritten without --force.
+
+    The exit code is 2 where nothing was begun: no such job, a missing right, other files in the way.
+    """
+    if stream and (output or include or force):
+        raise click.UsageError(
+            "--stream writes trajectories to standard output, without --output, --include and --force"
+        )
+    run(_get(job_name(job), place, output, stream, include, force, image, start_timeout))
+
+
+async def _get(
+    name: str,
+    place: Place,
+    output: Path | None,
+    stream: bool,
+    include: tuple[str, ...],
+    force: bool,
+    image: str | None,
+    start_timeout: float,
+) -> int:
+    from kuberoll_operator.console.copying import Copy, Stream
+    from kuberoll_operator.console.progress_bar import progress_of
+    from kuberoll_operator.console.reader_session import ReaderSession
+
+    namespace = place.resolved_namespace()
+    async with connected(place) as connection:
+        job = await find_job(connection.client, namespace, name)
+        phase = (job.get("status") or {}).get("phase") or "not yet seen by the operator"
+        snapshot = not has_ended(job)
+        if snapshot:
+            note(f"rlj/{name} is {phase}: this is a snapshot, of whole lines; the same command brings the rest later")
+        session = ReaderSession(connection, job, image=image, start_seconds=start_timeout, note=note)
+        async with session:
+            if stream:
+                await Stream(sys.stdout.buffer, note=note).run(session.connect)
+                return 0
+            path = output or Path(name)
+            with progress_of(sys.stderr) as progress:
+                copy = Copy(
+                    path,
+                    run=f"{namespace}/{name} {job['metadata']['uid']}",
+                    snapshot=snapshot,
+                    include=include,
+                    force=force,
+                    progress=progress,
+                )
+                outcome = await copy.run(session.connect)
+    for file in outcome.fetched:
+        click.echo(path / file)
+    if outcome.skipped:
+        note(f"{len(outcome.skipped)} files were here already")
+    return 0
+
+
+def has_ended(job: Object) -> bool:
+    """Whether nothing more will be written."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    return any(item["type"] in {"Complete", "Failed"} and item["status"] == "True" for item in conditions)
+
+
+def note(text: str) -> None:
+    """A line for the person, beside the output."""
+    click.echo(text, err=True)

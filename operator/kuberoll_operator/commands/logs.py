@@ -1,0 +1,83 @@
+"""`kuberoll logs`: what a job's pods and the operator say, merged by time."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from kuberoll_operator.console.connection import Place, connected, find_job, job_name, place_options, run
+from kuberoll_operator.console.log_lines import LogLine, seconds_of, shown
+from kuberoll_operator.console.pod_logs import COMPONENTS
+
+_WIDEST = 48
+
+
+@click.command()
+@click.argument("job", metavar="rlj/NAME")
+@place_options
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended; pods that appear are followed too.")
+@click.option("--since", metavar="DURATION", help="Only the last so many: 90s, 10m, 1h30m.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="At most so many lines of each container.")
+@click.option(
+    "--component",
+    "components",
+    multiple=True,
+    type=click.Choice(COMPONENTS),
+    help="Only this part of the job, operator being its events; may be repeated.",
+)
+@click.option("--previous", is_flag=True, help="Logs of containers that crashed and were started again, too.")
+@click.option("--raw", is_flag=True, help="Lines as they were written: JSON stays JSON.")
+def logs(
+    job: str,
+    place: Place,
+    follow: bool,
+    since: str | None,
+    tail: int | None,
+    components: tuple[str, ...],
+    previous: bool,
+    raw: bool,
+) -> None:
+    """Show the logs of a RolloutJob: the operator's events, engines, workers and finish, in order of time.
+
+    Every line names its pod; times are UTC. KubeRoll's own lines, which are JSON, are shown as text.
+    """
+    try:
+        begin = None if since is None else time.time_ns() - seconds_of(since) * 1_000_000_000
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--since") from error
+    run(_logs(job_name(job), place, follow, begin, tail, frozenset(components or COMPONENTS), previous, raw))
+
+
+async def _logs(
+    name: str,
+    place: Place,
+    follow: bool,
+    since: int | None,
+    tail: int | None,
+    components: frozenset[str],
+    previous: bool,
+    raw: bool,
+) -> int:
+    from kuberoll_operator.console.pod_logs import JobLogs, Wanted
+
+    namespace = place.resolved_namespace()
+    width = 0
+
+    def show(line: LogLine) -> None:
+        nonlocal width
+        width = min(_WIDEST, max(width, len(line.source)))
+        click.echo(shown(line, width=width, raw=raw))
+        sys.stdout.flush()
+
+    async with connected(place) as connection:
+        await find_job(connection.client, namespace, name)
+        wanted = Wanted(components, since, tail, previous)
+        found = JobLogs(connection, namespace, name, wanted, note=lambda text: click.echo(text, err=True))
+        async for line in found.history():
+            show(line)
+        if follow:
+            async for line in found.live():
+                show(line)
+    return 0

@@ -1,0 +1,104 @@
+"""`kuberoll top`: the jobs of a cluster and how fast they go."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from kuberoll_operator.console.connection import Place, connected, place_options, run
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kuberoll_operator.console.rates import Row
+
+_PIPE_WIDTH = 240
+
+
+@click.command()
+@place_options
+@click.option("--all-namespaces", "-A", "everywhere", is_flag=True, help="Jobs of all namespaces.")
+@click.option("--once", is_flag=True, help="Print the table once and end; the same where there is no terminal.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.5),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+def top(place: Place, everywhere: bool, once: bool, interval: float) -> None:
+    """Show the RolloutJobs of a namespace and how fast they go.
+
+    Turns, tokens and trajectories in flight are asked of the workers through the API server; where that is not
+    possible, rates are those of the status, which says less often how far a job is. Progress, reward, failures and
+    the time that remains are always those of the status.
+    """
+    run(_top(place, everywhere, once or not sys.stdout.isatty(), interval))
+
+
+async def _top(place: Place, everywhere: bool, once: bool, interval: float) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from kuberoll_operator.console.watching import Jobs
+
+    namespace = None if everywhere else place.resolved_namespace()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    async with connected(place) as connection:
+        jobs = Jobs(connection, namespace)
+        rows = await jobs.look()
+        if once:
+            if any(row.phase == "Running" for row in rows):
+                # Rates are of the time between two looks.
+                await asyncio.sleep(interval)
+                rows = await jobs.look()
+            console.print(page(rows, jobs.notes, namespace))
+            return 0
+        with Live(page(rows, jobs.notes, namespace), console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                await asyncio.sleep(interval)
+                live.update(page(await jobs.look(), jobs.notes, namespace), refresh=True)
+
+
+def page(rows: Sequence[Row], notes: Sequence[str], namespace: str | None) -> RenderableType:
+    """The table and what is to be said about it."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        where = "in the cluster" if namespace is None else f"in namespace {namespace}"
+        return Text(f"There is no RolloutJob {where}.")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in (*(("NAMESPACE",) if namespace is None else ()), "NAME", "PHASE"):
+        table.add_column(name, no_wrap=True)
+    for name in ("PROGRESS", "TURNS/S", "TOKENS/S", "REWARD", "IN FLIGHT", "FAILED", "ETA"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            *((row.namespace,) if namespace is None else ()),
+            row.name,
+            row.phase,
+            row.progress,
+            _number(row.turns_per_second),
+            _number(row.tokens_per_second),
+            "-" if row.mean_reward is None else f"{row.mean_reward:.4g}",
+            "-" if row.in_flight is None else str(row.in_flight),
+            "-" if row.failed is None else str(row.failed),
+            "-" if row.remaining_seconds is None else str(timedelta(seconds=row.remaining_seconds)),
+        )
+    return Group(table, *(Text(note, style="dim") for note in notes))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,139 @@
+"""A person's way to a cluster: options, default namespace, and how a command ends."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kuberoll_operator.console.errors import ConsoleError, sentence_of
+from kuberoll_operator.kube.access import Access, NoAccess, default_namespace, load_access
+from kuberoll_operator.kube.client import Client
+from kuberoll_operator.kube.errors import ApiError, Forbidden, Unauthorized
+from kuberoll_operator.kube.resources import ROLLOUT_JOBS
+from kuberoll_operator.model import Object
+
+_KINDS = frozenset({"rlj", "rolloutjob", "rolloutjobs", "rolloutjob.kuberoll.io", "rolloutjobs.kuberoll.io"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which cluster and namespace are meant; None: as kubectl would have it."""
+
+    namespace: str | None = None
+    context: str | None = None
+    kubeconfig: Path | None = None
+
+    def resolved_namespace(self) -> str:
+        """The namespace that is named, or the kubeconfig's.
+
+        Raises:
+            NoAccess: There is none.
+        """
+        return self.namespace or default_namespace(self.kubeconfig, self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An API server that answers this person."""
+
+    access: Access
+    client: Client
+
+
+@asynccontextmanager
+async def connected(place: Place) -> AsyncIterator[Connection]:
+    """A connection to the cluster.
+
+    Raises:
+        NoAccess: There is no way to one.
+    """
+    access = await load_access(place.kubeconfig, place.context)
+    async with Client(access) as client:
+        yield Connection(access, client)
+
+
+def job_name(text: str) -> str:
+    """The name in `rlj/first` or `first`.
+
+    Raises:
+        click.BadParameter: Another kind is named, or no name.
+    """
+    kind, separator, name = text.rpartition("/")
+    if (separator and kind.lower() not in _KINDS) or not name:
+        raise click.BadParameter(f"found {text!r}; write rlj/NAME, or NAME")
+    return name
+
+
+async def find_job(client: Client, namespace: str, name: str) -> Object:
+    """A RolloutJob.
+
+    Raises:
+        ConsoleError: There is none of that name.
+    """
+    found = await client.get(ROLLOUT_JOBS, namespace, name)
+    if found is None:
+        raise ConsoleError(f"there is no RolloutJob {name} in namespace {namespace} (-n names another)", code=2)
+    return found
+
+
+def run(work: Coroutine[Any, Any, int]) -> None:
+    """Run a command to its end and exit with its code; its own cleaning up is waited for when it is interrupted."""
+    try:
+        code = asyncio.run(_until_signal(work))
+    except (ConsoleError, NoAccess) as error:
+        click.echo(f"kuberoll: {error}", err=True)
+        code = error.code if isinstance(error, ConsoleError) else 2
+    except ApiError as error:
+        click.echo(f"kuberoll: {sentence_of(error)}", err=True)
+        code = 2 if isinstance(error, Forbidden | Unauthorized) else 1
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read our output has had enough, as `head` has.
+        sys.stderr.close()
+        code = 0
+    sys.exit(code)
+
+
+async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
+    """The command's code; a signal to end cancels it, so that what it made in the cluster is removed."""
+    task = asyncio.ensure_future(work)
+    ended_by: list[int] = []
+
+    def end(number: int) -> None:
+        ended_by.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not ended_by:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        return 128 + ended_by[0]
+
+
+def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which cluster and namespace; the command takes them as one `place`."""
+
+    @click.option("--namespace", "-n", help="Namespace of the job.  [default: the kubeconfig's]")
+    @click.option("--context", help="Context of the kubeconfig.  [default: its current one]")
+    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="File to use in place of KUBECONFIG.")
+    @functools.wraps(command)
+    def wrapped(*, namespace: str | None, context: str | None, kubeconfig: Path | None, **options: Any) -> Any:
+        return command(place=Place(namespace, context, kubeconfig), **options)
+
+    return wrapped

@@ -1,0 +1,290 @@
+"""The logs of a job's pods and the operator's events about it, merged by time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import aiohttp
+
+from kuberoll_operator import names
+from kuberoll_operator.backends.pods import component_of
+from kuberoll_operator.console.connection import Connection
+from kuberoll_operator.console.errors import ConsoleError, sentence_of
+from kuberoll_operator.console.log_lines import LogLine, event_line, stamped_line
+from kuberoll_operator.kube.errors import ApiError, Forbidden, error_of
+from kuberoll_operator.kube.resources import EVENTS, PODS, ROLLOUT_JOBS
+from kuberoll_operator.model import Object
+
+OPERATOR: Final = "operator"
+COMPONENTS: Final = (names.WORKERS, names.GENERATION, OPERATOR, names.FINISH)
+
+POLL_SECONDS: Final = 2.0
+# Lines that come at about the same time from several pods are brought into order within this.
+_WINDOW_SECONDS: Final = 0.25
+_NANOSECONDS: Final = 1_000_000_000
+_QUEUED_LINES: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+        components: Parts of the job.
+        since: Not before, in nanoseconds since 1970; None: from the beginning.
+        tail: Lines of each container at most; None: all.
+        previous: Whether logs of containers that crashed and were started again are wanted too.
+    """
+
+    components: frozenset[str]
+    since: int | None = None
+    tail: int | None = None
+    previous: bool = False
+
+
+@dataclass(slots=True)
+class _Source:
+    """One container's log, and how far it has been read.
+
+    Attributes:
+        last: When the newest line was written that was read, and how many lines have that time.
+    """
+
+    pod: str
+    container: str
+    shown_as: str
+    restarts: int = 0
+    running: bool = False
+    last: tuple[int, int] = (0, 0)
+    over: bool = False
+    task: asyncio.Task[None] | None = field(default=None, compare=False)
+
+
+class JobLogs:
+    """The logs of one job.
+
+    Args:
+        note: Takes lines for the person.
+    """
+
+    def __init__(
+        self, connection: Connection, namespace: str, name: str, wanted: Wanted, *, note: Callable[[str], None]
+    ) -> None:
+        self._connection, self._namespace, self._name = connection, namespace, name
+        self._wanted, self._note = wanted, note
+        self._sources: dict[tuple[str, str], _Source] = {}
+        self._events_seen: set[tuple[str, int]] = set()
+        self._events_readable = OPERATOR in wanted.components
+        self._queue: asyncio.Queue[LogLine] = asyncio.Queue(_QUEUED_LINES)
+
+    async def history(self) -> AsyncIterator[LogLine]:
+        """Everything that there is now, in order of time; memory is a line of each container."""
+        async with self._connection.access.session() as session:
+            await self._look()
+            parts: list[AsyncIterator[LogLine]] = [_each(await self._events())]
+            for source in self._sources.values():
+                if self._wanted.previous and source.restarts:
+                    parts.append(self._lines(session, source, previous=True))
+                parts.append(self._lines(session, source))
+            async for line in merged(parts):
+                yield line
+
+    async def live(self) -> AsyncIterator[LogLine]:
+        """What comes after `history`, new pods included, until the job is over and all its containers have ended."""
+        async with self._connection.access.session() as session, asyncio.TaskGroup() as tasks:
+            ended = False
+            looked = time.monotonic()
+            while True:
+                for source in self._sources.values():
+                    if source.task is None and not source.over:
+                        source.task = tasks.create_task(self._follow(session, source, ended=not source.running))
+                for line in await self._window(looked + POLL_SECONDS):
+                    yield line
+                if time.monotonic() < looked + POLL_SECONDS:
+                    continue
+                quiet = all(source.over for source in self._sources.values()) and self._queue.empty()
+                for line in await self._events():
+                    yield line
+                if ended and quiet:
+                    return
+                ended = await self._is_over()
+                await self._look()
+                looked = time.monotonic()
+
+    async def _window(self, until: float) -> list[LogLine]:
+        """Lines that came within a moment, in order; none where none came in time."""
+        lines: list[LogLine] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                lines.append(await self._queue.get())
+            async with asyncio.timeout(_WINDOW_SECONDS):
+                while len(lines) < _QUEUED_LINES:
+                    lines.append(await self._queue.get())
+        return sorted(lines)
+
+    async def _follow(self, session: aiohttp.ClientSession, source: _Source, *, ended: bool) -> None:
+        """Read a log to its present end, or on and on; once a container has ended, what is read to the end is all."""
+        try:
+            async for line in self._lines(session, source, follow=not ended):
+                await self._queue.put(line)
+            source.over = ended
+        finally:
+            source.task = None
+
+    async def _look(self) -> None:
+        """Bring the list of containers up to date."""
+        selector = f"{names.JOB_LABEL}={self._name}"
+        async for pod in self._connection.client.items(PODS, self._namespace, selector):
+            component = component_of(pod)
+            if component in self._wanted.components and component != OPERATOR:
+                for source in _containers(pod):
+                    known = self._sources.setdefault((source.pod, source.container), source)
+                    if source.restarts > known.restarts:
+                        known.restarts, known.over = source.restarts, False
+                    known.running = source.running
+
+    async def _events(self) -> list[LogLine]:
+        """The operator's events that have not been told yet, in order."""
+        if not self._events_readable:
+            return []
+        lines = []
+        try:
+            fields = f"regarding.name={self._name}"
+            async for event in self._connection.client.items(EVENTS, self._namespace, fields=fields):
+                about = event.get("regarding") or {}
+                if about.get("kind") != ROLLOUT_JOBS.kind or about.get("name") != self._name:
+                    continue
+                line = event_line(event)
+                mark = (str(event["metadata"]["name"]), line.when if line else 0)
+                if line is not None and mark not in self._events_seen and line.when >= (self._wanted.since or 0):
+                    self._events_seen.add(mark)
+                    lines.append(line)
+        except Forbidden as error:
+            self._events_readable = False
+            self._note(f"the operator's events are left out: {sentence_of(error)}")
+        return sorted(lines)
+
+    async def _is_over(self) -> bool:
+        job = await self._connection.client.get(ROLLOUT_JOBS, self._namespace, self._name)
+        conditions = ((job or {}).get("status") or {}).get("conditions") or ()
+        return job is None or any(
+            item["type"] in {"Complete", "Failed"} and item["status"] == "True" for item in conditions
+        )
+
+    async def _lines(
+        self, session: aiohttp.ClientSession, source: _Source, *, follow: bool = False, previous: bool = False
+    ) -> AsyncIterator[LogLine]:
+        """Lines of a container that have not been read yet."""
+        query = {"container": source.container, "timestamps": "true"}
+        query |= {"follow": "true"} if follow else {}
+        query |= {"previous": "true"} if previous else {}
+        known_time, known_lines = source.last
+        since = max(known_time, self._wanted.since or 0)
+        if since:
+            # The API server takes whole seconds; what has been read is passed over below.
+            second = datetime.fromtimestamp(since // _NANOSECONDS, UTC)
+            query["sinceTime"] = second.strftime("%Y-%m-%dT%H:%M:%SZ")
+        if self._wanted.tail is not None and not known_time:
+            query["tailLines"] = str(self._wanted.tail)
+        path = PODS.path(self._namespace, source.pod, "log")
+        at_known_time = 0
+        async for text in self._stream(session, path, query):
+            line = stamped_line(source.shown_as, text, source.last[0] or since)
+            if line.when < since:
+                continue
+            if line.when == known_time and not previous:
+                at_known_time += 1
+                if at_known_time <= known_lines:
+                    continue
+            if not previous:
+                same = source.last[0] == line.when
+                source.last = (line.when, source.last[1] + 1 if same else 1)
+            yield line
+
+    async def _stream(
+        self, session: aiohttp.ClientSession, path: str, query: Mapping[str, str]
+    ) -> AsyncIterator[bytes]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        url = self._connection.access.server + path
+        try:
+            async with session.get(url, params=query, timeout=timeout) as answer:
+                if answer.status >= 300:
+                    _raise_for(answer.status, await answer.read(), path)
+                    return
+                async for line in _lines_of(answer.content):
+                    yield line
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # One that is followed is read on with the next look.
+            if "follow" not in query:
+                raise ConsoleError(f"{path}: {error}") from error
+
+
+async def merged(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLine]:
+    """Lines of sources that are each in order, in order."""
+    heap: list[tuple[LogLine, int]] = []
+
+    async def advance(number: int) -> None:
+        if (line := await anext(parts[number], None)) is not None:
+            heapq.heappush(heap, (line, number))
+
+    await asyncio.gather(*(advance(number) for number in range(len(parts))))
+    while heap:
+        line, number = heapq.heappop(heap)
+        yield line
+        await advance(number)
+
+
+def _containers(pod: Object) -> list[_Source]:
+    """The containers of a pod whose logs there can be."""
+    name, spec, status = pod["metadata"]["name"], pod["spec"], pod.get("status") or {}
+    states = {
+        item["name"]: item
+        for item in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    }
+    containers = [item["name"] for item in (*(spec.get("initContainers") or ()), *spec["containers"])]
+    found = []
+    for container in containers:
+        state = states.get(container, {})
+        current = state.get("state") or {}
+        if not (current.keys() & {"running", "terminated"} or state.get("restartCount")):
+            continue
+        shown_as = name if len(containers) == 1 else f"{name}/{container}"
+        running = "terminated" not in current
+        found.append(_Source(name, container, shown_as, int(state.get("restartCount", 0)), running))
+    return found
+
+
+def _raise_for(status: int, body: bytes, path: str) -> None:
+    """An error, unless it only says that there is no such log: the container has not begun, or its pod is gone."""
+    try:
+        said: Any = json.loads(body)
+    except ValueError:
+        said = {"message": body[:200].decode(errors="replace")}
+    error: ApiError = error_of(status, said if isinstance(said, dict) else {}, f"get {path}")
+    if status not in {400, 404}:
+        raise error
+
+
+async def _lines_of(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    held = bytearray()
+    async for chunk in stream.iter_any():
+        held += chunk
+        *lines, rest = held.split(b"\n")
+        for line in lines:
+            yield bytes(line)
+        held = bytearray(rest)
+    if held:
+        yield bytes(held)
+
+
+async def _each(lines: Iterable[LogLine]) -> AsyncIterator[LogLine]:
+    for line in lines:
+        yield line

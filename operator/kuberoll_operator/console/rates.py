@@ -1,0 +1,143 @@
+"""What a job does at the moment: its status, and the counters of its worker pods between two looks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from kuberoll_operator.model import Object
+from kuberoll_operator.plan import parse_time
+
+TURNS: Final = "kuberoll_turns_total"
+TOKENS: Final = "kuberoll_tokens_total"
+ACTIVE: Final = "kuberoll_trajectories_active"
+
+
+@dataclass(frozen=True, slots=True)
+class PodCounts:
+    """What a worker pod's metrics say.
+
+    Attributes:
+        turns: Finished since the pod began.
+        tokens: Generated since the pod began.
+        active: Trajectories in flight now.
+    """
+
+    turns: float
+    tokens: float
+    active: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A job at one moment.
+
+    Attributes:
+        seconds: Of a clock that never goes back.
+        pods: By uid; those that answered.
+    """
+
+    job: Object
+    seconds: float
+    pods: Mapping[str, PodCounts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table; None: not known."""
+
+    namespace: str
+    name: str
+    phase: str
+    progress: str
+    turns_per_second: float | None
+    tokens_per_second: float | None
+    mean_reward: float | None
+    in_flight: int | None
+    failed: int | None
+    remaining_seconds: int | None
+
+
+def counts_of(text: str) -> PodCounts:
+    """The counts in a page of metrics in Prometheus' text format.
+
+    Raises:
+        ValueError: It is no such page.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    # The page has hundreds of lines, and parsing takes its time.
+    wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith((TURNS, TOKENS, ACTIVE)))
+    turns = tokens = active = 0.0
+    for family in text_string_to_metric_families(wanted):
+        for sample in family.samples:
+            if sample.name == TURNS:
+                turns += sample.value
+            elif sample.name == ACTIVE:
+                active += sample.value
+            elif sample.name == TOKENS and sample.labels.get("kind") == "generated":
+                tokens += sample.value
+    return PodCounts(turns, tokens, active)
+
+
+def row_of(look: Look, before: Look | None) -> Row:
+    """A job's line: by its pods where they answered both times, else by its status.
+
+    Args:
+        before: The look before this one; for rates by status, the last whose status had other numbers.
+    """
+    job = look.job
+    status = job.get("status") or {}
+    progress = status.get("progress") or {}
+    turns, tokens = _rates(look, before)
+    return Row(
+        namespace=job["metadata"]["namespace"],
+        name=job["metadata"]["name"],
+        phase=str(status.get("phase") or "-"),
+        progress=f"{progress.get('completed', 0)}/{progress.get('trajectories', 0)}" if progress else "-",
+        turns_per_second=turns,
+        tokens_per_second=tokens,
+        mean_reward=progress.get("meanReward"),
+        in_flight=round(sum(pod.active for pod in look.pods.values())) if look.pods else None,
+        failed=progress.get("failed", 0) if progress else None,
+        remaining_seconds=progress.get("estimatedSecondsRemaining"),
+    )
+
+
+def _rates(look: Look, before: Look | None) -> tuple[float | None, float | None]:
+    if before is None or (look.job.get("status") or {}).get("phase") != "Running":
+        return None, None
+    pairs = list(_same_pods(look, before))
+    seconds = look.seconds - before.seconds
+    if pairs and seconds > 0:
+        # A worker that began anew counts from 0.
+        turns = sum(max(0.0, now.turns - then.turns) for now, then in pairs)
+        tokens = sum(max(0.0, now.tokens - then.tokens) for now, then in pairs)
+        return turns / seconds, tokens / seconds
+    now_at, then_at = _updated(look.job), _updated(before.job)
+    if now_at is None or then_at is None or now_at <= then_at:
+        return None, None
+    passed = (now_at - then_at).total_seconds()
+    return _growth(look, before, "turns") / passed, _growth(look, before, "generatedTokens") / passed
+
+
+def _same_pods(look: Look, before: Look) -> Iterator[tuple[PodCounts, PodCounts]]:
+    for uid, now in look.pods.items():
+        if uid in before.pods:
+            yield now, before.pods[uid]
+
+
+def progress_of(job: Object) -> Mapping[str, Any]:
+    """`status.progress`; empty where there is none."""
+    found: Mapping[str, Any] = (job.get("status") or {}).get("progress") or {}
+    return found
+
+
+def _updated(job: Object) -> datetime | None:
+    return parse_time(progress_of(job).get("lastUpdated"))
+
+
+def _growth(look: Look, before: Look, name: str) -> float:
+    return max(0.0, float(progress_of(look.job).get(name) or 0) - float(progress_of(before.job).get(name) or 0))

@@ -1,0 +1,172 @@
+"""A pod that reads a job's output: the job's own worker pod with another program, and nothing to write to."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kuberoll_api.rolloutjob import API_VERSION, KIND, RolloutJob
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.render import Subject, build_finish_job
+from kuberoll_operator.render.config import CONFIG_FILE
+from kuberoll_operator.settings import Settings
+
+COMPONENT: Final = "reader"
+CONTAINER: Final = "reader"
+COMMAND: Final = ("python", "-m", "kuberoll_workers.reader", "--config", CONFIG_FILE)
+DEADLINE_SECONDS: Final = 3600
+
+_RESOURCES: Final[Mapping[str, Any]] = {
+    "requests": {"cpu": "100m", "memory": "256Mi"},
+    "limits": {"cpu": "1", "memory": "1Gi"},
+}
+# What a worker's container has for its own program.
+_OF_THE_WORKER: Final = frozenset(
+    {"args", "lifecycle", "livenessProbe", "ports", "readinessProbe", "resizePolicy", "startupProbe", "workingDir"}
+)
+# Of a pod's spec, what says where it may run, as whom, and with what.
+_KEPT: Final = frozenset(
+    {
+        "automountServiceAccountToken",
+        "dnsConfig",
+        "dnsPolicy",
+        "enableServiceLinks",
+        "hostAliases",
+        "imagePullSecrets",
+        "nodeSelector",
+        "priorityClassName",
+        "runtimeClassName",
+        "schedulerName",
+        "securityContext",
+        "serviceAccountName",
+        "tolerations",
+        "volumes",
+    }
+)
+# Controllers would take the pod for one of theirs, and queues would hold it back.
+_FOREIGN_LABELS: Final = ("batch.kubernetes.io/", "kueue.x-k8s.io/", "controller-uid", "job-name")
+_TOKENS: Final = "KUBEROLL_TOKEN_"
+
+
+def reader_pod(job: Object, template: Mapping[str, Any], name: str) -> Object:
+    """The pod, owned by the job.
+
+    Args:
+        job: The RolloutJob, live.
+        template: Of the job's worker or finish pods; its first container is the one that is meant.
+    """
+    given, metadata = template["spec"], template.get("metadata") or {}
+    labels = {
+        key: value for key, value in (metadata.get("labels") or {}).items() if not key.startswith(_FOREIGN_LABELS)
+    }
+    spec = {key: value for key, value in given.items() if key in _KEPT}
+    affinity = {"podAffinity": _near_the_workers(job["metadata"]["name"])}
+    if node := (given.get("affinity") or {}).get("nodeAffinity"):
+        affinity["nodeAffinity"] = node
+    owner = job["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": owner["namespace"],
+            "labels": {**labels, **names.labels(owner["name"], COMPONENT)},
+            **({"annotations": dict(found)} if (found := _annotations(metadata)) else {}),
+            "ownerReferences": [
+                {"apiVersion": API_VERSION, "kind": KIND, "name": owner["name"], "uid": owner["uid"]},
+            ],
+        },
+        "spec": {
+            **spec,
+            "activeDeadlineSeconds": DEADLINE_SECONDS,
+            "affinity": affinity,
+            "containers": [_container(_main(given["containers"]), _writable(given.get("volumes") or ()))],
+            "restartPolicy": "Never",
+            # It has nothing to finish.
+            "terminationGracePeriodSeconds": 1,
+        },
+    }
+
+
+def pod_name(job: str) -> str:
+    """A name that no other reader has."""
+    return f"{job}-{COMPONENT}-{secrets.token_hex(3)}"
+
+
+def rendered_template(job: Object, image: str | None) -> Object:
+    """The template of a job whose own Jobs are gone, as the operator would make it.
+
+    Args:
+        image: Where the job names none; None: this version's own.
+    """
+    settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
+    parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
+    subject = Subject(
+        job=parsed,
+        namespace=job["metadata"]["namespace"],
+        uid=job["metadata"]["uid"],
+        settings=settings,
+        endpoint="",
+        backend="External",
+        shards=1,
+    )
+    template: Object = build_finish_job(subject)["spec"]["template"]
+    return template
+
+
+def _main(containers: list[Object]) -> Object:
+    wanted = [item for item in containers if item["name"] in ("worker", "finish")]
+    return (wanted or containers)[0]
+
+
+def _container(worker: Object, writable: frozenset[str]) -> Object:
+    kept = {key: value for key, value in worker.items() if key not in _OF_THE_WORKER}
+    security = {
+        key: value
+        for key, value in (worker.get("securityContext") or {}).items()
+        if key in {"runAsUser", "runAsGroup", "runAsNonRoot", "seccompProfile", "seLinuxOptions"}
+    }
+    return {
+        **kept,
+        "name": CONTAINER,
+        "command": list(COMMAND),
+        "env": [item for item in worker.get("env") or () if not str(item["name"]).startswith(_TOKENS)],
+        "resources": dict(_RESOURCES),
+        "volumeMounts": [_mount(item, writable) for item in worker.get("volumeMounts") or ()],
+        "securityContext": {
+            **security,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    }
+
+
+def _writable(volumes: Any) -> frozenset[str]:
+    """Volumes that come and go with the pod; all others are for reading."""
+    return frozenset(item["name"] for item in volumes if "emptyDir" in item)
+
+
+def _mount(mount: Object, writable: frozenset[str]) -> Object:
+    return dict(mount) if mount["name"] in writable else {**mount, "readOnly": True}
+
+
+def _annotations(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The job's own; the operator's and the Job controller's say nothing of this pod."""
+    found = metadata.get("annotations") or {}
+    return {key: value for key, value in found.items() if not key.startswith(("batch.", "kuberoll.io/"))}
+
+
+def _near_the_workers(job: str) -> Object:
+    """A ReadWriteOnce claim is on one node at a time: that of the pods that write to it."""
+    selector = {
+        "matchExpressions": [
+            {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.FINISH, names.WORKERS]},
+        ],
+        "matchLabels": {names.JOB_LABEL: job},
+    }
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}

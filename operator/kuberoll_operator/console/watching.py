@@ -1,0 +1,136 @@
+"""Jobs and what their workers do, looked at again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import aiohttp
+
+from kuberoll_operator import names
+from kuberoll_operator.console.connection import Connection
+from kuberoll_operator.console.errors import sentence_of
+from kuberoll_operator.console.rates import Look, PodCounts, Row, counts_of, progress_of, row_of
+from kuberoll_operator.kube.errors import Forbidden
+from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS
+from kuberoll_operator.model import Object
+
+ANSWER_SECONDS: Final = 3.0
+CONCURRENCY: Final = 32
+
+_BY_STATUS: Final = "rates are those of the status, which is written every 15 s or so"
+
+_Key = tuple[str, str]
+
+
+class Jobs:
+    """The jobs of a namespace.
+
+    Args:
+        namespace: None: all namespaces.
+
+    Attributes:
+        notes: Why some numbers are missing or old, for the person; of the last look.
+    """
+
+    def __init__(self, connection: Connection, namespace: str | None) -> None:
+        self._connection, self._namespace = connection, namespace
+        self._before: dict[_Key, Look] = {}
+        self._by_status: dict[_Key, tuple[Look, Look]] = {}
+        self._room = asyncio.Semaphore(CONCURRENCY)
+        self._refused: str | None = None
+        self.notes: list[str] = []
+
+    async def look(self) -> list[Row]:
+        """The jobs now, with rates since the last look."""
+        client = self._connection.client
+        jobs = [job async for job in client.items(ROLLOUT_JOBS, self._namespace)]
+        counts, asked = await self._counts([job for job in jobs if (job.get("status") or {}).get("phase") == "Running"])
+        rows, looks = [], {}
+        for job in sorted(jobs, key=_key):
+            look = Look(job, time.monotonic(), counts.get(_key(job), {}))
+            looks[_key(job)] = look
+            rows.append(row_of(look, self._before_of(look)))
+        self._before = looks
+        answered = sum(map(len, counts.values()))
+        self.notes = [self._refused] if self._refused else []
+        if not self._refused and answered < asked:
+            self.notes.append(f"{asked - answered} of {asked} workers do not answer through the API server")
+        return rows
+
+    def _before_of(self, look: Look) -> Look | None:
+        """The look to compare with: the last one, or by status the last with other numbers."""
+        key = _key(look.job)
+        last = self._before.get(key)
+        if look.pods and last is not None and last.pods.keys() & look.pods.keys():
+            return last
+        earlier, newest = self._by_status.get(key, (look, look))
+        stamp = progress_of(look.job).get("lastUpdated")
+        if stamp != progress_of(newest.job).get("lastUpdated"):
+            earlier, newest = newest, look
+        self._by_status[key] = (earlier, newest)
+        return earlier
+
+    async def _counts(self, jobs: Sequence[Object]) -> tuple[dict[_Key, dict[str, PodCounts]], int]:
+        """What the jobs' workers say, and how many were asked."""
+        wanted = {_key(job) for job in jobs}
+        if self._refused or not wanted:
+            return {}, 0
+        found: dict[_Key, dict[str, PodCounts]] = {}
+        try:
+            selector = f"{names.COMPONENT_LABEL}={names.WORKERS},{names.JOB_LABEL}"
+            pods = [
+                pod
+                async for pod in self._connection.client.items(PODS, self._namespace, selector)
+                if _job_of(pod) in wanted and _is_ready(pod)
+            ]
+            async with self._connection.access.session() as session:
+                answers = await asyncio.gather(*(self._ask(session, pod) for pod in pods))
+        except Forbidden as error:
+            self._refused = f"{_BY_STATUS} ({sentence_of(error)})"
+            return {}, 0
+        except _MayNotProxy:
+            self._refused = (
+                f"{_BY_STATUS} (missing right: you may not get pods/proxy, by which workers are asked; "
+                "docs/reading-output.md#rights)"
+            )
+            return {}, 0
+        for pod, answer in zip(pods, answers, strict=True):
+            if answer is not None:
+                found.setdefault(_job_of(pod), {})[pod["metadata"]["uid"]] = answer
+        return found, len(pods)
+
+    async def _ask(self, session: aiohttp.ClientSession, pod: Object) -> PodCounts | None:
+        metadata = pod["metadata"]
+        path = PODS.path(metadata["namespace"], f"{metadata['name']}:{names.PROGRESS_PORT}", "proxy/metrics")
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        try:
+            async with self._room, session.get(self._connection.access.server + path, timeout=timeout) as answer:
+                if answer.status == 403 and answer.content_type == "application/json":
+                    text = await answer.text()
+                    if '"reason":"Forbidden"' in text.replace(" ", "") and "pods/proxy" in text:
+                        raise _MayNotProxy
+                if answer.status != 200:
+                    return None
+                return counts_of(await answer.text())
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None
+
+
+class _MayNotProxy(Exception):
+    pass
+
+
+def _key(job: Object) -> _Key:
+    return job["metadata"]["namespace"], job["metadata"]["name"]
+
+
+def _job_of(pod: Object) -> _Key:
+    return pod["metadata"]["namespace"], pod["metadata"]["labels"][names.JOB_LABEL]
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
