@@ -71,6 +71,9 @@ class Emulator:
 
     Attributes:
         kuberay: Whether RayServices are served.
+        logs: Lines of pods' containers, each with its time; of their predecessors by `CONTAINER previous`.
+        open_logs: Those of containers that run, and may say more.
+        pages: What pods answer through the API server, by `POD:PORT` and path.
     """
 
     def __init__(self) -> None:
@@ -78,6 +81,9 @@ class Emulator:
         self.faults: list[Fault] = []
         self.url = ""
         self.kuberay = False
+        self.logs: dict[tuple[str, str], list[str]] = {}
+        self.open_logs: set[tuple[str, str]] = set()
+        self.pages: dict[tuple[str, str], str] = {}
         self._objects: dict[tuple[Resource, str, str], Object] = {}
         self._versions = itertools.count(1)
         self._version = 0
@@ -185,6 +191,11 @@ class Emulator:
                 return await self._watch(request, resource, namespace, selector)
             return self._list(resource, namespace, selector)
         assert namespace is not None
+        if rest[1:] == ["log"]:
+            return await self._log(request, rest[0])
+        if rest[1:2] == ["proxy"]:
+            page = self.pages.get((rest[0], "/".join(rest[2:])))
+            return _status(503, {"reason": "ServiceUnavailable"}) if page is None else web.Response(text=page)
         name = rest[0] if rest else asked.body["metadata"]["name"]
         place, known = (resource, namespace, name), self._objects.get((resource, namespace, name))
         if asked.method == "GET" and known is None:
@@ -296,6 +307,40 @@ class Emulator:
             pass
         finally:
             del self._watchers[queue]
+        return response
+
+    def log(self, pod: str, container: str, line: str) -> None:
+        """A container writes a line."""
+        self.logs.setdefault((pod, container), []).append(line)
+        self._changed.set()
+
+    def end_log(self, pod: str, container: str) -> None:
+        """A container ends."""
+        self.open_logs.discard((pod, container))
+        self._changed.set()
+
+    async def _log(self, request: web.Request, pod: str) -> web.StreamResponse:
+        query = request.query
+        key = (pod, query["container"] + (" previous" if "previous" in query else ""))
+        if key not in self.logs:
+            return _status(400, {"reason": "BadRequest", "message": "no such log"})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        # The API server takes whole seconds.
+        told = [line for line in self.logs[key] if line[:19] >= query.get("sinceTime", "")[:19]]
+        if "tailLines" in query:
+            told = told[-int(query["tailLines"]) :] if int(query["tailLines"]) else []
+        count = len(self.logs[key])
+        await response.write("".join(f"{line}\n" for line in told).encode())
+        while "follow" in query:
+            lines = self.logs[key][count:]
+            count += len(lines)
+            await response.write("".join(f"{line}\n" for line in lines).encode())
+            if not lines:
+                if key not in self.open_logs:
+                    break
+                self._changed.clear()
+                await self._changed.wait()
         return response
 
     def watching(self) -> set[str]:

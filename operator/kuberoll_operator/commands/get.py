@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,16 +86,20 @@ async def _get(
                 await Stream(sys.stdout.buffer, note=note).run(session.connect)
                 return 0
             path = output or Path(name)
-            with progress_of(sys.stderr) as progress:
-                copy = Copy(
-                    path,
-                    run=f"{namespace}/{name} {job['metadata']['uid']}",
-                    snapshot=snapshot,
-                    include=include,
-                    force=force,
-                    progress=progress,
-                )
-                outcome = await copy.run(session.connect)
+            try:
+                with progress_of(sys.stderr) as progress:
+                    copy = Copy(
+                        path,
+                        run=f"{namespace}/{name} {job['metadata']['uid']}",
+                        snapshot=snapshot,
+                        include=include,
+                        force=force,
+                        progress=progress,
+                    )
+                    outcome = await copy.run(session.connect)
+            except asyncio.CancelledError:
+                note("interrupted: what has been copied is kept, and the same command goes on from there")
+                raise
     for file in outcome.fetched:
         click.echo(path / file)
     if outcome.skipped:

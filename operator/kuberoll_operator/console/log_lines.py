@@ -107,11 +107,20 @@ def _plain(text: str) -> tuple[str, str]:
         found = json.loads(text)
     except ValueError:
         return "", text
-    if not isinstance(found, dict) or not isinstance(found.get("message"), str):
+    if not isinstance(found, dict):
+        return "", text
+    if isinstance(found.get("event"), str):
+        fields = (f"{key}={_short(value)}" for key, value in found.items() if key != "event")
+        return "", " ".join([found["event"], *fields])
+    if not isinstance(found.get("message"), str):
         return "", text
     traceback = found.get("traceback")
     message = found["message"] + (f"\n{traceback}" if isinstance(traceback, str) else "")
     return str(found.get("level") or ""), message
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def seconds_of(text: str) -> int:
