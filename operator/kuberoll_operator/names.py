@@ -28,6 +28,8 @@ CONFIG: Final = "config"
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
 CHECK: Final = "check"
+READER: Final = "reader"
+"""Of pods that `kuberoll get` makes."""
 FINISH: Final = "finish"
 
 CONFIG_KEY: Final = "job.json"

@@ -14,7 +14,7 @@ from kuberoll_operator.render import Subject, build_finish_job
 from kuberoll_operator.render.config import CONFIG_FILE
 from kuberoll_operator.settings import Settings
 
-COMPONENT: Final = "reader"
+COMPONENT: Final = names.READER
 CONTAINER: Final = "reader"
 COMMAND: Final = ("python", "-m", "kuberoll_workers.reader", "--config", CONFIG_FILE)
 DEADLINE_SECONDS: Final = 3600

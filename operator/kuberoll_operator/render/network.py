@@ -22,10 +22,11 @@ _DNS: Final[Object] = {
     "to": [*_ANYWHERE_INSIDE, {"ipBlock": {"cidr": "169.254.20.10/32"}}],
 }
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_OF_THE_WORKERS: Final = [names.CHECK, names.FINISH, names.READER, names.WORKERS]
 
 
 def build_network_policies(subject: Subject) -> list[Object]:
-    """NetworkPolicy <job>-workers, of worker, check and finish pods, and <job>-generation where those pods are ours."""
+    """NetworkPolicy <job>-workers, of all pods made by the workers' options, and <job>-generation where it is ours."""
     return [_workers(subject), *([] if subject.backend == "External" else [_generation(subject)])]
 
 
@@ -38,9 +39,7 @@ def _workers(subject: Subject) -> Object:
     egress.append({"ports": [_tcp(port) for port in ports], "to": _ANYWHERE})
     spec = {
         "podSelector": {
-            "matchExpressions": [
-                {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.CHECK, names.FINISH, names.WORKERS]}
-            ],
+            "matchExpressions": [{"key": names.COMPONENT_LABEL, "operator": "In", "values": _OF_THE_WORKERS}],
             "matchLabels": {names.JOB_LABEL: subject.name},
         },
         "policyTypes": ["Egress", "Ingress"],
