@@ -67,7 +67,9 @@ def test_version() -> None:
 def test_help_lists_own_commands_and_those_of_entry_points() -> None:
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
-    assert {"validate", "run"} <= {line.split()[0] for line in result.output.splitlines() if line.strip()}
+    assert {"validate", "run", "get", "logs", "top"} <= {
+        line.split()[0] for line in result.output.splitlines() if line.strip()
+    }
 
 
 def test_an_unknown_command_is_an_error() -> None:
@@ -78,7 +80,7 @@ def test_an_unknown_command_is_an_error() -> None:
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution with four subcommands, three of which cannot be used."""
+    """An installed distribution with five subcommands, four of which cannot be used."""
     metadata = tmp_path / "plugins-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
@@ -99,6 +101,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             lack = kuberoll_lacking:lack
             broken = kuberoll_broken:broken
             number = kuberoll_whole:number
+            part = kuberoll_whole:greet [lacking]
             """)
     )
     (tmp_path / "kuberoll_whole.py").write_text(
@@ -119,7 +122,11 @@ def test_a_command_of_an_entry_point_runs() -> None:
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["file", "--set", "a=b", "-x"]])
 @pytest.mark.parametrize(
     ("name", "missing", "extra"),
-    [("lack", "no-such-distribution", "lacking"), ("broken", "no_such_module", "broken")],
+    [
+        ("lack", "no-such-distribution", "lacking"),
+        ("part", "no-such-distribution", "lacking"),
+        ("broken", "no_such_module", "broken"),
+    ],
 )
 def test_a_command_without_its_dependencies_says_how_to_install_them(
     name: str, missing: str, extra: str, arguments: list[str]

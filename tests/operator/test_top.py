@@ -1,0 +1,174 @@
+"""`kuberoll top`: rates by the workers' counters, and by the status where those cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kuberoll_operator import names
+from kuberoll_operator.commands.top import page
+from kuberoll_operator.console.connection import Place, connected
+from kuberoll_operator.console.rates import ACTIVE, TOKENS, TURNS, Look, PodCounts, Row, counts_of, row_of
+from kuberoll_operator.console.watching import Jobs
+from kuberoll_operator.model import Object
+from kuberoll_workers.telemetry import definitions
+from tests.operator.emulator import Emulator, Fault
+from tests.operator.support import NAMESPACE, manifest, stamp
+
+
+def metrics(turns: int, tokens: int, active: int) -> str:
+    labels = 'rolloutjob="puzzle",environment="e"'
+    return f"""# HELP kuberoll_turns_total Turns.
+# TYPE kuberoll_turns_total counter
+kuberoll_turns_total{{{labels},turn="1"}} {turns - 1}.0
+kuberoll_turns_total{{{labels},turn="2"}} 1.0
+kuberoll_turns_created{{{labels},turn="1"}} 1.7e+09
+kuberoll_tokens_total{{{labels},kind="prompt"}} 100000.0
+kuberoll_tokens_total{{{labels},kind="generated"}} {tokens}.0
+kuberoll_trajectories_active{{{labels},state="generation"}} {active - 1}.0
+kuberoll_trajectories_active{{{labels},state="environment"}} 1.0
+something_else 3
+"""
+
+
+def test_the_names_are_those_of_the_workers() -> None:
+    found = [definitions.TURNS.name, definitions.TOKENS.name, definitions.TRAJECTORIES_ACTIVE.name]
+    assert found == [TURNS, TOKENS, ACTIVE]
+
+
+def test_counts() -> None:
+    assert counts_of(metrics(7, 70, 5)) == PodCounts(7.0, 70.0, 5.0)
+    assert counts_of("") == PodCounts(0.0, 0.0, 0.0)
+    with pytest.raises(ValueError):
+        counts_of("kuberoll_turns_total{broken")
+
+
+def job(seconds: float = 0, phase: str = "Running", **progress: Any) -> Object:
+    told = {"completed": 3, "trajectories": 8, "failed": 1, "lastUpdated": stamp(seconds), **progress}
+    return {**manifest(), "status": {"phase": phase, "progress": told}}
+
+
+def test_rates_are_those_of_pods_that_were_there_both_times() -> None:
+    before = Look(job(), 100.0, {"a": PodCounts(10, 100, 4), "b": PodCounts(50, 500, 4), "gone": PodCounts(9, 9, 9)})
+    # One began anew, and another has come.
+    now = Look(job(), 102.0, {"a": PodCounts(30, 300, 5), "b": PodCounts(2, 20, 3), "new": PodCounts(1000, 1000, 2)})
+    row = row_of(now, before)
+    assert (row.turns_per_second, row.tokens_per_second, row.in_flight) == (10.0, 100.0, 10)
+    assert (row.progress, row.failed) == ("3/8", 1)
+
+
+def test_rates_of_the_status_are_those_between_two_writings() -> None:
+    before = Look(job(0, turns=10, generatedTokens=100), 100.0)
+    row = row_of(Look(job(20, turns=50, generatedTokens=300), 103.0), before)
+    assert (row.turns_per_second, row.tokens_per_second, row.in_flight) == (2.0, 10.0, None)
+    same = row_of(Look(job(0, turns=10), 103.0), before)
+    assert same.turns_per_second is None
+
+
+def test_what_does_not_run_has_no_rate() -> None:
+    before, now = Look(job(), 1.0, {"a": PodCounts(1, 1, 1)}), Look(job(5, "Finishing"), 2.0, {"a": PodCounts(2, 2, 0)})
+    assert row_of(now, before).turns_per_second is None
+    new = row_of(Look(manifest(), 1.0), None)
+    assert (new.phase, new.progress, new.failed, new.mean_reward) == ("-", "-", None, None)
+
+
+def worker(name: str, shard: int, ready: bool = True) -> Object:
+    labels = names.labels("puzzle", names.WORKERS)
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    metadata = {"name": name, "namespace": NAMESPACE, "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {}, "status": {"conditions": conditions}}
+
+
+PAGE = ("w:9464", "metrics")
+
+
+async def test_workers_are_asked_through_the_api_server(tmp_path: Path) -> None:
+    emulator = Emulator()
+    emulator.put(job())
+    emulator.put(worker("w", 0))
+    emulator.put(worker("silent", 1))
+    emulator.put(worker("starts", 2, ready=False))
+    emulator.pages[PAGE] = metrics(10, 100, 4)
+    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
+        jobs = Jobs(connection, None)
+        (first,) = await jobs.look()
+        emulator.pages[PAGE] = metrics(20, 300, 6)
+        (second,) = await jobs.look()
+    assert (first.turns_per_second, first.in_flight) == (None, 4)
+    assert second.turns_per_second is not None
+    assert second.tokens_per_second == pytest.approx(20 * second.turns_per_second)
+    assert second.in_flight == 6
+    assert jobs.notes == ["1 of 2 workers do not answer through the API server"]
+
+
+@pytest.mark.parametrize("what", ["proxy", "pods"])
+async def test_without_the_right_the_status_is_shown_and_the_right_is_named(what: str, tmp_path: Path) -> None:
+    emulator = Emulator()
+    emulator.put(job(0, turns=10))
+    emulator.put(worker("w", 0))
+    resource = "pods/proxy" if what == "proxy" else "pods"
+    verb = "get" if what == "proxy" else "list"
+    message = f'User "jane" cannot {verb} resource "{resource}" in API group "" in the namespace "rollouts"'
+    body = {"reason": "Forbidden", "message": message}
+    emulator.faults.append(
+        Fault(
+            lambda request: request.plural == "pods" and (what == "pods" or "/proxy/" in request.path),
+            403,
+            body,
+            times=None,
+        )
+    )
+    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
+        jobs = Jobs(connection, NAMESPACE)
+        await jobs.look()
+        emulator.put(job(10, turns=60))
+        (row,) = await jobs.look()
+        asked = len(emulator.requests)
+        (again,) = await jobs.look()
+        # What is refused once is not asked for again; the rate stays until the status is written anew.
+        assert len(emulator.requests) == asked + 1
+    assert row.turns_per_second == again.turns_per_second == 5.0
+    (note,) = jobs.notes
+    assert "rates are those of the status" in note
+    assert f"may not {verb} {resource}" in note
+
+
+def rendered(rows: list[Row], notes: list[str], namespace: str | None) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=200).print(page(rows, notes, namespace))
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_the_table() -> None:
+    row = Row("ns", "first", "Running", "3/8", 41.26, 12345.6, 0.12214, 128, 0, 3725)
+    waiting = Row("ns", "second", "Starting", "-", None, None, None, None, None, None)
+    assert rendered([row, waiting], ["a note"], None) == [
+        "NAMESPACE NAME PHASE PROGRESS TURNS/S TOKENS/S REWARD IN FLIGHT FAILED ETA",
+        "ns first Running 3/8 41.3 12,346 0.1221 128 0 1:02:05",
+        "ns second Starting - - - - - - -",
+        "a note",
+    ]
+    assert rendered([row], [], "ns")[0].startswith("NAME PHASE")
+    assert rendered([], [], "ns") == ["There is no RolloutJob in namespace ns."]
+
+
+async def test_once_prints_the_table(tmp_path: Path) -> None:
+    emulator = Emulator()
+    emulator.put(job(phase="Succeeded"))
+    async with emulator.running(tmp_path) as file:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from kuberoll_api.cli import main; main()"),
+            *("top", "--kubeconfig", str(file), "-n", NAMESPACE, "--once"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+    assert process.returncode == 0
+    header, line = out.decode().splitlines()
+    assert header.split()[:2] == ["NAME", "PHASE"]
+    assert line.split()[:3] == ["puzzle", "Succeeded", "3/8"]
