@@ -18,6 +18,7 @@ from kuberoll_operator.console import pod_logs
 from kuberoll_operator.console.connection import Place, connected
 from kuberoll_operator.console.log_lines import LogLine, event_line, nanoseconds, seconds_of, shown, stamped_line
 from kuberoll_operator.console.pod_logs import COMPONENTS, JobLogs, Wanted, merged
+from kuberoll_operator.kube.errors import Forbidden
 from kuberoll_operator.model import Object
 from tests.operator.emulator import Emulator, Fault
 from tests.operator.support import NAMESPACE, manifest
@@ -212,6 +213,28 @@ async def test_predecessors_that_crashed(emulator: Emulator, tmp_path: Path) -> 
     assert await history(emulator, tmp_path, Wanted(generation, previous=True)) == ["crashed", "g11", "g13", "g15"]
 
 
+async def test_a_kubelet_that_does_not_answer_hides_no_other_log(emulator: Emulator, tmp_path: Path) -> None:
+    away = Fault(
+        lambda request: request.path.endswith("/pods/g/log"), 500, {"message": "dial tcp: refused"}, times=None
+    )
+    emulator.faults.append(away)
+    notes: list[str] = []
+    assert await history(emulator, tmp_path, Wanted(frozenset({names.WORKERS, names.GENERATION})), notes) == [
+        "w11",
+        "w13",
+        "w15",
+    ]
+    assert notes == ["the log of g cannot be read now: dial tcp: refused"]
+
+
+async def test_a_log_that_may_not_be_read_is_an_error(emulator: Emulator, tmp_path: Path) -> None:
+    message = 'User "jane" cannot get resource "pods/log" in API group "" in the namespace "rollouts"'
+    body = {"message": message, "reason": "Forbidden"}
+    emulator.faults.append(Fault(lambda request: request.path.endswith("/log"), 403, body, times=None))
+    with pytest.raises(Forbidden):
+        await history(emulator, tmp_path, Wanted(ALL))
+
+
 async def test_events_that_may_not_be_read_are_left_out_with_a_word(emulator: Emulator, tmp_path: Path) -> None:
     message = (
         'events.events.k8s.io is forbidden: User "jane" cannot list resource "events" in API group "events.k8s.io" '
@@ -252,6 +275,16 @@ async def test_following_tells_each_line_once_and_finds_new_pods(
     await until("w15.1")
     emulator.log("w", "worker", f"{stamp(15.1)} again")
     await until("again")
+    # The kubelet, and then the API server, do not answer for a while.
+    away = Fault(
+        lambda request: "/log" in request.path or request.plural == "events", 500, {"message": "away"}, times=6
+    )
+    emulator.faults.append(away)
+    emulator.end_log("w", "worker")
+    await emulator.until(lambda: away.times == 0)
+    emulator.log("w", "worker", f"{stamp(15.2)} after")
+    emulator.open_logs.add(("w", "worker"))
+    await until("after")
     emulator.put(pod("f", names.FINISH, "finish"))
     emulator.log("f", "finish", f"{stamp(16)} f16")
     await until("f16")

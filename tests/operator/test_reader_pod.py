@@ -126,7 +126,7 @@ def test_it_has_no_token_of_the_policy() -> None:
 
 
 def test_it_goes_where_the_workers_are() -> None:
-    node = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}}
+    node: Object = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}}
     apart = {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "kubernetes.io/hostname"}]}
     template = {"spec": {"affinity": {"nodeAffinity": node, "podAntiAffinity": apart}}}
     affinity = made(workers={"podTemplate": template})["spec"]["affinity"]

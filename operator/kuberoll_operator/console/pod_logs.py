@@ -17,9 +17,9 @@ import aiohttp
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import component_of
 from kuberoll_operator.console.connection import Connection
-from kuberoll_operator.console.errors import ConsoleError, sentence_of
+from kuberoll_operator.console.errors import sentence_of
 from kuberoll_operator.console.log_lines import LogLine, event_line, stamped_line
-from kuberoll_operator.kube.errors import ApiError, Forbidden, error_of
+from kuberoll_operator.kube.errors import ApiError, Forbidden, TooMany, Unavailable, error_of
 from kuberoll_operator.kube.resources import EVENTS, PODS, ROLLOUT_JOBS
 from kuberoll_operator.model import Object
 
@@ -92,32 +92,64 @@ class JobLogs:
             parts: list[AsyncIterator[LogLine]] = [_each(await self._events())]
             for source in self._sources.values():
                 if self._wanted.previous and source.restarts:
-                    parts.append(self._lines(session, source, previous=True))
-                parts.append(self._lines(session, source))
+                    parts.append(self._readable(source, self._lines(session, source, previous=True)))
+                parts.append(self._readable(source, self._lines(session, source)))
             async for line in merged(parts):
                 yield line
 
+    async def _readable(self, source: _Source, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
+        """The lines, and a word where they cannot be had: one node that does not answer hides no other's logs."""
+        try:
+            async for line in lines:
+                yield line
+        except (TooMany, Unavailable) as error:
+            self._note(f"the log of {source.shown_as} cannot be read now: {error.message}")
+
     async def live(self) -> AsyncIterator[LogLine]:
-        """What comes after `history`, new pods included, until the job is over and all its containers have ended."""
-        async with self._connection.access.session() as session, asyncio.TaskGroup() as tasks:
-            ended = False
-            looked = time.monotonic()
-            while True:
-                for source in self._sources.values():
-                    if source.task is None and not source.over:
-                        source.task = tasks.create_task(self._follow(session, source, ended=not source.running))
-                for line in await self._window(looked + POLL_SECONDS):
+        """What comes after `history`, new pods included, until the job is over and all its containers have ended.
+
+        Where the API server, or a kubelet behind it, does not answer for a while, it goes on when they do.
+        """
+        async with self._connection.access.session() as session:
+            try:
+                async for line in self._live(session):
                     yield line
-                if time.monotonic() < looked + POLL_SECONDS:
-                    continue
-                quiet = all(source.over for source in self._sources.values()) and self._queue.empty()
+            finally:
+                tasks = [source.task for source in self._sources.values() if source.task is not None]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _live(self, session: aiohttp.ClientSession) -> AsyncIterator[LogLine]:
+        ended, looked, away = False, time.monotonic(), False
+        while True:
+            for source in self._sources.values():
+                if source.task is not None and source.task.done():
+                    # What cannot pass, a missing right for example, is raised here.
+                    source.task.result()
+                    source.task = None
+            for line in await self._window(looked + POLL_SECONDS):
+                yield line
+            if time.monotonic() < looked + POLL_SECONDS:
+                continue
+            quiet = all(source.over for source in self._sources.values()) and self._queue.empty()
+            try:
                 for line in await self._events():
                     yield line
                 if ended and quiet:
                     return
                 ended = await self._is_over()
                 await self._look()
-                looked = time.monotonic()
+                away = False
+            except (TooMany, Unavailable) as error:
+                if not away:
+                    self._note(f"the API server does not answer: {error.message}; trying again")
+                away = True
+            looked = time.monotonic()
+            for source in self._sources.values():
+                if source.task is None and not source.over:
+                    following = self._follow(session, source, ended=not source.running)
+                    source.task = asyncio.create_task(following)
 
     async def _window(self, until: float) -> list[LogLine]:
         """Lines that came within a moment, in order; none where none came in time."""
@@ -132,12 +164,11 @@ class JobLogs:
 
     async def _follow(self, session: aiohttp.ClientSession, source: _Source, *, ended: bool) -> None:
         """Read a log to its present end, or on and on; once a container has ended, what is read to the end is all."""
-        try:
+        # What the kubelet does not give now is read with the next look.
+        with contextlib.suppress(TooMany, Unavailable):
             async for line in self._lines(session, source, follow=not ended):
                 await self._queue.put(line)
             source.over = ended
-        finally:
-            source.task = None
 
     async def _look(self) -> None:
         """Bring the list of containers up to date."""
@@ -222,9 +253,7 @@ class JobLogs:
                 async for line in _lines_of(answer.content):
                     yield line
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            # One that is followed is read on with the next look.
-            if "follow" not in query:
-                raise ConsoleError(f"{path}: {error}") from error
+            raise Unavailable(str(error) or type(error).__name__, request=f"get {path}") from error
 
 
 async def merged(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLine]:
