@@ -47,6 +47,7 @@ async def _top(place: Place, everywhere: bool, once: bool, interval: float) -> i
     from rich.live import Live
 
     from kuberoll_operator.console.watching import Jobs
+    from kuberoll_operator.kube.errors import TooMany, Unavailable
 
     namespace = None if everywhere else place.resolved_namespace()
     console = Console(highlight=False)
@@ -65,7 +66,11 @@ async def _top(place: Place, everywhere: bool, once: bool, interval: float) -> i
         with Live(page(rows, jobs.notes, namespace), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 await asyncio.sleep(interval)
-                live.update(page(await jobs.look(), jobs.notes, namespace), refresh=True)
+                try:
+                    rows, notes = await jobs.look(), jobs.notes
+                except (TooMany, Unavailable) as error:
+                    notes = [f"the API server does not answer: {error.message}"]
+                live.update(page(rows, notes, namespace), refresh=True)
 
 
 def page(rows: Sequence[Row], notes: Sequence[str], namespace: str | None) -> RenderableType:
