@@ -10,8 +10,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from kuberoll_operator import names
+from kuberoll_operator.commands.get import rendered_template
 from kuberoll_operator.commands.render import children_of
-from kuberoll_operator.console.reader_pod import pod_name, reader_pod, rendered_template
+from kuberoll_operator.console.errors import ConsoleError
+from kuberoll_operator.console.reader_pod import pod_name, reader_pod
 from kuberoll_operator.model import Object
 from kuberoll_workers.pod_contract import PodConfig
 from tests.operator.support import NAMESPACE, SETTINGS, UID, job, manifest
@@ -145,6 +147,11 @@ def test_a_job_without_its_jobs_is_rendered() -> None:
     assert "output" in {item["name"] for item in main["volumeMounts"]}
     named = live(workers={"image": "example.org/mine:2"})
     assert rendered_template(named, None)["spec"]["containers"][0]["image"] == "example.org/mine:2"
+
+
+def test_a_job_that_has_no_pods_and_never_will_says_why() -> None:
+    with pytest.raises(ConsoleError, match=r"cannot have any: spec\.output\.uri: found .runs/x."):
+        rendered_template(live(output={"uri": "runs/x"}), None)
 
 
 def test_its_name_is_its_own_and_a_name() -> None:

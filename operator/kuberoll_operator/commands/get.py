@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kuberoll_operator.console.connection import Place, connected, find_job, job_name, place_options, run
+from kuberoll_operator.console.errors import ConsoleError
 
 if TYPE_CHECKING:
     from kuberoll_operator.model import Object
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     "--include", metavar="PATTERN", multiple=True, help="Only files of such names, 'shard-*' say; may be repeated."
 )
 @click.option("--force", is_flag=True, help="Replace files that are here and are others.")
-@click.option("--image", help="Image of the reader pod, for a job whose worker and finish Jobs are gone.")
+@click.option("--image", help="Image of the reader pod, for a job that has no Jobs to take it from.")
 @click.option(
     "--start-timeout",
     type=click.FloatRange(min=1),
@@ -80,7 +82,9 @@ async def _get(
         snapshot = not has_ended(job)
         if snapshot:
             note(f"rlj/{name} is {phase}: this is a snapshot, of whole lines; the same command brings the rest later")
-        session = ReaderSession(connection, job, image=image, start_seconds=start_timeout, note=note)
+        session = ReaderSession(
+            connection, job, spare=lambda: rendered_template(job, image), start_seconds=start_timeout, note=note
+        )
         async with session:
             if stream:
                 await Stream(sys.stdout.buffer, note=note).run(session.connect)
@@ -105,6 +109,32 @@ async def _get(
     if outcome.skipped:
         note(f"{len(outcome.skipped)} files were here already")
     return 0
+
+
+def rendered_template(job: Object, image: str | None) -> Object:
+    """The template of a job whose own Jobs are gone, as the operator would make it.
+
+    Args:
+        image: Where the job names none; None: this version's own.
+
+    Raises:
+        ConsoleError: The operator would make no pods of this job.
+    """
+    from kuberoll_api.rolloutjob import RolloutJob
+    from kuberoll_operator import names
+    from kuberoll_operator.commands.render import children_of
+    from kuberoll_operator.settings import Settings
+
+    settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
+    parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
+    name = names.finish(job["metadata"]["name"])
+    try:
+        children = [child for _, child in children_of(parsed, job["metadata"]["namespace"], settings)]
+    except ValueError as error:
+        raise ConsoleError(f"the job has no pods, and cannot have any: {error}") from error
+    finish = next(child for child in children if child["kind"] == "Job" and child["metadata"]["name"] == name)
+    template: Object = finish["spec"]["template"]
+    return template
 
 
 def has_ended(job: Object) -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kuberoll_api.rolloutjob import API_VERSION, KIND, RolloutJob
+from kuberoll_api.rolloutjob import API_VERSION, KIND
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
-from kuberoll_operator.render import Subject, build_finish_job
 from kuberoll_operator.render.config import CONFIG_FILE
-from kuberoll_operator.settings import Settings
 
 COMPONENT: Final = names.READER
 CONTAINER: Final = "reader"
@@ -96,29 +93,8 @@ def pod_name(job: str) -> str:
     return f"{job}-{COMPONENT}-{secrets.token_hex(3)}"
 
 
-def rendered_template(job: Object, image: str | None) -> Object:
-    """The template of a job whose own Jobs are gone, as the operator would make it.
-
-    Args:
-        image: Where the job names none; None: this version's own.
-    """
-    settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
-    parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
-    subject = Subject(
-        job=parsed,
-        namespace=job["metadata"]["namespace"],
-        uid=job["metadata"]["uid"],
-        settings=settings,
-        endpoint="",
-        backend="External",
-        shards=1,
-    )
-    template: Object = build_finish_job(subject)["spec"]["template"]
-    return template
-
-
 def _main(containers: list[Object]) -> Object:
-    wanted = [item for item in containers if item["name"] in ("worker", "finish")]
+    wanted = [item for item in containers if item["name"] in ("worker", "finish", "check")]
     return (wanted or containers)[0]
 
 

@@ -13,7 +13,7 @@ from kuberoll_operator.console.connection import Connection
 from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.execution import StreamLost, execution
 from kuberoll_operator.console.reader import Reader
-from kuberoll_operator.console.reader_pod import COMMAND, COMPONENT, CONTAINER, pod_name, reader_pod, rendered_template
+from kuberoll_operator.console.reader_pod import COMMAND, COMPONENT, CONTAINER, pod_name, reader_pod
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import ApiError, Forbidden, QuotaExceeded, TooMany, Unavailable
 from kuberoll_operator.kube.resources import EVENTS, PODS, resource_of
@@ -39,7 +39,7 @@ class ReaderSession:
 
     Args:
         job: The RolloutJob, live.
-        image: Of the pod where nothing else says it.
+        spare: Gives the template of a job that has no Jobs to take it from.
         start_seconds: That the pod may take to start.
         note: Takes lines for the person.
     """
@@ -49,11 +49,11 @@ class ReaderSession:
         connection: Connection,
         job: Object,
         *,
-        image: str | None,
+        spare: Callable[[], Object],
         start_seconds: float,
         note: Callable[[str], None],
     ) -> None:
-        self._connection, self._job, self._image = connection, job, image
+        self._connection, self._job, self._spare = connection, job, spare
         self._start_seconds, self._note = start_seconds, note
         self._namespace: str = job["metadata"]["namespace"]
         self._name: str | None = None
@@ -118,12 +118,12 @@ class ReaderSession:
 
     async def _template(self) -> Object:
         name = self._job["metadata"]["name"]
-        for job in (names.workers(name), names.finish(name)):
+        for job in (names.workers(name), names.finish(name), names.check(name)):
             found = await self._connection.client.get(_JOBS, self._namespace, job)
             if found is not None:
                 template: Object = found["spec"]["template"]
                 return template
-        return rendered_template(self._job, self._image)
+        return self._spare()
 
     async def _until_running(self, name: str) -> None:
         said, last = "", ""
