@@ -34,6 +34,9 @@ class Reason:
     SUSPENDING: Final = "Suspending"
     JOB_SUSPENDED: Final = "JobSuspended"
     JOB_RESUMED: Final = "JobResumed"
+    QUEUED: Final = "Queued"
+    EVICTED: Final = "Evicted"
+    ADMITTED: Final = "Admitted"
     # WorkersChecked
     CHECKING: Final = "Checking"
     CHECKED: Final = "Checked"

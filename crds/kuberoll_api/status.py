@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints
 
 from kuberoll_api.types import MAX_COUNT, Model, Name, keyed_by
 
-Phase = Literal["Pending", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed"]
+Phase = Literal["Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed"]
 
 _SECOND = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.][0-9]{1,9})?Z$"
 

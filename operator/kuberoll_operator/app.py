@@ -7,20 +7,19 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from kuberoll_operator import discovery
 from kuberoll_operator.cache import Cache
-from kuberoll_operator.discovery import kuberay_changes, serves_kuberay
 from kuberoll_operator.health import Health, routes, serving
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.events import Recorder
 from kuberoll_operator.kube.lease import Elector, LeadershipLost
 from kuberoll_operator.kube.owner import owner_of_pod
-from kuberoll_operator.kube.resources import RAY_SERVICES
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key
 from kuberoll_operator.progress import ProgressPoller
@@ -111,11 +110,12 @@ class Operator:
                 serving(routes(health, self.metrics.registry), host=settings.http_host, port=settings.http_port)
             )
             serving_at(self.port)
-            asked = settings.kuberay is None
-            if asked:
-                settings = settings.model_copy(update={"kuberay": await self._discovered(client)})
-                if self.stop.is_set():
-                    return 0
+            asked = [name for name in discovery.OPTIONAL if getattr(settings, name) is None]
+            known = await self._discovered(client, asked)
+            if self.stop.is_set():
+                return 0
+            settings = settings.model_copy(update=known)
+            optional = [resource for name, resource in discovery.OPTIONAL.items() if getattr(settings, name)]
             poller = await stack.enter_async_context(
                 ProgressPoller(self.queue.add, seconds=settings.progress_seconds, token=settings.token_of)
             )
@@ -124,7 +124,7 @@ class Operator:
                 lambda: load_access(self._kubeconfig),
                 identity=self.identity,
                 namespaces=settings.namespaces,
-                resources=(*WATCHED, RAY_SERVICES) if settings.kuberay else WATCHED,
+                resources=(*WATCHED, *optional),
             )
             recorder = Recorder(client, self.identity)
             reconciler = Reconciler(client, self.cache, poller, recorder, self.metrics, settings)
@@ -136,7 +136,7 @@ class Operator:
                 seconds=settings.reconcile_seconds,
                 resync=settings.resync_seconds,
             )
-            return await self._run(watches, pool, self._changes(client, settings) if asked else asyncio.Event().wait())
+            return await self._run(watches, pool, self._changes(client, known))
 
     def _leads(self) -> bool:
         return self._working and (self._elector is None or self._elector.leading)
@@ -158,24 +158,30 @@ class Operator:
 
     def _unsynced(self) -> list[str]:
         # Which kinds there are to be watched is found out first.
-        return [RAY_SERVICES.plural] if self._watches is None else self._watches.unsynced()
+        if self._watches is None:
+            return [resource.plural for resource in discovery.OPTIONAL.values()]
+        return self._watches.unsynced()
 
-    async def _discovered(self, client: Client) -> bool:
-        """Whether there is KubeRay; False where it is told to stop while it waits for the answer."""
+    async def _discovered(self, client: Client, asked: Sequence[str]) -> dict[str, bool]:
+        """Which of the kinds are served; nothing where it is told to stop while it waits for the answer."""
         self._listen()
-        asking = asyncio.create_task(serves_kuberay(client), name="discovery")
+        asking = asyncio.create_task(discovery.served(client, asked), name="discovery")
         told = asyncio.create_task(self.stop.wait(), name="stop")
         try:
             await asyncio.wait({asking, told}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.done() and asking.result()
+            return asking.result() if asking.done() else {}
         finally:
             for task in (asking, told):
                 task.cancel()
             await asyncio.gather(asking, told, return_exceptions=True)
 
-    async def _changes(self, client: Client, settings: Settings) -> None:
-        found = await kuberay_changes(client, bool(settings.kuberay))
-        _log.info("KubeRay was %s: beginning anew", "installed" if found else "removed")
+    async def _changes(self, client: Client, known: Mapping[str, bool]) -> None:
+        """Returns when the cluster serves other kinds than it did at the start."""
+        found = await discovery.changes(client, known)
+        for name, resource in discovery.OPTIONAL.items():
+            if found.get(name) != known.get(name):
+                change = "are served now" if found[name] else "are served no more"
+                _log.info("%s %s: beginning anew", resource.plural, change)
 
     async def _run(self, watches: Watches, pool: Pool, changes: Coroutine[Any, Any, object]) -> int:
         self._listen()

@@ -19,7 +19,7 @@ from kuberoll_operator.model import Key, Object, condition, is_true
 from kuberoll_operator.placement import gpus_of
 from kuberoll_operator.plan import parse_time
 
-PHASES = ("Pending", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed")
+PHASES = ("Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed")
 
 
 class Metrics:

@@ -83,6 +83,19 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterQuota:
+    """What a job's Workload refers to, of the whole cluster.
+
+    Attributes:
+        flavors: `spec` of the ResourceFlavors that are assigned to it, by name; of those that are there.
+        priority: Value of the job's WorkloadPriorityClass; None: it names none, or one that is not there.
+    """
+
+    flavors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """The children of a job as they are.
 
@@ -93,6 +106,7 @@ class Observed:
         progress: Of worker pods that answered, by shard.
         served: Weights of replicas that answered, by replica.
         errors: What could not be written in this reconcile, by kind and name.
+        quota: What its Workload refers to.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
@@ -101,23 +115,39 @@ class Observed:
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
     served: Mapping[str, Served] = field(default_factory=dict)
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
+    quota: ClusterQuota = field(default_factory=ClusterQuota)
 
     def get(self, kind: str, name: str) -> Object | None:
         """A child, if it is there."""
         return self.children.get((kind, name))
 
 
+class StatusPatch(NamedTuple):
+    """What is to be changed in the status of an object that others write, too.
+
+    Attributes:
+        version: The resource version that it was decided by; of another one the patch is refused.
+        status: A JSON merge patch of the status.
+    """
+
+    ref: Ref
+    version: str
+    status: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be written and removed, in this order: `apply`, then `delete`.
+    """What is to be written and removed, in this order: `apply`, then `patch`, then `delete`.
 
     Attributes:
         apply: Whole objects for server-side apply, with owner references and digests.
+        patch: Changes of statuses.
         delete: Children that must not be there; deletion is in the foreground of their pods (`Background` policy).
         delete_job: The RolloutJob itself, whose time to live is over.
     """
 
     apply: Sequence[Object] = ()
+    patch: Sequence[StatusPatch] = ()
     delete: Sequence[Ref] = ()
     delete_job: bool = False
 

@@ -15,6 +15,12 @@ STATUS_MANAGER: Final = "kuberoll-operator-status"
 JOB_LABEL: Final = "kuberoll.io/job"
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 
+QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
+"""Kueue's label: of a RolloutJob, the LocalQueue of its namespace that it waits in for quota."""
+
+PRIORITY_LABEL: Final = "kueue.x-k8s.io/priority-class"
+"""Kueue's label: of a RolloutJob, the WorkloadPriorityClass that it has in its queue."""
+
 DIGEST: Final = "kuberoll.io/digest"
 """Annotation: of a child as it was rendered."""
 
@@ -31,6 +37,10 @@ CHECK: Final = "check"
 READER: Final = "reader"
 """Of pods that `kuberoll get` makes."""
 FINISH: Final = "finish"
+QUOTA: Final = "quota"
+
+HEAD: Final = "head"
+"""The pod set of Ray's head in a Workload, with backend KubeRay; the others are called like their component."""
 
 CONFIG_KEY: Final = "job.json"
 
@@ -88,6 +98,11 @@ def check(job: str) -> str:
 def finish(job: str) -> str:
     """The Job that aggregates."""
     return f"{job}-finish"
+
+
+def workload(job: str) -> str:
+    """Kueue's Workload."""
+    return f"{job}-workload"
 
 
 def labels(job: str, component: str) -> dict[str, str]:

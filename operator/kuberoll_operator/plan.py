@@ -16,7 +16,7 @@ from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.types import MAX_COUNT
-from kuberoll_operator import names, render
+from kuberoll_operator import names, queueing, render
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of
 from kuberoll_operator.backends.pods import (
     Ended,
@@ -29,7 +29,8 @@ from kuberoll_operator.backends.pods import (
     still_there,
     told,
 )
-from kuberoll_operator.model import Object, Observed, Plan, Ref, condition, is_true
+from kuberoll_operator.model import Object, Observed, Plan, Ref, StatusPatch, condition, is_true
+from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render import Subject
 from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
@@ -50,10 +51,15 @@ class Stage(Enum):
     FAILING = "a cause is found, and what holds resources is removed"
     CLEARING = "all is done, and the last GPUs are on their way back"
     SUSPENDED = "stopped by the user"
+    QUEUED = "without quota: it is waited for, or given back"
     CHECKING = "what workers need is looked at, before any engine is asked for"
     FINISHING = "all shards are done, and are being aggregated"
     RUNNING = "workers may run"
     STARTING = "generation is awaited"
+
+
+STOPPED: Final = frozenset({Stage.SUSPENDED, Stage.QUEUED})
+"""Nothing is to run, and the job goes on later."""
 
 
 class Cause(NamedTuple):
@@ -129,6 +135,8 @@ class Situation:
         ready: Whether generation is ready; it becomes so when all replicas are, and stays so while one is.
         failure: The first cause for which the job fails or has failed.
         taken: Why a child cannot be written: something else has its name.
+        quota: Its part of a queue's quota.
+        settled: Whether no pod of it holds anything any more.
     """
 
     stage: Stage
@@ -141,6 +149,8 @@ class Situation:
     finish: Finish
     failure: Cause | None
     taken: Cause | None
+    quota: Quota
+    settled: bool
 
 
 def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Plan:
@@ -157,7 +167,7 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
     if here.stage is Stage.UNMANAGED:
         return Plan()
     if here.stage is Stage.OVER:
-        return Plan(delete_job=_outlived(job, status_of(raw), now))
+        return Plan(delete_job=_outlived(job, status_of(raw), now), patch=_quota_news(job, raw, observed, here, now))
     if here.stage is Stage.FAILING:
         # Not before it is written down: what tells the cause is about to go.
         if not is_true(status_of(raw), conditions.FAILURE_TARGET):
@@ -172,7 +182,7 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
         return Plan(delete=_deletable(engines, job, raw, observed))
     apply: list[Object] = []
     # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
-    draining = here.stage is Stage.SUSPENDED and still_there(of_component(observed.pods, names.WORKERS))
+    draining = here.stage in STOPPED and still_there(of_component(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or here.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
     if here.stage is not Stage.CHECKING and (
         here.stage is Stage.SUSPENDED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
@@ -183,7 +193,13 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
         wanted, outdated = _wanted(job, raw, observed, settings, here, now)
         delete += outdated
         apply = [] if here.taken else [render.seal(child) for child in wanted]
-    return Plan(apply=tuple(apply), delete=_deletable(delete, job, raw, observed))
+    if _quota_is_of_no_use(here):
+        delete.append(_workload_ref(job))
+    return Plan(
+        apply=tuple(apply),
+        patch=_quota_news(job, raw, observed, here, now),
+        delete=_deletable(delete, job, raw, observed),
+    )
 
 
 def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Situation:
@@ -196,6 +212,7 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
     check = _check(job, raw, observed, name, generation=generation, shards=shards)
     end = _finish(job, raw, observed)
     ready = _is_ready(generation, status)
+    quota = queueing.quota_of(job, _workload(job, raw, observed), observed.quota, settings)
     failure = _failure(
         job,
         raw,
@@ -208,9 +225,10 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
         shards=shards,
         check=check,
         finish=end,
+        quota=quota,
     )
     return Situation(
-        stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure),
+        stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure, quota=quota),
         backend=name,
         endpoint=backend.endpoint(job, raw["metadata"]["namespace"]) if backend else "",
         generation=generation,
@@ -220,6 +238,8 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
         finish=end,
         failure=failure,
         taken=_taken(job, raw, observed, backend),
+        quota=quota,
+        settled=generation.gone and not still_there(observed.pods),
     )
 
 
@@ -251,6 +271,7 @@ def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation
         endpoint=here.endpoint,
         backend=here.backend,
         shards=here.shards.count,
+        assignments=here.quota.assignments,
     )
 
 
@@ -269,10 +290,12 @@ def parse_time(text: Any) -> datetime | None:
 
 
 def active_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
-    """When a job that goes on has gone on for too long."""
+    """When a job that goes on has gone on for too long; one that was stopped begins to count anew."""
     start = parse_time(status.get("startTime"))
     seconds = job.spec.active_deadline_seconds
-    return None if seconds is None or start is None or job.spec.suspend else start + timedelta(seconds=seconds)
+    if seconds is None or start is None or job.spec.suspend or is_true(status, conditions.SUSPENDED):
+        return None
+    return start + timedelta(seconds=seconds)
 
 
 def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, datetime]:
@@ -337,7 +360,15 @@ def _outlived(job: RolloutJob, status: Mapping[str, Any], now: datetime) -> bool
 
 
 def _stage(
-    job: RolloutJob, raw: Object, *, ready: bool, shards: Shards, check: Check, finish: Finish, failure: Cause | None
+    job: RolloutJob,
+    raw: Object,
+    *,
+    ready: bool,
+    shards: Shards,
+    check: Check,
+    finish: Finish,
+    failure: Cause | None,
+    quota: Quota,
 ) -> Stage:
     status = status_of(raw)
     if job.spec.managed_by not in {None, names.MANAGED_BY} or raw["metadata"].get("deletionTimestamp"):
@@ -350,6 +381,8 @@ def _stage(
         return Stage.CLEARING
     if job.spec.suspend:
         return Stage.SUSPENDED
+    if not quota.granted:
+        return Stage.QUEUED
     if shards.done:
         return Stage.FINISHING
     if not check.done:
@@ -376,6 +409,7 @@ def _failure(
     shards: Shards,
     check: Check,
     finish: Finish,
+    quota: Quota,
 ) -> Cause | None:
     """The first cause for which the job fails; once it is recorded there is no other."""
     status = status_of(raw)
@@ -395,6 +429,9 @@ def _failure(
     for (kind, name), error in sorted(observed.errors.items()):
         if error.reason in FATAL_WRITE_ERRORS:
             return Cause(error.reason, told(f"{kind} {name}: {error.message}"))
+    if not quota.granted:
+        # Its engines are not asked for, or are on their way out.
+        return None
     if not shards.done and generation.refused is not None:
         return Cause(Reason.REFUSED, told(f"generation: {generation.refused}"))
     deadline = active_deadline(job, status)
@@ -456,7 +493,13 @@ def _wanted(
         settled = not still_there(of_component(observed.pods, names.WORKERS))
         if live is None:
             children += [wanted] if here.stage is Stage.RUNNING and settled else []
-        elif live["spec"].get("suspend") and has_other_shape(wanted, live) and is_ours(live, job, raw):
+        elif (
+            # Without its quota it is not known on which nodes the pods are to be.
+            here.quota.granted
+            and live["spec"].get("suspend")
+            and has_other_shape(wanted, live)
+            and is_ours(live, job, raw)
+        ):
             outdated += [ref(wanted)] if settled and not is_dying(live) else []
         elif not is_dying(live):
             children.append(keep_shape(wanted, live, MUTABLE_WORKERS))
@@ -464,7 +507,68 @@ def _wanted(
     if here.shards.done and (here.stage is Stage.FINISHING or end is not None):
         wanted = render.build_finish_job(subject, suspend=here.stage is not Stage.FINISHING)
         children += [] if is_dying(end) else [keep_shape(wanted, end, MUTABLE_FINISH)]
+    if here.stage is Stage.QUEUED and here.quota.makeable and here.quota.queue is not None:
+        children.append(
+            render.build_workload(
+                subject,
+                backend.pod_sets(subject),
+                queue=here.quota.queue,
+                priority=_priority(job, observed),
+            )
+        )
     return children, outdated
+
+
+def _priority(job: RolloutJob, observed: Observed) -> render.Priority | None:
+    name, value = queueing.priority_class_of(job), observed.quota.priority
+    return None if name is None or value is None else render.Priority(name, value)
+
+
+def _workload_ref(job: RolloutJob) -> Ref:
+    return Ref("kueue.x-k8s.io/v1beta2", "Workload", names.workload(job.metadata.name))
+
+
+def _workload(job: RolloutJob, raw: Object, observed: Observed) -> Object | None:
+    """The job's own Workload."""
+    live = observed.get("Workload", names.workload(job.metadata.name))
+    return None if live is None or not is_ours(live, job, raw) else live
+
+
+def _quota_is_of_no_use(here: Situation) -> bool:
+    """Whether the Workload is to go: quota is held as long as a pod is there."""
+    if here.stage is Stage.SUSPENDED or here.quota.outdated:
+        return here.settled
+    return here.quota.queue is None
+
+
+def _quota_news(
+    job: RolloutJob, raw: Object, observed: Observed, here: Situation, now: datetime
+) -> tuple[StatusPatch, ...]:
+    """What Kueue is to be told of the job."""
+    live, status = _workload(job, raw, observed), status_of(raw)
+    if live is None or is_dying(live):
+        return ()
+    patch: Mapping[str, Any] | None = None
+    if here.stage is Stage.OVER:
+        succeeded = is_true(status, conditions.COMPLETE)
+        words = condition(status, conditions.COMPLETE if succeeded else conditions.FAILED).get("message", "")
+        patch = queueing.finished(live, succeeded=succeeded, message=str(words), now=now)
+    elif here.stage is Stage.QUEUED and here.settled:
+        patch = queueing.given_back(live, now)
+    elif here.stage in {Stage.STARTING, Stage.RUNNING, Stage.FINISHING}:
+        done = here.stage is Stage.FINISHING
+        running = here.stage is Stage.RUNNING and is_true(status, conditions.WORKERS_READY)
+        patch = queueing.progressed(live, ready=done or running, unneeded=_unneeded(live, here), now=now)
+    version = str(live["metadata"].get("resourceVersion", ""))
+    return () if patch is None else (StatusPatch(_workload_ref(job), version, patch),)
+
+
+def _unneeded(live: Object, here: Situation) -> dict[str, int]:
+    """Pods whose quota may go to others: when all shards are done, all but the one that aggregates."""
+    if here.stage is not Stage.FINISHING or not here.generation.gone:
+        return {}
+    counts = {item["name"]: int(item.get("count", 1)) for item in live.get("spec", {}).get("podSets") or ()}
+    return {name: count - (name == names.WORKERS) for name, count in counts.items()}
 
 
 def is_dying(live: Mapping[str, Any] | None) -> bool:
@@ -491,6 +595,7 @@ def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
         Ref("batch/v1", "Job", names.check(name)),
         Ref("batch/v1", "Job", names.workers(name)),
         Ref("batch/v1", "Job", names.finish(name)),
+        _workload_ref(job),
     ]
     if backend is not None and native:
         refs += [

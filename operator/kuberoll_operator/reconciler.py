@@ -17,7 +17,7 @@ from kuberoll_api.conditions import Reason
 from kuberoll_api.mistakes import explain
 from kuberoll_api.paths import format_path
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_operator import names
+from kuberoll_operator import names, queueing
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.apply import Applier
 from kuberoll_operator.kube.client import Client
@@ -32,6 +32,7 @@ from kuberoll_operator.kube.errors import (
     TooMany,
 )
 from kuberoll_operator.kube.events import Happening, Recorder
+from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true
@@ -67,6 +68,7 @@ class Reconciler:
         self._recorder, self._metrics, self._settings = recorder, metrics, settings
         self._now = now
         self._applier = Applier(client)
+        self._quota = QuotaReader(client)
 
     async def reconcile(self, key: Key) -> float | None:
         """Looks at a job and does what is next.
@@ -89,7 +91,7 @@ class Reconciler:
             job = RolloutJob.model_validate(raw)
         except ValidationError as error:
             return await self._refuse(raw, error)
-        observed = observe(self._cache, key, raw, self._progress.latest)
+        observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
         planned = plan(job, raw, observed, self._settings, self._now())
         if strangers := await self._unseen(key, planned, observed):
             observed = replace(observed, children={**observed.children, **strangers})
@@ -108,11 +110,19 @@ class Reconciler:
         if _lasting(new) != _lasting(old):
             return 0.0
         due = next_deadline(job, new, now, interval=self._settings.progress_seconds)
-        waits = [SLOW_SECONDS] if observed.errors else []
+        # What a job in a queue may wait for is not watched: a priority class, for one.
+        waits = [SLOW_SECONDS] if observed.errors or new.get("phase") == "Queued" else []
         if job.spec.generation.autoscaling is not None and new.get("phase") == "Running":
             # How long more or fewer replicas have been called for is a matter of time alone.
             waits.append(self._settings.progress_seconds)
         return min([*waits, *([] if due is None else [due])], default=None)
+
+    async def _with_quota(self, job: RolloutJob, observed: Observed) -> Observed:
+        """What is observed, with what the job's Workload refers to."""
+        if not self._settings.kueue or queueing.queue_of(job, self._settings) is None:
+            return observed
+        flavors = queueing.flavors_of(observed.get("Workload", names.workload(job.metadata.name)))
+        return replace(observed, quota=await self._quota.read(flavors, queueing.priority_class_of(job)))
 
     async def _unseen(self, key: Key, planned: Plan, observed: Observed) -> dict[tuple[str, str], Object]:
         """What there is already of the children that are to be made.
@@ -150,6 +160,13 @@ class Reconciler:
                 resource = resource_of_object(wanted)
                 self._cache.written(resource, found)
                 children[place] = found
+        for change in planned.patch:
+            resource = resource_of(change.ref.api_version, change.ref.kind)
+            found = await self._client.patch_status(
+                resource, key.namespace, change.ref.name, change.status, names.STATUS_MANAGER, version=change.version
+            )
+            self._cache.written(resource, found)
+            children[change.ref.kind, change.ref.name] = found
         for item in planned.delete:
             live = children.get((item.kind, item.name))
             if live is None:

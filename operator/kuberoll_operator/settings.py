@@ -49,6 +49,18 @@ class Settings(BaseModel):
     kuberay: bool | None = Field(
         default=None, description="Whether the cluster serves ray.io/v1 RayServices; absent: ask it, now and again."
     )
+    queues: bool = Field(
+        default=True, description="Whether jobs wait for quota in the queue of Kueue's that they are labelled with."
+    )
+    kueue: bool | None = Field(
+        default=None,
+        description="Whether the cluster serves kueue.x-k8s.io/v1beta2 Workloads; absent: ask it, now and again.",
+    )
+    leader_worker_set: bool | None = Field(
+        default=None,
+        description="Whether the cluster serves leaderworkerset.x-k8s.io/v1 LeaderWorkerSets; absent: ask it, now and "
+        "again.",
+    )
     kuberay_namespace: str | None = Field(
         default=None, description="Namespace of KubeRay's operator, which is let through to Ray; absent: any."
     )

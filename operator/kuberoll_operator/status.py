@@ -24,6 +24,7 @@ from kuberoll_operator.backends.pods import (
 )
 from kuberoll_operator.model import Object, Observed, condition, is_true
 from kuberoll_operator.plan import (
+    STOPPED,
     Cause,
     Situation,
     Stage,
@@ -47,6 +48,7 @@ _PHASES: Final[Mapping[Stage, str]] = {
     Stage.STARTING: "Starting",
     Stage.RUNNING: "Running",
     Stage.SUSPENDED: "Suspended",
+    Stage.QUEUED: "Queued",
     Stage.FINISHING: "Finishing",
     Stage.CLEARING: "Finishing",
     Stage.FAILING: "Failed",
@@ -85,7 +87,7 @@ def compute_status(job: RolloutJob, raw: Object, observed: Observed, settings: S
         return {**old, "observedGeneration": generation}
     time = format_time(now)
     found = _conditions(job, raw, observed, here)
-    start = None if here.stage is Stage.SUSPENDED and "startTime" not in old else _start_time(job, old, time)
+    start = None if here.stage in STOPPED and "startTime" not in old else _start_time(here, old, time)
     over = found.get(conditions.COMPLETE, (False,))[0] or found.get(conditions.FAILED, (False,))[0]
     new: Json = {
         "observedGeneration": generation,
@@ -142,10 +144,11 @@ def _phase(here: Situation, observed: Observed, found: Mapping[str, _Verdict]) -
     return _PHASES[here.stage]
 
 
-def _start_time(job: RolloutJob, old: Json, time: str) -> str:
-    """Set when the job first runs, and anew when it is resumed, as batch/v1 does."""
+def _start_time(here: Situation, old: Json, time: str) -> str:
+    """Set when the job first runs, and anew when it is resumed or admitted again, as batch/v1 does."""
     before = condition(old, conditions.SUSPENDED)
-    resumed = bool(before) and before.get("reason") != Reason.JOB_RESUMED and not job.spec.suspend
+    goes_on = {Reason.JOB_RESUMED, Reason.ADMITTED}
+    resumed = bool(before) and before.get("reason") not in goes_on and here.stage not in STOPPED
     return time if resumed or "startTime" not in old else str(old["startTime"])
 
 
@@ -157,8 +160,14 @@ def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situatio
     settled = here.generation.gone and not still_there(observed.pods)
     if here.stage is Stage.SUSPENDED:
         found[conditions.SUSPENDED] = _suspended(observed, settled=settled)
+    elif here.stage is Stage.QUEUED:
+        error = _error(observed, job, names.workload)
+        words = told(f"{here.quota.message}; {error.message}" if error else here.quota.message)
+        found[conditions.SUSPENDED] = (settled, Reason.QUEUED if settled else Reason.EVICTED, words)
     elif suspended and here.stage is not Stage.FAILING:
-        found[conditions.SUSPENDED] = (False, Reason.JOB_RESUMED, "")
+        admitted = here.quota.queue is not None
+        reason = Reason.ADMITTED if admitted else Reason.JOB_RESUMED
+        found[conditions.SUSPENDED] = (False, reason, here.quota.message)
     if (checked := _workers_checked(job, old, observed, here)) is not None:
         found[conditions.WORKERS_CHECKED] = checked
     found[conditions.GENERATION_READY] = _generation_ready(job, old, observed, here)
@@ -224,7 +233,8 @@ def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observe
     if state.reason == Reason.EXTERNAL:
         return True, Reason.EXTERNAL, state.message
     if here.stage not in {Stage.CHECKING, *_UNDER_WAY}:
-        why = "suspended" if here.stage is Stage.SUSPENDED else "all shards are done"
+        stopped = {Stage.SUSPENDED: "suspended", Stage.QUEUED: "it has no quota"}
+        why = stopped.get(here.stage, "all shards are done")
         return False, Reason.RELEASED, f"the engines are released: {why}"
     blocked = here.taken or _error(
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
@@ -286,6 +296,8 @@ def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, 
         return _stopped(before, here, gone=not shards.exists or not shards.active)
     if here.stage is Stage.SUSPENDED:
         return False, Reason.JOB_SUSPENDED, count
+    if here.stage is Stage.QUEUED:
+        return False, Reason.QUEUED, count
     parts = (names.config, names.workers) if here.ready else (names.workers,)
     blocked = here.taken or _error(observed, job, *parts)
     if blocked and not shards.active:

@@ -63,26 +63,18 @@ PROBLEMS: Final = frozenset(
 )
 """Reasons for which something waits that somebody may have to mend."""
 
+
+def _is(kind: str, status: Literal["True", "False"], reason: str, name: str, action: str) -> Rule:
+    return Rule(kind, status, frozenset({reason}), "Normal", name, action, again=True)
+
+
 RULES: Final[tuple[Rule, ...]] = (
-    Rule(conditions.SUSPENDED, "True", None, "Normal", "Suspended", "Suspend"),
-    Rule(
-        conditions.SUSPENDED,
-        "False",
-        frozenset({Reason.SUSPENDING}),
-        "Normal",
-        "Suspending",
-        "Suspend",
-        again=True,
-    ),
-    Rule(
-        conditions.SUSPENDED,
-        "False",
-        frozenset({Reason.JOB_RESUMED}),
-        "Normal",
-        "Resumed",
-        "Resume",
-        again=True,
-    ),
+    _is(conditions.SUSPENDED, "True", Reason.JOB_SUSPENDED, "Suspended", "Suspend"),
+    _is(conditions.SUSPENDED, "True", Reason.QUEUED, "Queued", "WaitForQuota"),
+    _is(conditions.SUSPENDED, "False", Reason.SUSPENDING, "Suspending", "Suspend"),
+    _is(conditions.SUSPENDED, "False", Reason.EVICTED, "Evicted", "GiveBackQuota"),
+    _is(conditions.SUSPENDED, "False", Reason.JOB_RESUMED, "Resumed", "Resume"),
+    _is(conditions.SUSPENDED, "False", Reason.ADMITTED, "Admitted", "Resume"),
     Rule(conditions.WORKERS_CHECKED, "False", PROBLEMS, "Warning", None, "CheckWorkers", again=True),
     Rule(conditions.WORKERS_CHECKED, "True", None, "Normal", "WorkersChecked", "StartGeneration"),
     Rule(

@@ -20,23 +20,50 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from kuberoll_operator.kube.resources import CHILDREN, EVENTS, LEASES, PODS, RAY_SERVICES, ROLLOUT_JOBS, Resource
+from kuberoll_operator.discovery import OPTIONAL
+from kuberoll_operator.kube.resources import (
+    CHILDREN,
+    EVENTS,
+    LEASES,
+    PODS,
+    RESOURCE_FLAVORS,
+    ROLLOUT_JOBS,
+    WORKLOAD_PRIORITY_CLASSES,
+    Resource,
+)
 from kuberoll_operator.model import Object
 
 T = TypeVar("T")
 
-RESOURCES = {item.plural: item for item in (*CHILDREN, RAY_SERVICES, PODS, EVENTS, LEASES, ROLLOUT_JOBS)}
+RESOURCES = {
+    item.plural: item
+    for item in (
+        *CHILDREN,
+        *OPTIONAL.values(),
+        PODS,
+        EVENTS,
+        LEASES,
+        ROLLOUT_JOBS,
+        RESOURCE_FLAVORS,
+        WORKLOAD_PRIORITY_CLASSES,
+    )
+}
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for."""
+    """What was asked for.
+
+    Attributes:
+        merges: Whether the body is a JSON merge patch.
+    """
 
     method: str
     path: str
     query: dict[str, str]
     body: Any
+    merges: bool = False
 
     @property
     def plural(self) -> str:
@@ -70,7 +97,7 @@ class Emulator:
     """The API server; every request is kept in `requests`.
 
     Attributes:
-        kuberay: Whether RayServices are served.
+        serves: Kinds of others that are served.
         logs: Lines of pods' containers, each with its time; of their predecessors by `CONTAINER previous`.
         open_logs: Those of containers that run, and may say more.
         pages: What pods answer through the API server, by `POD:PORT` and path.
@@ -80,7 +107,7 @@ class Emulator:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.url = ""
-        self.kuberay = False
+        self.serves: set[Resource] = set()
         self.logs: dict[tuple[str, str], list[str]] = {}
         self.open_logs: set[tuple[str, str]] = set()
         self.pages: dict[tuple[str, str], str] = {}
@@ -158,7 +185,9 @@ class Emulator:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
-        asked = Request(request.method, request.path, dict(request.query), json.loads(text) if text else None)
+        body = json.loads(text) if text else None
+        merges = request.content_type == "application/merge-patch+json"
+        asked = Request(request.method, request.path, dict(request.query), body, merges)
         self.requests.append(asked)
         try:
             return await self._faulty(request, asked)
@@ -181,7 +210,7 @@ class Emulator:
     async def _carry_out(self, request: web.Request, asked: Request) -> web.StreamResponse:
         parts = asked.path.strip("/").split("/")
         if not asked.plural:
-            return _discovery(parts, kuberay=self.kuberay)
+            return _discovery(parts, self.serves)
         resource = RESOURCES[asked.plural]
         rest = parts[parts.index(asked.plural) + 1 :]
         namespace = parts[parts.index("namespaces") + 1] if "namespaces" in parts else None
@@ -190,7 +219,8 @@ class Emulator:
             if "watch" in asked.query:
                 return await self._watch(request, resource, namespace, selector)
             return self._list(resource, namespace, selector)
-        assert namespace is not None
+        # What is of the whole cluster is kept under no namespace.
+        namespace = namespace or ""
         if rest[1:] == ["log"]:
             return await self._log(request, rest[0])
         if rest[1:2] == ["proxy"]:
@@ -230,6 +260,9 @@ class Emulator:
         if status:
             if known is None:
                 return _status(404, {"reason": "NotFound"})
+            if asked.merges:
+                item = {**known, "status": _merged(known.get("status") or {}, body["status"])}
+                return web.json_response(self._store(place[0], item))
             item = {**known, "status": body["status"]}
         else:
             kept = {} if known is None or "status" not in known else {"status": known["status"]}
@@ -237,7 +270,7 @@ class Emulator:
         return web.json_response(self._store(place[0], item), status=201 if known is None else 200)
 
     def _store(self, resource: Resource, item: Object) -> Object:
-        place = (resource, item["metadata"]["namespace"], item["metadata"]["name"])
+        place = (resource, item["metadata"].get("namespace", ""), item["metadata"]["name"])
         known = self._objects.get(place)
         before = known["metadata"] if known else {}
         generation = before.get("generation", 1)
@@ -272,7 +305,11 @@ class Emulator:
     def _tell(self, kind: str, resource: Resource, item: Object) -> None:
         self._changed.set()
         for queue, (watched, namespace, selector) in self._watchers.items():
-            if watched == resource and namespace in (None, item["metadata"]["namespace"]) and _selects(selector, item):
+            if (
+                watched == resource
+                and namespace in (None, item["metadata"].get("namespace"))
+                and _selects(selector, item)
+            ):
                 queue.put_nowait((kind, copy.deepcopy(item)))
 
     def _list(self, resource: Resource, namespace: str | None, selector: str) -> web.Response:
@@ -348,6 +385,18 @@ class Emulator:
         return {resource.plural for resource, _, _ in self._watchers.values()}
 
 
+def _merged(known: Object, patch: Object) -> Object:
+    """RFC 7386."""
+    found = {key: value for key, value in known.items() if patch.get(key, value) is not None}
+    for key, value in patch.items():
+        if value is not None:
+            before = found.get(key)
+            found[key] = (
+                _merged(before if isinstance(before, dict) else {}, value) if isinstance(value, dict) else value
+            )
+    return found
+
+
 def _bare(item: Object) -> Object:
     given = {"creationTimestamp", "uid", "resourceVersion", "generation"}
     return {**item, "metadata": {key: value for key, value in item["metadata"].items() if key not in given}}
@@ -367,8 +416,8 @@ def _status(code: int, body: Object, headers: dict[str, str] | None = None) -> w
     return web.json_response(status, status=code, headers=headers)
 
 
-def _discovery(parts: list[str], *, kuberay: bool) -> web.Response:
-    known = [item for item in RESOURCES.values() if kuberay or item != RAY_SERVICES]
+def _discovery(parts: list[str], serves: set[Resource]) -> web.Response:
+    known = [item for item in RESOURCES.values() if item in serves or item not in OPTIONAL.values()]
     served = {item.api_version for item in known} | {"apiextensions.k8s.io/v1"}
     if parts == ["api"]:
         return web.json_response({"versions": ["v1"]})

@@ -18,7 +18,8 @@ from click.testing import CliRunner
 
 from kuberoll_operator.__main__ import main
 from kuberoll_operator.app import AGAIN, Operator
-from kuberoll_operator.discovery import kuberay_changes
+from kuberoll_operator.discovery import changes
+from kuberoll_operator.kube.resources import RAY_SERVICES
 from kuberoll_operator.model import Object
 from kuberoll_operator.plan import status_of
 from kuberoll_operator.settings import Settings
@@ -87,13 +88,13 @@ async def test_a_job_is_reconciled_from_its_events_and_the_probes_are_well(tmp_p
 async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kuberoll_operator.app.kuberay_changes", partial(kuberay_changes, seconds=0.05))
+    monkeypatch.setattr("kuberoll_operator.discovery.changes", partial(changes, seconds=0.05))
     server = Emulator()
     server.put(checked_manifest(generation={"backend": "Auto"}))
     async with server.running(tmp_path) as kubeconfig:
         async with operator(kubeconfig) as (_, task):
             await server.until(lambda: server.get("deployments", NAMESPACE, "puzzle-generation"))
-            server.kuberay = True
+            server.serves.add(RAY_SERVICES)
             # Not as an error: whoever ran it goes on with another one.
             assert await task == AGAIN
         async with operator(kubeconfig) as (_, task):
@@ -105,14 +106,14 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
             server.remove("rayservices", NAMESPACE, "late-gen")
             # It is watched.
             await server.until(lambda: server.get("rayservices", NAMESPACE, "late-gen"))
-            server.kuberay = False
+            server.serves.discard(RAY_SERVICES)
             assert await task == AGAIN
 
 
 async def test_what_is_not_known_of_kuberay_is_waited_for(tmp_path: Path) -> None:
     server = Emulator()
     server.put(checked_manifest(generation={"backend": "Auto"}))
-    server.kuberay = True
+    server.serves.add(RAY_SERVICES)
     server.faults.append(Fault(lambda asked: asked.path == "/apis/ray.io/v1", status=503))
     async with server.running(tmp_path) as kubeconfig, operator(kubeconfig) as (found, _):
         await server.until(lambda: found.port)

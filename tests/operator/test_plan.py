@@ -17,7 +17,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import names
 from kuberoll_operator.backends import backend_of
-from kuberoll_operator.model import Object, Observed, Plan, PodProgress, is_true
+from kuberoll_operator.model import Object, Observed, Plan, PodProgress, StatusPatch, is_true
 from kuberoll_operator.plan import indexes, plan, situation
 from kuberoll_operator.status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
@@ -294,6 +294,7 @@ def test_indexes() -> None:
 class Cluster(RuleBasedStateMachine):
     """A cluster with one job: controllers and pods do what they may at any moment, and the operator reconciles."""
 
+    SETTINGS = SETTINGS
     SHARDS = 3
     PLANNED = 4
 
@@ -343,8 +344,8 @@ class Cluster(RuleBasedStateMachine):
         seen = self.observe()
         live = raw(self.status or None)
         return (
-            plan(self.job(), live, seen, SETTINGS, self.now),
-            compute_status(self.job(), live, seen, SETTINGS, self.now),
+            plan(self.job(), live, seen, self.SETTINGS, self.now),
+            compute_status(self.job(), live, seen, self.SETTINGS, self.now),
         )
 
     @precondition(lambda self: not self.deleted)
@@ -353,6 +354,8 @@ class Cluster(RuleBasedStateMachine):
         decided, status = self.look()
         for item in decided.apply:
             self.apply(item)
+        for change in decided.patch:
+            self.patch(change)
         for ref in decided.delete:
             self.delete(ref.kind, ref.name)
         if decided.delete_job:
@@ -414,6 +417,11 @@ class Cluster(RuleBasedStateMachine):
         made["metadata"]["generation"] = 1
         made["status"] = copy.deepcopy(live["status"]) if live else {}
         self.children[key] = made
+
+    def patch(self, change: StatusPatch) -> None:
+        live = self.children[change.ref.kind, change.ref.name]
+        changed = {**live["status"], **change.status}
+        live["status"] = {key: value for key, value in changed.items() if value is not None}
 
     def delete(self, kind: str, name: str) -> None:
         del self.children[kind, name]

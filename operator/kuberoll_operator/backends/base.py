@@ -11,6 +11,7 @@ from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workload import PodSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,9 @@ class Backend(Protocol):
 
     def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:
         """Children that hold GPUs."""
+
+    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
+        """The pods of the engines, as many as there may be at once: what they need quota for."""
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:
         """Those of them that will never work again, and are made anew when they are gone."""

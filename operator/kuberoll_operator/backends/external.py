@@ -10,6 +10,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workload import PodSet
 
 
 class External:
@@ -30,6 +31,9 @@ class External:
         return []
 
     def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+        return []
+
+    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:  # noqa: ARG002
         return []
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002

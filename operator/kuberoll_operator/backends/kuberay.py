@@ -16,6 +16,7 @@ from kuberoll_operator.placement import CannotPlace, misplacement, place
 from kuberoll_operator.render.generation import SERVE_LABEL, build_generation_services
 from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workload import PodSet
 
 _READY: Final = "Ready"
 _BROKEN: Final = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
@@ -42,6 +43,16 @@ class KubeRay:
             return []
         placement = place(subject.job.spec.generation, one_each=False)
         return [keep_cluster(build_rayservice(subject, placement), live)]
+
+    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
+        cluster = build_rayservice(subject, place(subject.job.spec.generation, one_each=False))["spec"][
+            "rayClusterConfig"
+        ]
+        [group] = cluster["workerGroupSpecs"]
+        return [
+            PodSet(names.HEAD, 1, cluster["headGroupSpec"]["template"]),
+            PodSet(names.GENERATION, group["maxReplicas"], group["template"]),
+        ]
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:
         live = observed.get("RayService", names.ray_service(job.metadata.name))

@@ -22,6 +22,7 @@ from kuberoll_operator.placement import misplacement
 from kuberoll_operator.render.generation import MUTABLE, build_generation_deployment, build_generation_services
 from kuberoll_operator.render.objects import annotated, keep_shape
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workload import PodSet
 
 
 class Native:
@@ -49,6 +50,10 @@ class Native:
         deployment = keep_shape(build_generation_deployment(subject, replicas=decided.replicas), live, MUTABLE)
         text = autoscaling.written(decided.intent) if decided.intent else None
         return [annotated(deployment, {names.AUTOSCALING: text})]
+
+    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
+        deployment = build_generation_deployment(subject, replicas=_most(subject.job))
+        return [PodSet(names.GENERATION, _most(subject.job), deployment["spec"]["template"])]
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002
         return []
@@ -80,6 +85,12 @@ class Native:
             gone=deployment is None and not still_there(pods),
             note=autoscaling.described(spec.autoscaling, load_of(observed)) if spec.autoscaling else "",
         )
+
+
+def _most(job: RolloutJob) -> int:
+    """Replicas that there may be at once."""
+    spec = job.spec.generation
+    return spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas or 1
 
 
 def load_of(observed: Observed) -> autoscaling.Load:

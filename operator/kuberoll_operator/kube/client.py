@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -18,6 +18,7 @@ CONNECT_SECONDS = 5.0
 PAGE = 500
 
 _APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
 _JSON = "application/json"
 _REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview")
 
@@ -56,8 +57,12 @@ class Client:
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        """An object; None where there is none."""
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
+        """An object; None where there is none.
+
+        Args:
+            namespace: None: the kind is of the whole cluster.
+        """
         try:
             return await self._request("get", resource, resource.path(namespace, name))
         except NotFound:
@@ -120,7 +125,19 @@ class Client:
         resource, metadata = resource_of_object(item), item["metadata"]
         path = resource.path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": manager, "force": "true" if force else "false"}
-        return await self._write("patch", resource, path, item, query=query)
+        return await self._write("patch", resource, path, item, query=query, content=_APPLY)
+
+    async def patch_status(
+        self, resource: Resource, namespace: str, name: str, status: Mapping[str, Any], manager: str, *, version: str
+    ) -> Object:
+        """Changes some of a status by a JSON merge patch, which can remove what others have set.
+
+        Args:
+            version: The resource version that the change was decided by; another one is a Conflict.
+        """
+        body = {"metadata": {"resourceVersion": version}, "status": status}
+        path = resource.path(namespace, name, "status")
+        return await self._write("patch", resource, path, body, query={"fieldManager": manager}, content=_MERGE)
 
     async def delete(self, resource: Resource, namespace: str, name: str, *, uid: str) -> bool:
         """Deletes the object with this uid, what it owns in the background; False where it is gone already."""
@@ -137,14 +154,21 @@ class Client:
         return True
 
     async def _write(
-        self, verb: str, resource: Resource, path: str, body: Object, *, query: Mapping[str, str] | None = None
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        body: Object,
+        *,
+        query: Mapping[str, str] | None = None,
+        content: str = _JSON,
     ) -> Object:
         remaining = self._remaining()
         if remaining is not None and remaining <= 0:
             raise NotLeader(f"{verb} {path}: the lease may be another's")
         # What is under way when the lease is lost must not come after the next leader's first write.
         seconds = self._seconds if remaining is None else min(self._seconds, remaining)
-        return await self._request(verb, resource, path, body=body, query=query, seconds=seconds)
+        return await self._request(verb, resource, path, body=body, query=query, content=content, seconds=seconds)
 
     async def _request(
         self,
@@ -154,6 +178,7 @@ class Client:
         *,
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
+        content: str = _JSON,
         seconds: float | None = None,
     ) -> Object:
         assert self._session is not None, "the client is not entered"
@@ -166,22 +191,22 @@ class Client:
                 self._access.server + path,
                 params=query,
                 data=None if body is None else json.dumps(body, ensure_ascii=False).encode(),
-                headers={"Content-Type": _APPLY if verb == "patch" else _JSON, "Accept": _JSON},
+                headers={"Content-Type": content, "Accept": _JSON},
                 timeout=aiohttp.ClientTimeout(total=total, sock_connect=min(CONNECT_SECONDS, total)),
             ) as answer:
                 code = answer.status
-                content = await answer.read()
+                received = await answer.read()
                 retry_after = answer.headers.get("Retry-After")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unavailable(str(error) or type(error).__name__, request=request) from error
         finally:
             self._told(verb, resource.kind, code)
         try:
-            found = json.loads(content)
+            found = json.loads(received)
         except ValueError:
             found = None
         if code >= 300:
             raise error_of(code, found if isinstance(found, dict) else {}, request, retry_after)
         if not isinstance(found, dict):
-            raise Invalid(f"the answer is no JSON object: {content[:80]!r}", code=code, request=request)
+            raise Invalid(f"the answer is no JSON object: {received[:80]!r}", code=code, request=request)
         return found

@@ -51,8 +51,23 @@ CHILDREN: Final = (
 RAY_SERVICES: Final = Resource("ray.io", "v1", "rayservices", "RayService")
 """Made with backend KubeRay; watched where the cluster serves them."""
 
+LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+"""Made with backend Native for replicas that span pods; watched where the cluster serves them."""
+
+WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload")
+"""Kueue's requests for quota, one of every job in a queue; watched where the cluster serves them."""
+
+RESOURCE_FLAVORS: Final = Resource("kueue.x-k8s.io", "v1beta2", "resourceflavors", "ResourceFlavor")
+"""Which nodes a quota of Kueue's is for; of the whole cluster, and only read."""
+
+WORKLOAD_PRIORITY_CLASSES: Final = Resource(
+    "kueue.x-k8s.io", "v1beta2", "workloadpriorityclasses", "WorkloadPriorityClass"
+)
+"""Kueue's priorities; of the whole cluster, and only read."""
+
 _BY_KIND = {
-    (item.api_version, item.kind): item for item in (ROLLOUT_JOBS, PODS, LEASES, EVENTS, *CHILDREN, RAY_SERVICES)
+    (item.api_version, item.kind): item
+    for item in (ROLLOUT_JOBS, PODS, LEASES, EVENTS, *CHILDREN, RAY_SERVICES, LEADER_WORKER_SETS, WORKLOADS)
 }
 
 

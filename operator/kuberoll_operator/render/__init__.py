@@ -9,8 +9,10 @@ from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.rayservice import build_rayservice
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workers import build_workers_job, build_workers_service
+from kuberoll_operator.render.workload import Priority, build_workload
 
 __all__ = [
+    "Priority",
     "Subject",
     "build_check_job",
     "build_config",
@@ -21,5 +23,6 @@ __all__ = [
     "build_rayservice",
     "build_workers_job",
     "build_workers_service",
+    "build_workload",
     "seal",
 ]

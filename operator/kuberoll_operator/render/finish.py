@@ -49,6 +49,7 @@ def build_finish_job(subject: Subject, *, suspend: bool = False) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Never",
         over=over,
+        pod_set=names.WORKERS,
     )
     child = subject.child("batch/v1", "Job", names.finish(subject.name), names.FINISH)
     child["spec"] = {

@@ -12,7 +12,7 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge, merge_named
 from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, STATE_DIRECTORY
 from kuberoll_operator.render.output import OUTPUT_DIRECTORY, output_of
-from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.subject import Assignment, Subject
 
 TEMPORARY_DIRECTORY: Final = "/tmp"
 
@@ -114,12 +114,14 @@ def pod_template(
     restart_policy: str,
     over: Mapping[str, Any] | None,
     labels: Mapping[str, str] | None = None,
+    pod_set: str | None = None,
 ) -> Object:
     """A pod template; the job's own labels, by which its pods are found, prevail over everything.
 
     Args:
         labels: Those; None: the usual ones.
         over: The user's template, merged last.
+        pod_set: Whose quota pays for the pods; None: that of the component's.
     """
     security: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     # The kubelet takes the user from the image and leaves the group root's.
@@ -151,7 +153,23 @@ def pod_template(
     if options.pod_annotations:
         metadata["annotations"] = dict(options.pod_annotations)
     template = merge({"metadata": metadata, "spec": spec}, over or {})
-    return merge(template, {"metadata": {"labels": own}})  # type: ignore[no-any-return]
+    return _assigned(merge(template, {"metadata": {"labels": own}}), subject.assignments.get(pod_set or component))
+
+
+def _assigned(template: Object, assignment: Assignment | None) -> Object:
+    """A pod template for the nodes that its quota is for."""
+    if assignment is None:
+        return template
+    metadata, spec = dict(template["metadata"]), dict(template["spec"])
+    for key, given in (("labels", assignment.labels), ("annotations", assignment.annotations)):
+        if given:
+            metadata[key] = {**given, **metadata.get(key, {})}
+    if assignment.node_selector:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **assignment.node_selector}
+    there = spec.get("tolerations", [])
+    if new := [item for item in _plain(assignment.tolerations) if item not in there]:
+        spec["tolerations"] = [*there, *new]
+    return {**template, "metadata": metadata, "spec": spec}
 
 
 def _plain(items: Sequence[Any]) -> list[Any]:

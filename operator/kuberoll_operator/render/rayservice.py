@@ -278,6 +278,7 @@ def _head(subject: Subject, *, service_account: bool) -> Object:
         restart_policy="Always",
         over={"spec": {"automountServiceAccountToken": True}} if service_account else None,
         labels=_labels(subject),
+        pod_set=names.HEAD,
     )
 
 

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kuberoll_api.rolloutjob import API_VERSION, KIND, RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the pods of a pod set are given when their quota is admitted.
+
+    Attributes:
+        count: The most pods that are paid for; None: as many as are wanted.
+        node_selector: Labels of the nodes that the quota is for.
+        tolerations: Of those nodes' taints.
+        labels: Of the pods.
+        annotations: Of the pods.
+    """
+
+    count: int | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +40,7 @@ class Subject:
         endpoint: Base URL of the policy.
         backend: Who runs it.
         shards: Parts of the dataset.
+        assignments: What the quota gives to pods, by pod set; empty where there is none.
     """
 
     job: RolloutJob
@@ -29,6 +50,7 @@ class Subject:
     endpoint: str
     backend: str
     shards: int
+    assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property
     def token(self) -> str:

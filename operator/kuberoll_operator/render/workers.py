@@ -58,13 +58,15 @@ def worker_template(subject: Subject, component: str, *, arguments: Sequence[str
 def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
     """Job <job>-workers."""
     spec = subject.job.spec.workers
+    assignment = subject.assignments.get(names.WORKERS)
+    paid_for = None if assignment is None else assignment.count
     child = subject.child("batch/v1", "Job", names.workers(subject.name), names.WORKERS)
     child["spec"] = {
         "backoffLimitPerIndex": spec.retries_per_shard,
         "completionMode": "Indexed",
         "completions": subject.shards,
         "maxFailedIndexes": min(spec.max_failed_shards, subject.shards),
-        "parallelism": min(spec.replicas, subject.shards),
+        "parallelism": min(spec.replicas, subject.shards, spec.replicas if paid_for is None else paid_for),
         "podFailurePolicy": failure_policy("worker", ignored=(names.EXIT_DRAINED,)),
         "podReplacementPolicy": "Failed",
         "suspend": suspend,

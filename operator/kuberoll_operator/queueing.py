@@ -1,0 +1,270 @@
+"""A job's place in a queue of Kueue's: whether its pods may run, and what its Workload is to say next.
+
+A job that is labelled with a queue asks for its whole quota, engines and workers, by one Workload, and runs while that
+is admitted. Evicted, it stops as a suspended job does, and gives its quota back when its last pod has ended. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from kuberoll_api.conditions import Reason
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_operator import names
+from kuberoll_operator.backends.pods import told
+from kuberoll_operator.model import ClusterQuota, Object, condition, is_true
+from kuberoll_operator.render.subject import Assignment
+from kuberoll_operator.settings import Settings
+
+ADMITTED: Final = "Admitted"
+EVICTED: Final = "Evicted"
+FINISHED: Final = "Finished"
+PODS_READY: Final = "PodsReady"
+QUOTA_RESERVED: Final = "QuotaReserved"
+REQUEUED: Final = "Requeued"
+
+# Reasons of Evicted after which a Workload is in its queue again at once; after others Kueue waits, or somebody acts.
+_QUEUED_AGAIN: Final = frozenset({"Preempted", "NodeFailures"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """A job's part of a quota.
+
+    Attributes:
+        queue: Name of its LocalQueue; None: it needs no quota.
+        granted: Whether its pods may run.
+        held: Whether its Workload holds quota, which it does until it is given back.
+        outdated: Whether its Workload is of no use any more, and another is to be made when its pods have ended.
+        makeable: Whether its Workload can be written.
+        reason: Why it may not run; one of `conditions.Reason`.
+        message: The same in words; Kueue's own where it has any.
+        assignments: What the pods of each pod set are given by the admission.
+    """
+
+    queue: str | None = None
+    granted: bool = True
+    held: bool = False
+    outdated: bool = False
+    makeable: bool = False
+    reason: str = Reason.ADMITTED
+    message: str = ""
+    assignments: Mapping[str, Assignment] = field(default_factory=dict)
+
+
+def queue_of(job: RolloutJob, settings: Settings) -> str | None:
+    """The LocalQueue that a job waits in; None: it waits in none."""
+    return (job.metadata.labels.get(names.QUEUE_LABEL) or None) if settings.queues else None
+
+
+def priority_class_of(job: RolloutJob) -> str | None:
+    """The WorkloadPriorityClass that a job names."""
+    return job.metadata.labels.get(names.PRIORITY_LABEL) or None
+
+
+def flavors_of(workload: Object | None) -> set[str]:
+    """Names of the ResourceFlavors that are assigned to a Workload."""
+    return {name for item in _pod_set_assignments(workload) for name in (item.get("flavors") or {}).values()}
+
+
+def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, settings: Settings) -> Quota:
+    """A job's part of a quota.
+
+    Args:
+        workload: The job's own Workload, as it is; None: there is none.
+        found: What it refers to.
+    """
+    queue = queue_of(job, settings)
+    if queue is None:
+        return Quota(held=_holds(workload))
+    if settings.kueue is False:
+        return _waiting(
+            queue,
+            "the cluster does not serve kueue.x-k8s.io/v1beta2 workloads; install Kueue, or remove the label "
+            f"{names.QUEUE_LABEL}",
+        )
+    if workload is None:
+        name = priority_class_of(job)
+        if name is not None and found.priority is None:
+            return _waiting(queue, f"there is no WorkloadPriorityClass {name}")
+        return _waiting(queue, "it is not asked for yet", makeable=True)
+    if workload["metadata"].get("deletionTimestamp"):
+        return _waiting(queue, "its Workload is being deleted")
+    status = workload.get("status") or {}
+    held = _holds(workload)
+    asked_in = (workload.get("spec") or {}).get("queueName")
+    if is_true(status, FINISHED):
+        words = condition(status, FINISHED).get("message", "")
+        return _waiting(queue, f"its Workload is finished ({words}), and made anew", held=held, outdated=True)
+    if held and asked_in != queue:
+        return _waiting(queue, f"it leaves the queue {asked_in}", held=True, outdated=True)
+    if is_true(status, EVICTED):
+        return _evicted(job, queue, workload, found, held=held)
+    if is_true(status, ADMITTED):
+        by = (status.get("admission") or {}).get("clusterQueue", "")
+        return Quota(
+            queue=queue,
+            held=held,
+            message=f"admitted by ClusterQueue {by}",
+            assignments=_assignments(workload, found),
+        )
+    return _waiting(queue, _words(workload), held=held, makeable=_makeable(job, found, held=held))
+
+
+def finished(workload: Object, *, succeeded: bool, message: str, now: datetime) -> Mapping[str, Any] | None:
+    """Patch of the status of a Workload whose job is over: its quota is free. None: it says so already."""
+    if is_true(workload.get("status") or {}, FINISHED):
+        return None
+    return {"conditions": _with(workload, now, (FINISHED, True, "Succeeded" if succeeded else "Failed", message))}
+
+
+def given_back(workload: Object, now: datetime) -> Mapping[str, Any] | None:
+    """Patch of the status of an evicted Workload whose last pod has ended. None: it holds no quota.
+
+    Kueue leaves this to whoever runs the pods: until then nobody else is admitted in their place.
+    """
+    status = workload.get("status") or {}
+    if not is_true(status, EVICTED) or not _holds(workload):
+        return None
+    evicted = condition(status, EVICTED)
+    reason, message = str(evicted.get("reason", "")), str(evicted.get("message", ""))
+    conditions = _with(
+        workload,
+        now,
+        (QUOTA_RESERVED, False, "Pending", message),
+        (ADMITTED, False, "NoReservation", "The workload has no reservation"),
+        (PODS_READY, False, "WaitForStart", "Not all pods are ready"),
+        (REQUEUED, reason in _QUEUED_AGAIN, reason, message),
+    )
+    return {"admission": None, "conditions": conditions}
+
+
+def progressed(
+    workload: Object, *, ready: bool, unneeded: Mapping[str, int], now: datetime
+) -> Mapping[str, Any] | None:
+    """Patch of the status of an admitted Workload. None: there is nothing to say.
+
+    Args:
+        ready: Whether all of the job has come to run once since it was admitted.
+        unneeded: Pods of each pod set whose quota may go to others already; once told they are not asked for again.
+    """
+    status = workload.get("status") or {}
+    patch: dict[str, Any] = {}
+    told_of = condition(status, PODS_READY).get("status")
+    if ready and told_of != "True":
+        patch["conditions"] = _with(workload, now, (PODS_READY, True, "Started", "All pods are ready"))
+    elif told_of is None:
+        patch["conditions"] = _with(workload, now, (PODS_READY, False, "WaitForStart", "Not all pods are ready"))
+    before = {item["name"]: int(item["count"]) for item in status.get("reclaimablePods") or ()}
+    counts = {item["name"]: int(item.get("count", 1)) for item in (workload.get("spec") or {}).get("podSets") or ()}
+    after = {
+        name: min(counts[name], max(before.get(name, 0), unneeded.get(name, 0)))
+        for name in counts
+        if before.get(name) or unneeded.get(name)
+    }
+    if after != before:
+        patch["reclaimablePods"] = [{"name": name, "count": count} for name, count in sorted(after.items())]
+    return patch or None
+
+
+def _waiting(queue: str, words: str, *, held: bool = False, outdated: bool = False, makeable: bool = False) -> Quota:
+    return Quota(
+        queue=queue,
+        granted=False,
+        held=held,
+        outdated=outdated,
+        makeable=makeable,
+        reason=Reason.QUEUED,
+        message=told(f"waits for quota in queue {queue}: {words}"),
+    )
+
+
+def _evicted(job: RolloutJob, queue: str, workload: Object, found: ClusterQuota, *, held: bool) -> Quota:
+    evicted = condition(workload["status"], EVICTED)
+    why = f"{evicted.get('reason', '')}: {evicted.get('message', '')}".rstrip(": ")
+    if held:
+        message = told(f"evicted ({why}); its quota is given back when its last pod has ended")
+        return Quota(queue=queue, granted=False, held=True, reason=Reason.EVICTED, message=message)
+    makeable = _makeable(job, found, held=False)
+    return _waiting(queue, f"{_words(workload)}; it was evicted ({why})", makeable=makeable)
+
+
+def _makeable(job: RolloutJob, found: ClusterQuota, *, held: bool) -> bool:
+    """Whether the Workload may be written anew: while it holds quota nothing of it may change."""
+    return not held and (priority_class_of(job) is None or found.priority is not None)
+
+
+def _words(workload: Object) -> str:
+    """Why a Workload is not admitted, as Kueue says it."""
+    status = workload.get("status") or {}
+    if (workload.get("spec") or {}).get("active") is False:
+        return "its Workload is deactivated (spec.active)"
+    reserved = condition(status, QUOTA_RESERVED)
+    if reserved.get("status") == "True":
+        checks = [
+            f"{item.get('name')} is {item.get('state')}: {item.get('message', '')}".rstrip(": ")
+            for item in status.get("admissionChecks") or ()
+            if item.get("state") != "Ready"
+        ]
+        return f"admission checks are awaited: {'; '.join(checks)}".rstrip(": ")
+    return str(reserved.get("message") or "Kueue has not looked at it yet")
+
+
+def _holds(workload: Object | None) -> bool:
+    return bool(((workload or {}).get("status") or {}).get("admission"))
+
+
+def _pod_set_assignments(workload: Object | None) -> Iterable[Mapping[str, Any]]:
+    admission = ((workload or {}).get("status") or {}).get("admission") or {}
+    return admission.get("podSetAssignments") or ()
+
+
+def _assignments(workload: Object, found: ClusterQuota) -> dict[str, Assignment]:
+    """What the pods of each pod set are given: by its flavors, and by admission checks."""
+    updates = [
+        update
+        for check in (workload.get("status") or {}).get("admissionChecks") or ()
+        for update in check.get("podSetUpdates") or ()
+    ]
+    assignments = {}
+    for item in _pod_set_assignments(workload):
+        name = str(item.get("name"))
+        flavors = [found.flavors.get(flavor, {}) for flavor in sorted(set((item.get("flavors") or {}).values()))]
+        own = [update for update in updates if update.get("name") == name]
+        assignments[name] = Assignment(
+            count=item.get("count"),
+            node_selector=_merged([*(flavor.get("nodeLabels") for flavor in flavors)], own, "nodeSelector"),
+            tolerations=[toleration for source in (*flavors, *own) for toleration in source.get("tolerations") or ()],
+            labels=_merged([], own, "labels"),
+            annotations=_merged([], own, "annotations"),
+        )
+    return assignments
+
+
+def _merged(first: Iterable[Any], updates: Iterable[Mapping[str, Any]], key: str) -> dict[str, str]:
+    return {
+        name: value
+        for part in (*first, *(update.get(key) for update in updates))
+        for name, value in (part or {}).items()
+    }
+
+
+def _with(workload: Object, now: datetime, *changes: tuple[str, bool, str, str]) -> list[dict[str, Any]]:
+    """All conditions of a Workload, some of them as they are to be."""
+    time = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    known = {item["type"]: dict(item) for item in (workload.get("status") or {}).get("conditions") or ()}
+    for kind, true, reason, message in changes:
+        status = "True" if true else "False"
+        before = known.get(kind, {})
+        known[kind] = {
+            "type": kind,
+            "status": status,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": before["lastTransitionTime"] if before.get("status") == status else time,
+            "observedGeneration": workload["metadata"].get("generation", 0),
+        }
+    return list(known.values())

@@ -1,0 +1,81 @@
+"""The Workload by which a job asks Kueue for its quota: engines, Ray's head and workers, together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.workers import build_workers_job
+
+# What decides where a pod may go and what it holds there; variables and commands are of no concern to a queue.
+_OF_PODS: Final = (
+    "affinity",
+    "nodeSelector",
+    "overhead",
+    "priorityClassName",
+    "resources",
+    "runtimeClassName",
+    "tolerations",
+    "topologySpreadConstraints",
+)
+_OF_CONTAINERS: Final = ("name", "image", "resources", "restartPolicy")
+
+
+class PodSet(NamedTuple):
+    """Pods that are alike.
+
+    Attributes:
+        pods: The most that there are at once.
+    """
+
+    name: str
+    pods: int
+    template: Object
+
+
+class Priority(NamedTuple):
+    """A WorkloadPriorityClass, and what it comes to."""
+
+    name: str
+    value: int
+
+
+def build_workload(subject: Subject, engines: Sequence[PodSet], *, queue: str, priority: Priority | None) -> Object:
+    """Workload <job>-workload.
+
+    Args:
+        engines: Pods of the policy; none where somebody else runs it.
+        queue: Name of the LocalQueue.
+    """
+    child = subject.child("kueue.x-k8s.io/v1beta2", "Workload", names.workload(subject.name), names.QUOTA)
+    child["spec"] = {
+        "podSets": [
+            {"name": item.name, "count": item.pods, "template": _demand(item.template)}
+            for item in (*engines, workers_pod_set(subject))
+        ],
+        "queueName": queue,
+    }
+    if priority is not None:
+        reference = {"group": "kueue.x-k8s.io", "kind": "WorkloadPriorityClass", "name": priority.name}
+        child["spec"] |= {"priority": priority.value, "priorityClassRef": reference}
+    return child
+
+
+def workers_pod_set(subject: Subject) -> PodSet:
+    """The environment workers, one of whom there is room for at the end, too: the finish pod takes its place."""
+    job = build_workers_job(subject, suspend=True)
+    return PodSet(names.WORKERS, max(1, job["spec"]["parallelism"]), job["spec"]["template"])
+
+
+def _demand(template: Mapping[str, Any]) -> Object:
+    """A pod template, less what a queue has nothing to do with."""
+    spec = template["spec"]
+    found: Object = {key: spec[key] for key in _OF_PODS if key in spec}
+    for kind in ("initContainers", "containers"):
+        if spec.get(kind):
+            found[kind] = [{key: item[key] for key in _OF_CONTAINERS if key in item} for item in spec[kind]]
+    annotations = template.get("metadata", {}).get("annotations")
+    return {**({"metadata": {"annotations": annotations}} if annotations else {}), "spec": found}
