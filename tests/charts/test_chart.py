@@ -193,7 +193,16 @@ def test_the_crd_is_the_generated_one() -> None:
     assert "annotations" not in one(rendered({"crds": {"keep": False}}), "CustomResourceDefinition")["metadata"]
 
 
-RULES = YAML(typ="safe").load((CHART / "files" / "rules" / "operator.yaml").read_text())
+def rules(*files: str) -> list[Object]:
+    return [
+        rule
+        for name in files
+        for rule in YAML(typ="safe").load((CHART / "files" / "rules" / f"{name}.yaml").read_text())
+    ]
+
+
+NAMESPACED = ("operator", "leaderworkersets", "queues")
+RULES = rules(*NAMESPACED, "queues-cluster")
 
 
 def test_rights_are_exactly_these() -> None:
@@ -210,9 +219,26 @@ def test_rights_are_exactly_these() -> None:
         ("", "configmaps"): children,
         ("networking.k8s.io", "networkpolicies"): children,
         ("ray.io", "rayservices"): children,
+        ("leaderworkerset.x-k8s.io", "leaderworkersets"): children,
+        ("kueue.x-k8s.io", "workloads"): children,
+        ("kueue.x-k8s.io", "workloads/status"): {"get", "patch"},
+        ("kueue.x-k8s.io", "resourceflavors"): {"get"},
+        ("kueue.x-k8s.io", "workloadpriorityclasses"): {"get"},
         ("", "pods"): {"get", "list", "watch"},
         ("events.k8s.io", "events"): {"create", "patch"},
     }
+
+
+def test_who_wants_neither_queues_nor_sets_gives_no_rights_for_them() -> None:
+    values = {"queues": {"enabled": False}, "leaderWorkerSet": {"enabled": False}}
+    plain = rendered(values)
+    assert one(plain, "ClusterRole", "kuberoll-operator")["rules"] == rules("operator")
+    [container] = one(plain, "Deployment")["spec"]["template"]["spec"]["containers"]
+    given = {item["name"]: item.get("value") for item in container["env"]}
+    off = {"KUBEROLL_QUEUES": "false", "KUBEROLL_KUEUE": "false", "KUBEROLL_LEADER_WORKER_SET": "false"}
+    assert off.items() <= given.items()
+    some = rendered({**values, "watch": {"namespaces": ["team-a"]}})
+    assert of_kind(some, "ClusterRoleBinding") == []
 
 
 def test_rights_are_for_the_watched_namespaces_only() -> None:
@@ -222,11 +248,12 @@ def test_rights_are_for_the_watched_namespaces_only() -> None:
         {"kind": "ServiceAccount", "name": "kuberoll-operator", "namespace": NAMESPACE}
     ]
     some = rendered(MATRIX["namespaces"])
-    assert of_kind(some, "ClusterRoleBinding") == []
-    assert {item["metadata"]["name"] for item in of_kind(some, "ClusterRole")} == {"kuberoll-viewer", "kuberoll-editor"}
+    # What has no namespace: to be read only.
+    assert one(some, "ClusterRole", "kuberoll-operator")["rules"] == rules("queues-cluster")
+    assert one(some, "ClusterRoleBinding")["roleRef"]["name"] == "kuberoll-operator"
     for namespace in ("team-a", "team-b"):
         [role] = [item for item in of_kind(some, "Role") if item["metadata"]["namespace"] == namespace]
-        assert role["rules"] == RULES
+        assert role["rules"] == rules(*NAMESPACED)
     lease = one(some, "Role", "kuberoll-operator-lease")
     assert lease["metadata"]["namespace"] == NAMESPACE
     assert lease["rules"] == [

@@ -25,7 +25,7 @@ from kuberoll_operator.plan import plan
 from tests.cluster.api import Api, ApiError, Object, condition, is_true
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.operator_process import OperatorProcess, install
-from tests.operator import kuberay_schema
+from tests.operator import published_crds
 from tests.operator.support import SETTINGS, manifest
 
 pytestmark = pytest.mark.timeout(180)
@@ -38,7 +38,7 @@ KUBERAY = {"fieldManager": "kuberay-operator"}
 @pytest_asyncio.fixture
 async def served(api: Api) -> AsyncIterator[None]:
     """RayServices are served; not after the test, as jobs of others choose their backend by it."""
-    crd = kuberay_schema.crd()
+    crd = published_crds.crd("rayservices")
     name = crd["metadata"]["name"]
     await api.request("POST", CRDS, {**crd, "status": None})
     await _until(lambda: api.request("GET", f"{CRDS}/{name}"), lambda item: is_true(item, "Established"))

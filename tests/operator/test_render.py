@@ -22,9 +22,9 @@ from kuberoll_operator.render import Subject, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
 from kuberoll_operator.render.output import OutputRefused, output_of
 from kuberoll_operator.settings import Settings
-from tests.operator import kuberay_schema, support
+from tests.operator import published_crds, support
 
-KUBERAY = Draft202012Validator(kuberay_schema.schema())
+KUBERAY = Draft202012Validator(published_crds.schema("rayservices"))
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 

@@ -1,8 +1,9 @@
-"""KubeRay's published CRD of RayServices, kept small: parts that occur many times are kept once.
+"""Published CRDs of others, kept small: parts that occur many times are kept once.
 
-    python -m tests.operator.kuberay_schema ray.io_rayservices.yaml VERSION
+    python -m tests.operator.published_crds CRD.yaml VERSION SOURCE
 
-writes `data/rayservices.json` of the file that a KubeRay release has in helm-chart/kuberay-operator/crds.
+writes `data/PLURAL.json` of that version of a CRD, as a release of KubeRay, Kueue or LeaderWorkerSet has it; SOURCE says
+which one. All three are under the Apache License 2.0.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-FILE = Path(__file__).parent / "data" / "rayservices.json"
+DATA = Path(__file__).parent / "data"
 _SHARED = "$shared"
 # A reference is about as long.
 _WORTH = 64
 
 
-def crd() -> dict[str, Any]:
-    """The CRD as it was published, with its version v1 only."""
-    kept = json.loads(FILE.read_text())
+def crd(plural: str) -> dict[str, Any]:
+    """The CRD as it was published, with one version only, and without conversion and descriptions."""
+    kept = json.loads((DATA / f"{plural}.json").read_text())
     parts: dict[str, Any] = kept["parts"]
 
     def whole(value: Any) -> Any:
@@ -39,9 +40,9 @@ def crd() -> dict[str, Any]:
     return found
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of a RayService, as strict as an API server that is told so: no field but the known ones."""
-    [version] = crd()["spec"]["versions"]
+def schema(plural: str) -> dict[str, Any]:
+    """The JSON schema of a kind, as strict as an API server that is told so: no field but the known ones."""
+    [version] = crd(plural)["spec"]["versions"]
     found = _strict(version["schema"]["openAPIV3Schema"])
     # Of these an API server knows more than the CRD says.
     found["properties"]["metadata"] = {"type": "object"}
@@ -66,8 +67,16 @@ def _strict(node: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _small(found: dict[str, Any], version: str) -> dict[str, Any]:
-    found["spec"]["versions"] = [item for item in found["spec"]["versions"] if item["name"] == "v1"]
+def _without_descriptions(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if key != "description" or not isinstance(item, str)}
+        return {key: _without_descriptions(item) for key, item in kept.items()}
+    return [_without_descriptions(item) for item in value] if isinstance(value, list) else value
+
+
+def _small(found: dict[str, Any], version: str, source: str) -> dict[str, Any]:
+    found["spec"]["versions"] = [item for item in found["spec"]["versions"] if item["name"] == version]
+    found["spec"].pop("conversion", None)
     texts: dict[str, str] = {}
     counts: Counter[str] = Counter()
 
@@ -99,19 +108,19 @@ def _small(found: dict[str, Any], version: str) -> dict[str, Any]:
         return [shared(item) for item in value] if isinstance(value, list) else value
 
     return {
-        "from": f"github.com/ray-project/kuberay {version}, helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml",
-        "license": "Apache-2.0, Copyright the KubeRay authors",
-        "changes": f"version v1 only; equal parts are kept once, in parts, and named by {_SHARED}",
+        "from": source,
+        "license": "Apache-2.0, Copyright its authors",
+        "changes": f"version {version} only, without conversion and descriptions; equal parts are kept once, in parts, and named by {_SHARED}",
         "crd": shared(found),
         "parts": dict(sorted(parts.items())),
     }
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python -m tests.operator.kuberay_schema CRD.yaml VERSION")
-    published = YAML(typ="safe").load(Path(sys.argv[1]).read_text())
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text(json.dumps(_small(published, sys.argv[2]), indent=0, separators=(",", ":")) + "\n")
-    again = crd()
-    assert json.dumps(again, sort_keys=True) == json.dumps(published, sort_keys=True)
+    if len(sys.argv) != 4:
+        sys.exit("usage: python -m tests.operator.published_crds CRD.yaml VERSION SOURCE")
+    published = _without_descriptions(YAML(typ="safe").load(Path(sys.argv[1]).read_text()))
+    small = _small(published, *sys.argv[2:])
+    name = published["spec"]["names"]["plural"]
+    (DATA / f"{name}.json").write_text(json.dumps(small, indent=0, separators=(",", ":")) + "\n")
+    assert json.dumps(crd(name), sort_keys=True) == json.dumps(published, sort_keys=True)
