@@ -193,7 +193,7 @@ def test_the_crd_is_the_generated_one() -> None:
     assert "annotations" not in one(rendered({"crds": {"keep": False}}), "CustomResourceDefinition")["metadata"]
 
 
-def rules(*files: str) -> list[Object]:
+def rules(*files: str) -> list[dict[str, Any]]:
     return [
         rule
         for name in files

@@ -37,6 +37,7 @@ _PLURALS = {
     "Secret": "v1/secrets",
     "Service": "v1/services",
     "ServiceAccount": "v1/serviceaccounts",
+    "Workload": "kueue.x-k8s.io/v1beta2/workloads",
 }
 
 

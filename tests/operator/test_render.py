@@ -24,7 +24,14 @@ from kuberoll_operator.render.output import OutputRefused, output_of
 from kuberoll_operator.settings import Settings
 from tests.operator import published_crds, support
 
-KUBERAY = Draft202012Validator(published_crds.schema("rayservices"))
+PUBLISHED = {
+    kind: Draft202012Validator(published_crds.schema(plural))
+    for kind, plural in (
+        ("LeaderWorkerSet", "leaderworkersets"),
+        ("RayService", "rayservices"),
+        ("Workload", "workloads"),
+    )
+}
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
@@ -74,8 +81,8 @@ def test_children_are_as_they_were(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kubernetes_schemas_know_all_of_it(case: str) -> None:
     for child in children(case):
-        if child["kind"] == "RayService":
-            KUBERAY.validate(child)
+        if (schema := PUBLISHED.get(child["kind"])) is not None:
+            schema.validate(child)
             for template in templates(child):
                 # Its containers' names and ports are KubeRay's to fill in; all else is a pod template's.
                 kubernetes_validate.validate(

@@ -73,6 +73,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     from kuberoll_operator.backends import BACKENDS, backend_of
     from kuberoll_operator.model import Observed
     from kuberoll_operator.plan import spec_problem
+    from kuberoll_operator.queueing import priority_class_of, queue_of
 
     name = backend_of(job, {}, kuberay=settings.kuberay)
     if (problem := spec_problem(job, name, kuberay=settings.kuberay)) is not None:
@@ -96,7 +97,17 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         checks = [(first, built.build_check_job(subject))]
     worker = "created when generation is ready; suspended with the job, or when it fails"
     last = "created when all shards are done"
+    queue, priority_class = queue_of(job, settings), priority_class_of(job)
+    # What a class comes to, only the cluster knows.
+    priority = None if priority_class is None else built.Priority(priority_class, 0)
+    waiting = "created at once; when it is admitted, engines and workers follow, on the nodes of its quota"
+    quota = (
+        []
+        if queue is None
+        else [(waiting, built.build_workload(subject, backend.pod_sets(subject), queue=queue, priority=priority))]
+    )
     found = [
+        *quota,
         (at_once, built.build_config(subject)),
         *((at_once, child) for child in built.build_network_policies(subject)),
         *((at_once, child) for child in backend.fixtures(subject)),
