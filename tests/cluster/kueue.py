@@ -1,6 +1,7 @@
 """Queues for tests: Kueue itself where this machine has it, else a stand-in that admits and preempts as Kueue does.
 
 KUBEROLL_KUEUE names Kueue's binary, and KUBEROLL_KUEUE_CONFIG the directory `config` of the sources it was built from.
+Kueue wants a certificate for its metrics, too, in /etc/kueue/metrics/certs (tls.crt, tls.key).
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class StandIn:
         assignments = [
             {"name": part["name"], "count": part["count"], "flavors": {GPU: FLAVOR}} for part in item["spec"]["podSets"]
         ]
-        said = {"QuotaReserved": ("True", "QuotaReserved"), "Admitted": ("True", "Admitted")}
+        said: dict[str, tuple[str, str]] = {kind: ("True", kind) for kind in ("QuotaReserved", "Admitted")}
         if is_true(item, "Evicted"):
             said["Evicted"] = ("False", "QuotaReserved")
         await self._say(item, {"clusterQueue": "c", "podSetAssignments": assignments}, **said)

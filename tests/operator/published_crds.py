@@ -2,8 +2,8 @@
 
     python -m tests.operator.published_crds CRD.yaml VERSION SOURCE
 
-writes `data/PLURAL.json` of that version of a CRD, as a release of KubeRay, Kueue or LeaderWorkerSet has it; SOURCE says
-which one. All three are under the Apache License 2.0.
+writes `data/PLURAL.json` of that version of a CRD, as a release of KubeRay, Kueue or LeaderWorkerSet has it; SOURCE
+says which one. All three are under the Apache License 2.0.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _small(found: dict[str, Any], version: str, source: str) -> dict[str, Any]:
     return {
         "from": source,
         "license": "Apache-2.0, Copyright its authors",
-        "changes": f"version {version} only, without conversion and descriptions; equal parts are kept once, in parts, and named by {_SHARED}",
+        "changes": f"version {version} only, without conversion and descriptions; equal parts are kept once, in parts, "
+        f"and named by {_SHARED}",
         "crd": shared(found),
         "parts": dict(sorted(parts.items())),
     }
