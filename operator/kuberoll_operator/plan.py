@@ -185,7 +185,7 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
     draining = here.stage in STOPPED and still_there(of_component(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or here.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
     if here.stage is not Stage.CHECKING and (
-        here.stage is Stage.SUSPENDED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
+        here.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
     ):
         # A job that is resumed may have another spec, and is looked at again.
         delete.append(Ref("batch/v1", "Job", names.check(job.metadata.name)))
@@ -304,7 +304,7 @@ def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, d
     What workers need must have been found in order, then generation be ready, then a worker run: each has
     `startupDeadlineSeconds` from when the one before it came, and a resumed job has them anew.
     """
-    if job.spec.suspend:
+    if job.spec.suspend or is_true(status, conditions.SUSPENDED):
         return {}
     checked, generation, workers = (
         condition(status, kind)

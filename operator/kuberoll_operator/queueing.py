@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import told
@@ -40,8 +39,7 @@ class Quota:
         held: Whether its Workload holds quota, which it does until it is given back.
         outdated: Whether its Workload is of no use any more, and another is to be made when its pods have ended.
         makeable: Whether its Workload can be written.
-        reason: Why it may not run; one of `conditions.Reason`.
-        message: The same in words; Kueue's own where it has any.
+        message: Why it may run or not; Kueue's own words where it has any.
         assignments: What the pods of each pod set are given by the admission.
     """
 
@@ -50,7 +48,6 @@ class Quota:
     held: bool = False
     outdated: bool = False
     makeable: bool = False
-    reason: str = Reason.ADMITTED
     message: str = ""
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
@@ -177,7 +174,6 @@ def _waiting(queue: str, words: str, *, held: bool = False, outdated: bool = Fal
         held=held,
         outdated=outdated,
         makeable=makeable,
-        reason=Reason.QUEUED,
         message=told(f"waits for quota in queue {queue}: {words}"),
     )
 
@@ -187,7 +183,7 @@ def _evicted(job: RolloutJob, queue: str, workload: Object, found: ClusterQuota,
     why = f"{evicted.get('reason', '')}: {evicted.get('message', '')}".rstrip(": ")
     if held:
         message = told(f"evicted ({why}); its quota is given back when its last pod has ended")
-        return Quota(queue=queue, granted=False, held=True, reason=Reason.EVICTED, message=message)
+        return Quota(queue=queue, granted=False, held=True, message=message)
     makeable = _makeable(job, found, held=False)
     return _waiting(queue, f"{_words(workload)}; it was evicted ({why})", makeable=makeable)
 

@@ -157,13 +157,12 @@ def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situatio
     old = status_of(raw)
     found: dict[str, _Verdict] = {}
     suspended = condition(old, conditions.SUSPENDED)
-    settled = here.generation.gone and not still_there(observed.pods)
     if here.stage is Stage.SUSPENDED:
-        found[conditions.SUSPENDED] = _suspended(observed, settled=settled)
+        found[conditions.SUSPENDED] = _suspended(observed, settled=here.settled)
     elif here.stage is Stage.QUEUED:
         error = _error(observed, job, names.workload)
         words = told(f"{here.quota.message}; {error.message}" if error else here.quota.message)
-        found[conditions.SUSPENDED] = (settled, Reason.QUEUED if settled else Reason.EVICTED, words)
+        found[conditions.SUSPENDED] = (here.settled, Reason.QUEUED if here.settled else Reason.EVICTED, words)
     elif suspended and here.stage is not Stage.FAILING:
         admitted = here.quota.queue is not None
         reason = Reason.ADMITTED if admitted else Reason.JOB_RESUMED
@@ -180,14 +179,14 @@ def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situatio
         before = condition(old, conditions.SUCCESS_CRITERIA_MET)
         text = before.get("message", "") if before.get("status") == "True" else _outcome(here)
         found[conditions.SUCCESS_CRITERIA_MET] = (True, Reason.TRAJECTORIES_DONE, text)
-        if settled:
+        if here.settled:
             found[conditions.COMPLETE] = (True, Reason.TRAJECTORIES_DONE, text)
     if here.stage is Stage.FAILING and here.failure is not None:
         found[conditions.FAILURE_TARGET] = (True, here.failure.reason, here.failure.message)
         jobs = [observed.get("Job", part(job.metadata.name)) for part in (names.check, names.workers, names.finish)]
         stopped = all(live is None or not is_ours(live, job, raw) or is_at_rest(live) for live in jobs)
         # Only what was recorded before is being cleaned up: what this reconcile has written is not observed yet.
-        if settled and stopped and is_true(old, conditions.FAILURE_TARGET):
+        if here.settled and stopped and is_true(old, conditions.FAILURE_TARGET):
             found[conditions.FAILED] = (True, here.failure.reason, here.failure.message)
     return found
 
@@ -206,6 +205,8 @@ def _workers_checked(job: RolloutJob, old: Mapping[str, Any], observed: Observed
     before = condition(old, conditions.WORKERS_CHECKED)
     if here.stage is Stage.SUSPENDED:
         return (False, Reason.JOB_SUSPENDED, "looked at again when the job is resumed") if before else None
+    if here.stage is Stage.QUEUED:
+        return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
     if here.stage is Stage.CHECKING:
         blocked = here.taken or _error(observed, job, names.config, names.check)
         living = [pod for pod in of_component(observed.pods, names.CHECK) if still_there([pod])]

@@ -131,9 +131,9 @@ class StandIn:
                 }
         if json.dumps(known) == before and admission is None:
             return
-        status = {"conditions": list(known.values()), **({"admission": admission} if admission else {})}
+        changed = {"conditions": list(known.values()), **({"admission": admission} if admission else {})}
         metadata = item["metadata"]
-        body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": status}
+        body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": changed}
         await self._api.patch("Workload", self._namespace, metadata["name"], body, subresource="status")
 
 
@@ -182,6 +182,7 @@ async def _start(
         "webhook": {"port": port, "certDir": str(certificates)},
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": False},
+        "featureGates": {"VisibilityOnDemand": False},
         "integrations": {"frameworks": ["batch/job", "pod", "deployment"]},
         **given,
     }

@@ -56,12 +56,21 @@ ADMITTED = workload("QuotaReserved", "Admitted")
 EVICTED = workload("QuotaReserved", "Admitted", "Evicted", reasons={"Evicted": "Preempted"})
 
 
+CHECKED = support.condition("WorkersChecked", True, "Checked")
+
+
+def checked(status: Mapping[str, Any] | None) -> Object:
+    """The job as it is, of which it is known that its workers will have what they need."""
+    found = {item["type"]: item for item in (CHECKED, *(status or {}).get("conditions", ()))}
+    return raw({**(status or {}), "conditions": list(found.values())})
+
+
 def decide(facts: Observed, status: Mapping[str, Any] | None = None, labels: Any = LABELS, **spec: Any) -> Plan:
-    return plan(job(labels, **spec), raw(status), facts, SETTINGS, at(60))
+    return plan(job(labels, **spec), checked(status), facts, SETTINGS, at(60))
 
 
 def told(facts: Observed, status: Mapping[str, Any] | None = None, labels: Any = LABELS, **spec: Any) -> dict[str, Any]:
-    return compute_status(job(labels, **spec), raw(status), facts, SETTINGS, at(60))
+    return compute_status(job(labels, **spec), checked(status), facts, SETTINGS, at(60))
 
 
 def reason(status: Mapping[str, Any], kind: str = conditions.SUSPENDED) -> tuple[str, str]:
@@ -111,7 +120,7 @@ def test_without_kueue_a_queue_is_waited_for_and_not_gone_round() -> None:
     assert "install Kueue" in condition(status, "Suspended")["message"]
     # Somebody who wants no queues has none.
     ignored = SETTINGS.model_copy(update={"queues": False})
-    assert applied(plan(job(), raw(), observed(), ignored, at(0))) == [*STANDING, "Deployment/generation"]
+    assert applied(plan(job(), raw(), observed(), ignored, at(0))) == [*STANDING, "Job/check"]
 
 
 def test_an_admitted_job_runs_where_its_quota_is() -> None:
@@ -124,7 +133,7 @@ def test_an_admitted_job_runs_where_its_quota_is() -> None:
         assert spec["nodeSelector"] == {"pool": "a100"}
         assert spec["tolerations"] == FLAVOR["tolerations"]
     queued = told(observed())
-    status = compute_status(job(), raw(queued), facts, SETTINGS, at(90))
+    status = compute_status(job(), checked(queued), facts, SETTINGS, at(90))
     assert (status["phase"], reason(status)) == ("Running", ("False", "Admitted"))
     assert status["startTime"] == support.stamp(90)
     assert "Admitted" in [event.reason for event in transitions(queued, status)]
@@ -164,7 +173,7 @@ def test_an_evicted_job_gives_its_quota_back_when_its_last_pod_has_ended() -> No
     assert (deleted(found), patches(found)) == (["Deployment/generation"], [])
     engine = observed(EVICTED, workers_job(suspend=True), pods=[pod("generation")])
     assert patches(decide(engine, begun)) == []
-    assert reason(told(engine, begun)) == ("True", "Evicted")
+    assert reason(told(engine, begun)) == ("False", "Evicted")
     [patch] = patches(decide(observed(EVICTED, workers_job(suspend=True)), begun))
     assert patch["admission"] is None
     assert kinds(patch) == {
@@ -263,10 +272,25 @@ def test_a_job_that_cannot_run_does_not_wait_to_be_told_so() -> None:
 
 
 def test_waiting_uses_up_no_deadline() -> None:
-    early = {"conditions": [support.condition("Suspended", True, "Queued")], "startTime": support.stamp(-9000)}
+    queued = support.condition("Suspended", True, "Queued")
+    unchecked = support.condition("WorkersChecked", False, "Checking", seconds=-9000)
     for live in (workload(), ADMITTED):
-        status = told(observed(live), early, activeDeadlineSeconds=60, startupDeadlineSeconds=60)
-        assert not condition(status, conditions.FAILURE_TARGET)
+        for known in ([queued], [queued, unchecked]):
+            early = {"conditions": known, "startTime": support.stamp(-9000)}
+            status = told(observed(live), early, activeDeadlineSeconds=60, startupDeadlineSeconds=60)
+            assert not condition(status, conditions.FAILURE_TARGET)
+
+
+def test_a_job_is_looked_at_with_its_own_quota() -> None:
+    unchecked = {"conditions": [support.condition("WorkersChecked", False, "Checking")]}
+    quota = ClusterQuota(flavors={"spot": FLAVOR})
+    found = decide(Observed(children=observed(ADMITTED).children, quota=quota), unchecked)
+    assert applied(found) == [*STANDING, "Job/check"]
+    assert found.apply[-1]["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "a100"}
+    # Evicted meanwhile, it is looked at again on the next nodes.
+    facts = observed(EVICTED, support.check_job())
+    assert deleted(decide(facts, unchecked)) == ["Job/check"]
+    assert reason(told(facts, unchecked), conditions.WORKERS_CHECKED) == ("False", "Checking")
 
 
 def test_a_workload_of_somebody_elses_is_left_alone() -> None:
@@ -303,7 +327,7 @@ class QueuedCluster(Cluster):
         return live is not None and is_true(live["status"], "Admitted") and not is_true(live["status"], "Evicted")
 
     def something_lives(self) -> bool:
-        parts = ("generation", "workers", "finish")
+        parts = ("generation", "check", "workers", "finish")
         return ("Deployment", "puzzle-generation") in self.children or any(self.living(part) for part in parts)
 
     def apply(self, item: Object) -> None:

@@ -52,6 +52,7 @@ def worker_template(subject: Subject, component: str, *, arguments: Sequence[str
         grace_seconds=GRACE_SECONDS,
         restart_policy="Never",
         over=spec.pod_template,
+        pod_set=names.WORKERS,
     )
 
 
