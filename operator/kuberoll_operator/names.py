@@ -18,6 +18,9 @@ COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 """Kueue's label: of a RolloutJob, the LocalQueue of its namespace that it waits in for quota."""
 
+WORKER_INDEX_LABEL: Final = "leaderworkerset.sigs.k8s.io/worker-index"
+"""LeaderWorkerSet's label: of a pod, which part of its replica it is; the leader is 0."""
+
 PRIORITY_LABEL: Final = "kueue.x-k8s.io/priority-class"
 """Kueue's label: of a RolloutJob, the WorkloadPriorityClass that it has in its queue."""
 
@@ -68,6 +71,11 @@ def config(job: str) -> str:
 def generation(job: str) -> str:
     """The Deployment of backend Native; generation's Service and NetworkPolicy."""
     return f"{job}-generation"
+
+
+def leader_worker_set(job: str) -> str:
+    """The LeaderWorkerSet of backend Native, and the headless Service that is made for it under the same name."""
+    return f"{job}-replicas"
 
 
 def generation_url(job: str, namespace: str) -> str:

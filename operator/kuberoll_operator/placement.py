@@ -63,13 +63,14 @@ def gpus_of(generation: Mapping[str, Any]) -> float:
     return float(generation.get("gpusPerReplica") or math.prod(sizes))
 
 
-def place(generation: Generation, *, one_each: bool) -> Placement:
+def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Placement:
     """How a job's replicas are placed.
 
     Without GPUs in its pods nothing is to be placed: a replica is a pod.
 
     Args:
-        one_each: A pod is one replica (backend Native); else they may share pods, or span them.
+        one_each: A pod is no more than one replica (backend Native); else they may share pods, or span them.
+        spans: A replica may span pods all the same.
 
     Raises:
         CannotPlace: They do not fit.
@@ -80,8 +81,10 @@ def place(generation: Generation, *, one_each: bool) -> Placement:
         return Placement(gpus=0, pod_gpus=pod_gpus)
     if gpus == pod_gpus:
         return Placement(gpus=gpus, pod_gpus=pod_gpus)
-    if one_each:
+    if one_each and not (spans and gpus > pod_gpus):
         remedy = f'set spec.generation.resources.limits."{GPU}" to {gpus:g}' if gpus >= 1 else "use backend KubeRay"
+        if gpus > pod_gpus:
+            remedy += ", use backend KubeRay, or install LeaderWorkerSet (leaderworkerset.x-k8s.io/v1)"
         raise CannotPlace(
             f"{shown}; pods have {pod_gpus}, and with backend Native every pod is one replica: {remedy}, or "
             f"{_fewer(generation, pod_gpus)}"
@@ -100,10 +103,14 @@ def place(generation: Generation, *, one_each: bool) -> Placement:
     )
 
 
-def misplacement(generation: Generation, *, one_each: bool) -> str | None:
-    """Why a job's replicas cannot be placed; None: they can."""
+def misplacement(generation: Generation, *, one_each: bool, spans: bool = False) -> str | None:
+    """Why a job's replicas cannot be placed; None: they can.
+
+    Args:
+        one_each, spans: As in `place`.
+    """
     try:
-        place(generation, one_each=one_each)
+        place(generation, one_each=one_each, spans=spans)
     except CannotPlace as error:
         return str(error)
     return None
@@ -115,7 +122,7 @@ def _replica_gpus(generation: Generation, pod_gpus: int) -> tuple[float, str]:
     world = sizes[0][1] * sizes[1][1]
     factors = f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {world}"
     given = generation.gpus_per_replica
-    if generation.engine == "Simulated":
+    if generation.engine == "Simulated" and (given is None or pod_gpus == 0):
         return 0, ""
     if given is None:
         return float(world), f"spec.generation.engineArgs: {factors} GPU{'s' * (world > 1)} a replica"

@@ -189,7 +189,7 @@ def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, n
     ):
         # A job that is resumed may have another spec, and is looked at again.
         delete.append(Ref("batch/v1", "Job", names.check(job.metadata.name)))
-    if spec_problem(job, here.backend, kuberay=settings.kuberay) is None:
+    if spec_problem(job, here.backend, settings) is None:
         wanted, outdated = _wanted(job, raw, observed, settings, here, now)
         delete += outdated
         apply = [] if here.taken else [render.seal(child) for child in wanted]
@@ -243,22 +243,18 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
     )
 
 
-def spec_problem(job: RolloutJob, backend: str, *, kuberay: bool | None) -> str | None:
-    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it.
-
-    Args:
-        kuberay: Whether the cluster serves RayServices; None: not known.
-    """
+def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:
+    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it."""
     try:
         output_of(job.spec.output.uri)
     except OutputRefused as error:
         return str(error)
-    if backend == "KubeRay" and kuberay is False:
+    if backend == "KubeRay" and settings.kuberay is False:
         return (
             "spec.generation.backend: KubeRay is not installed (the cluster does not serve ray.io/v1 rayservices); "
             "install it, or set Native"
         )
-    return BACKENDS[backend].problem(job)
+    return BACKENDS[backend].problem(job, settings)
 
 
 def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation) -> Subject:
@@ -424,7 +420,7 @@ def _failure(
     if job.spec.suspend or finish.done:
         # A suspended job can still be mended: its spec may be edited.
         return None
-    if (problem := spec_problem(job, backend, kuberay=settings.kuberay)) is not None:
+    if (problem := spec_problem(job, backend, settings)) is not None:
         return Cause(Reason.INVALID_SPEC, problem)
     for (kind, name), error in sorted(observed.errors.items()):
         if error.reason in FATAL_WRITE_ERRORS:
@@ -642,7 +638,7 @@ def _stopped(
         and not is_dying(live)
         and not is_at_rest(live)
     ]
-    if not under_way or spec_problem(job, here.backend, kuberay=settings.kuberay) is not None:
+    if not under_way or spec_problem(job, here.backend, settings) is not None:
         return [], [Ref("batch/v1", "Job", name) for name in under_way]
     subject = subject_of(job, raw, settings, here)
     wanted = [

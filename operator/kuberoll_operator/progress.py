@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from kuberoll_api import conditions
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import of_component, shard_of
+from kuberoll_operator.backends.pods import leads, of_component, shard_of
 from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served, is_true
 from kuberoll_operator.plan import status_of
 
@@ -84,7 +84,8 @@ class _Questions:
             for pod in of_component(pods, names.WORKERS)
             if (host := _host(pod)) is not None and (shard := shard_of(pod)) is not None
         }
-        engines = of_component(pods, names.GENERATION) if backend == "Native" else []
+        # Of a replica that spans pods, its leader answers.
+        engines = [pod for pod in of_component(pods, names.GENERATION) if backend == "Native" and leads(pod)]
         self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
         ready = backend == "KubeRay" and is_true(status, conditions.GENERATION_READY)
         self.serve = f"{generation['endpoint']}/v1/weights" if ready and generation.get("endpoint") else None

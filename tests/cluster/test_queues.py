@@ -49,10 +49,6 @@ def in_queue(namespace: str, name: str, priority: str = "low", **spec: Any) -> O
     return {**item, "metadata": {**item["metadata"], "labels": labels}}
 
 
-async def workload(cluster: Cluster, name: str) -> Object:
-    return await cluster.api.get("Workload", cluster.namespace, f"{name}-workload")
-
-
 async def test_a_job_waits_for_the_whole_of_what_it_needs(queued: Cluster) -> None:
     namespace = queued.namespace
     await queued.create(in_queue(namespace, "first", seconds=0.3))
@@ -63,7 +59,7 @@ async def test_a_job_waits_for_the_whole_of_what_it_needs(queued: Cluster) -> No
     assert "startTime" not in waiting["status"]
     assert await queued.api.list("Deployment", namespace, labels="kuberoll.io/job=second") == []
     check_complete(queued, await queued.job(complete, "first"), name="first")
-    assert is_true(await workload(queued, "first"), "Finished")
+    await queued.api.wait("Workload", namespace, "first-workload", lambda item: is_true(item, "Finished"))
     check_complete(queued, await queued.job(complete, "second"), name="second")
 
 

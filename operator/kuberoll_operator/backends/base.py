@@ -12,6 +12,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
+from kuberoll_operator.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Backend(Protocol):
     def name(self) -> str:
         """As in `spec.generation.backend`."""
 
-    def problem(self, job: RolloutJob) -> str | None:
+    def problem(self, job: RolloutJob, settings: Settings) -> str | None:
         """Why this backend cannot run the job, with the field and how to mend it."""
 
     def endpoint(self, job: RolloutJob, namespace: str) -> str:

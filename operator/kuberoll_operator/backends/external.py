@@ -11,6 +11,7 @@ from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
+from kuberoll_operator.settings import Settings
 
 
 class External:
@@ -18,7 +19,7 @@ class External:
 
     name = "External"
 
-    def problem(self, job: RolloutJob) -> str | None:
+    def problem(self, job: RolloutJob, settings: Settings) -> str | None:  # noqa: ARG002
         if job.spec.generation.external is None:
             return "spec.generation.external: missing; backend External needs external.url, the endpoint to use"
         return None

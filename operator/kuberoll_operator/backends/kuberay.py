@@ -17,6 +17,7 @@ from kuberoll_operator.render.generation import SERVE_LABEL, build_generation_se
 from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
+from kuberoll_operator.settings import Settings
 
 _READY: Final = "Ready"
 _BROKEN: Final = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
@@ -28,7 +29,7 @@ class KubeRay:
 
     name = "KubeRay"
 
-    def problem(self, job: RolloutJob) -> str | None:
+    def problem(self, job: RolloutJob, settings: Settings) -> str | None:  # noqa: ARG002
         return misplacement(job.spec.generation, one_each=False)
 
     def endpoint(self, job: RolloutJob, namespace: str) -> str:

@@ -1,4 +1,4 @@
-"""Generation in a Deployment of ours, every pod one replica."""
+"""Generation in a Deployment of ours, every pod one replica; or in groups of pods, where a replica spans several."""
 
 from __future__ import annotations
 
@@ -18,63 +18,73 @@ from kuberoll_operator.backends.pods import (
     still_there,
 )
 from kuberoll_operator.model import Object, Observed, Ref
-from kuberoll_operator.placement import misplacement
-from kuberoll_operator.render.generation import MUTABLE, build_generation_deployment, build_generation_services
+from kuberoll_operator.placement import CannotPlace, misplacement, place
+from kuberoll_operator.render.generation import (
+    GROUPS_MUTABLE,
+    MUTABLE,
+    build_generation_deployment,
+    build_generation_groups,
+    build_generation_services,
+)
 from kuberoll_operator.render.objects import annotated, keep_shape
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
+from kuberoll_operator.settings import Settings
 
 
 class Native:
-    """Deployment and Services; needs nothing else in the cluster."""
+    """Deployment and Services, which need nothing else in the cluster; for replicas that span pods LeaderWorkerSet."""
 
     name = "Native"
 
-    def problem(self, job: RolloutJob) -> str | None:
-        return misplacement(job.spec.generation, one_each=True)
+    def problem(self, job: RolloutJob, settings: Settings) -> str | None:
+        return misplacement(job.spec.generation, one_each=True, spans=settings.leader_worker_set is not False)
 
     def endpoint(self, job: RolloutJob, namespace: str) -> str:
         return names.generation_url(job.metadata.name, namespace)
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:
-        return build_generation_services(subject)
+        return build_generation_services(subject, leaders=_size(subject.job) > 1)
 
     def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:
-        live = observed.get("Deployment", names.generation(subject.name))
+        live = _live(subject.job, observed)
         spec = subject.job.spec.generation
         if spec.autoscaling is None:
-            return [keep_shape(build_generation_deployment(subject, replicas=spec.replicas or 1), live, MUTABLE)]
+            return [_build(subject, spec.replicas or 1, live)]
         current = _asked_for(live) or autoscaling.lowest(spec.autoscaling)
         intent = autoscaling.read_intent(live) if live else None
         decided = autoscaling.decide(spec.autoscaling, load_of(observed), current, intent, now)
-        deployment = keep_shape(build_generation_deployment(subject, replicas=decided.replicas), live, MUTABLE)
         text = autoscaling.written(decided.intent) if decided.intent else None
-        return [annotated(deployment, {names.AUTOSCALING: text})]
+        return [annotated(_build(subject, decided.replicas, live), {names.AUTOSCALING: text})]
 
     def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
-        deployment = build_generation_deployment(subject, replicas=_most(subject.job))
-        return [PodSet(names.GENERATION, _most(subject.job), deployment["spec"]["template"])]
+        most = _most(subject.job)
+        # A group's pods differ in their probes only.
+        template = build_generation_deployment(subject, replicas=most)["spec"]["template"]
+        return [PodSet(names.GENERATION, most * _size(subject.job), template)]
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002
         return []
 
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
-        return [Ref("apps/v1", "Deployment", names.generation(job.metadata.name))]
+        name = job.metadata.name
+        return [
+            Ref("apps/v1", "Deployment", names.generation(name)),
+            Ref("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", names.leader_worker_set(name)),
+        ]
 
     def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
         spec = job.spec.generation
-        deployment = observed.get("Deployment", names.generation(job.metadata.name))
+        live = _live(job, observed)
         desired = spec.replicas or 1
         if spec.autoscaling is not None:
-            desired = _asked_for(deployment) or autoscaling.lowest(spec.autoscaling)
+            desired = _asked_for(live) or autoscaling.lowest(spec.autoscaling)
         pods = of_component(observed.pods, names.GENERATION)
-        status = deployment.get("status", {}) if deployment else {}
+        status = live.get("status", {}) if live else {}
         # Of an older generation the numbers may be those of pods that are on their way out.
-        current = deployment is not None and status.get("observedGeneration", 0) >= deployment["metadata"].get(
-            "generation", 0
-        )
+        current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
         ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
-        found = first_problem(pods, "generation") or (pod_creation_problem(deployment) if deployment else None)
+        found = first_problem(pods, "generation") or (pod_creation_problem(live) if live else None)
         return GenerationState(
             ready=ready,
             desired=desired,
@@ -82,9 +92,33 @@ class Native:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
-            gone=deployment is None and not still_there(pods),
+            gone=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job))
+            and not still_there(pods),
             note=autoscaling.described(spec.autoscaling, load_of(observed)) if spec.autoscaling else "",
         )
+
+
+def _size(job: RolloutJob) -> int:
+    """Pods of a replica."""
+    try:
+        return place(job.spec.generation, one_each=True, spans=True).pods_per_replica
+    except CannotPlace:
+        return 1
+
+
+def _live(job: RolloutJob, observed: Observed) -> Object | None:
+    """What makes the pods, as it is."""
+    name = job.metadata.name
+    if _size(job) > 1:
+        return observed.get("LeaderWorkerSet", names.leader_worker_set(name))
+    return observed.get("Deployment", names.generation(name))
+
+
+def _build(subject: Subject, replicas: int, live: Object | None) -> Object:
+    """What makes the pods, as it is to be; what runs keeps its shape."""
+    if (size := _size(subject.job)) > 1:
+        return keep_shape(build_generation_groups(subject, replicas=replicas, size=size), live, GROUPS_MUTABLE)
+    return keep_shape(build_generation_deployment(subject, replicas=replicas), live, MUTABLE)
 
 
 def _most(job: RolloutJob) -> int:

@@ -122,6 +122,11 @@ def shard_of(pod: Mapping[str, Any]) -> int | None:
     return None
 
 
+def leads(pod: Mapping[str, Any]) -> bool:
+    """Whether a generation pod answers for its replica: it is alone, or the leader of its group."""
+    return str((pod.get("metadata", {}).get("labels") or {}).get(names.WORKER_INDEX_LABEL, "0")) == "0"
+
+
 def still_there(pods: Iterable[Object]) -> bool:
     """Whether a pod still holds what it was given: has neither succeeded nor failed."""
     return any(pod.get("status", {}).get("phase") not in {"Succeeded", "Failed"} for pod in pods)

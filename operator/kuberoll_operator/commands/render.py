@@ -76,7 +76,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     from kuberoll_operator.queueing import priority_class_of, queue_of
 
     name = backend_of(job, {}, kuberay=settings.kuberay)
-    if (problem := spec_problem(job, name, kuberay=settings.kuberay)) is not None:
+    if (problem := spec_problem(job, name, settings)) is not None:
         raise ValueError(problem)
     backend = BACKENDS[name]
     subject = built.Subject(

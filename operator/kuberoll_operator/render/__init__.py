@@ -3,7 +3,11 @@
 from kuberoll_operator.render.check import build_check_job
 from kuberoll_operator.render.config import build_config
 from kuberoll_operator.render.finish import build_finish_job
-from kuberoll_operator.render.generation import build_generation_deployment, build_generation_services
+from kuberoll_operator.render.generation import (
+    build_generation_deployment,
+    build_generation_groups,
+    build_generation_services,
+)
 from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.rayservice import build_rayservice
@@ -18,6 +22,7 @@ __all__ = [
     "build_config",
     "build_finish_job",
     "build_generation_deployment",
+    "build_generation_groups",
     "build_generation_services",
     "build_network_policies",
     "build_rayservice",

@@ -1,18 +1,25 @@
-"""The generation pods of backend Native: a Deployment whose every pod is a Ray of its own, and its Services."""
+"""The generation pods of backend Native: every replica is a Ray of its own.
+
+A replica is a pod of a Deployment, or a group of pods of a LeaderWorkerSet whose leader answers for all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import container, pod_template, standard_volumes
+from kuberoll_operator.render.pods import POD_IP, container, pod_template, standard_volumes
 from kuberoll_operator.render.subject import Subject
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
 """What of the Deployment changes without a new engine."""
+
+GROUPS_MUTABLE: Final = frozenset({"replicas"})
+"""The same, of the LeaderWorkerSet."""
 
 SERVE_LABEL: Final = "ray.io/serve"
 """KubeRay's: "true" on pods of engines, "false" on the head."""
@@ -28,6 +35,53 @@ def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
     of it: pods read them in the configuration that they have mounted, and go on.
     """
     spec = subject.job.spec
+    child = subject.child("apps/v1", "Deployment", names.generation(subject.name), names.GENERATION)
+    child["spec"] = {
+        "progressDeadlineSeconds": spec.startup_deadline_seconds,
+        "replicas": replicas,
+        "revisionHistoryLimit": 0,
+        "selector": {"matchLabels": names.selector(subject.name, names.GENERATION)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "template": _template(subject),
+    }
+    return shaped(child, MUTABLE)
+
+
+def build_generation_groups(subject: Subject, *, replicas: int, size: int) -> Object:
+    """LeaderWorkerSet <job>-replicas, every group of which is one replica.
+
+    A group is made anew when one of its containers starts again: what was spread over its pods is gone with one part.
+
+    Args:
+        size: Pods of a group, the leader among them.
+    """
+    name = names.leader_worker_set(subject.name)
+    child = subject.child("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, names.GENERATION)
+    child["spec"] = {
+        "leaderWorkerTemplate": {
+            "leaderTemplate": _template(subject, env=[POD_IP]),
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "size": size,
+            "workerTemplate": _template(subject, env=[POD_IP], answers=False),
+        },
+        "replicas": replicas,
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {"maxSurge": 0, "maxUnavailable": 1},
+        },
+        "startupPolicy": "LeaderCreated",
+    }
+    return shaped(child, GROUPS_MUTABLE)
+
+
+def _template(subject: Subject, *, env: Sequence[Mapping[str, Any]] = (), answers: bool = True) -> Object:
+    """Template of generation pods.
+
+    Args:
+        env: Further variables.
+        answers: Whether the pod is ready when its replica is; else it belongs to one that another pod answers for.
+    """
+    spec = subject.job.spec
     options = spec.generation
     volumes = standard_volumes(subject)
     volumes.add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
@@ -35,6 +89,16 @@ def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
     # answers for itself.
     ready = {"httpGet": {"path": "/healthz", "port": "metrics"}, "timeoutSeconds": 5}
     alive = {"httpGet": {"path": "/livez", "port": "metrics"}, "timeoutSeconds": 10}
+    probes: dict[str, Any] = {
+        "startupProbe": {
+            **(ready if answers else alive),
+            "periodSeconds": PROBE_SECONDS,
+            "failureThreshold": -(-spec.startup_deadline_seconds // PROBE_SECONDS),
+        },
+        **({"readinessProbe": {**ready, "periodSeconds": 5, "failureThreshold": 2}} if answers else {}),
+        # An engine that does not come back is ended by its pod; this is for a process that hangs.
+        "livenessProbe": {**alive, "periodSeconds": PROBE_SECONDS, "failureThreshold": 6},
+    }
     main = container(
         subject,
         options,
@@ -44,6 +108,7 @@ def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
+            *env,
         ],
         volumes=volumes,
         read_only=False,
@@ -51,16 +116,9 @@ def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
             {"name": "http", "containerPort": names.GENERATION_PORT},
             {"name": "metrics", "containerPort": names.RAY_METRICS_PORT},
         ],
-        startupProbe={
-            **ready,
-            "periodSeconds": PROBE_SECONDS,
-            "failureThreshold": -(-spec.startup_deadline_seconds // PROBE_SECONDS),
-        },
-        readinessProbe={**ready, "periodSeconds": 5, "failureThreshold": 2},
-        # An engine that does not come back is ended by its pod; this is for a process that hangs.
-        livenessProbe={**alive, "periodSeconds": PROBE_SECONDS, "failureThreshold": 6},
+        **probes,
     )
-    template = pod_template(
+    return pod_template(
         subject,
         options,
         component=names.GENERATION,
@@ -70,31 +128,27 @@ def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
         restart_policy="Always",
         over=options.pod_template,
     )
-    child = subject.child("apps/v1", "Deployment", names.generation(subject.name), names.GENERATION)
-    child["spec"] = {
-        "progressDeadlineSeconds": spec.startup_deadline_seconds,
-        "replicas": replicas,
-        "revisionHistoryLimit": 0,
-        "selector": {"matchLabels": names.selector(subject.name, names.GENERATION)},
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "template": template,
-    }
-    return shaped(child, MUTABLE)
 
 
-def build_generation_services(subject: Subject) -> list[Object]:
+def build_generation_services(subject: Subject, *, leaders: bool = False) -> list[Object]:
     """Service <job>-generation, the endpoint, and <job>-generation-pods, each pod by itself.
 
     The addresses of the second are the replicas that workers talk to: those of pods that are ready.
+
+    Args:
+        leaders: Replicas are groups of pods, of which the leader answers.
     """
     http = {"name": "http", "port": names.GENERATION_PORT, "targetPort": names.GENERATION_PORT}
     metrics = {"name": "metrics", "port": names.RAY_METRICS_PORT, "targetPort": names.RAY_METRICS_PORT}
     # KubeRay has a Service like the first, which is there only when the first cluster runs: workers and their
     # resolvers would have noted by then that there is none.
     serving = {SERVE_LABEL: "true"} if subject.backend == "KubeRay" else {}
+    leading = {names.WORKER_INDEX_LABEL: "0"} if leaders else {}
     return [
-        _service(subject, names.generation(subject.name), {"type": "ClusterIP", "ports": [http]}, serving),
-        _service(subject, names.generation_pods(subject.name), {"clusterIP": "None", "ports": [http, metrics]}, {}),
+        _service(subject, names.generation(subject.name), {"type": "ClusterIP", "ports": [http]}, serving | leading),
+        _service(
+            subject, names.generation_pods(subject.name), {"clusterIP": "None", "ports": [http, metrics]}, leading
+        ),
     ]
 
 
