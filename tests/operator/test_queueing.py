@@ -204,6 +204,19 @@ def test_an_evicted_job_waits_again_with_what_it_has() -> None:
     assert "it was evicted (Preempted: Evicted it is)" in condition(status, "Suspended")["message"]
 
 
+def test_what_the_api_server_has_put_into_a_job_is_left_to_it() -> None:
+    """Of an admitted job that is evicted its Job keeps its shape, and is applied with another one later."""
+    first = decide(observed(ADMITTED, deployment(2))).apply[-1]
+    generated = {"controller-uid": "1", "job-name": "x", "batch.kubernetes.io/controller-uid": "1"}
+    live = copy.deepcopy({**first, "status": {}})
+    live["metadata"]["labels"] = first["metadata"]["labels"]
+    live["spec"]["suspend"] = True
+    live["spec"]["template"]["metadata"]["labels"] |= generated
+    live["metadata"]["annotations"][names.SHAPE_DIGEST] = "another"
+    [kept] = [item for item in decide(observed(workload(), live)).apply if item["kind"] == "Job"]
+    assert kept["spec"]["template"]["metadata"]["labels"] == first["spec"]["template"]["metadata"]["labels"]
+
+
 def test_a_suspended_job_gives_its_quota_back() -> None:
     assert deleted(decide(observed(ADMITTED, pods=[pod("workers", shard=0)]), suspend=True)) == []
     assert deleted(decide(observed(ADMITTED), suspend=True)) == ["Workload/workload"]

@@ -117,7 +117,7 @@ async def pod(
     **variables: str,
 ) -> AsyncIterator[Pod]:
     """Run a pod's module; it is ended at the end."""
-    ip = address()
+    ip = variables.pop("POD_IP", None) or address()
     path, message, log = prepared(place, ip, config)
     environment = {**os.environ, "POD_IP": ip, "KUBEROLL_TERMINATION_LOG": str(message), **variables}
     if shard is not None:

@@ -22,7 +22,7 @@ from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, 
 from kuberoll_workers.policy.pod import PORT_VARIABLE, STATUS_PORT
 from kuberoll_workers.policy.ray_settings import free_ports
 from tests.local.support import TINY
-from tests.pods.support import Pod, pod
+from tests.pods.support import Pod, address, pod
 
 MODULE = "kuberoll_workers.policy.pod"
 
@@ -86,9 +86,9 @@ class GenerationPod:
 
 
 @asynccontextmanager
-async def generation_pod(place: Path, told: dict[str, Any]) -> AsyncIterator[GenerationPod]:
+async def generation_pod(place: Path, told: dict[str, Any], **given: str) -> AsyncIterator[GenerationPod]:
     run_id, (port,) = uuid.uuid4().hex, free_ports(1)
-    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port)}
+    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port), **given}
     try:
         async with pod(MODULE, told, place, shard=0, **variables) as started:
             yield GenerationPod(started, port, run_id, place / f"{started.ip}.json")
@@ -150,6 +150,45 @@ async def test_it_follows_the_weights_of_its_job(tmp_path: Path) -> None:
         async with ServeClient(generation.url, limit=1) as client, asyncio.timeout(50):
             with pytest.raises(PolicyRefused, match="answered 401"):
                 await client.generate(request())
+
+
+def place_in_group(leader: str, index: int, size: int = 2) -> dict[str, str]:
+    """What LeaderWorkerSet tells a pod's containers."""
+    return {"LWS_LEADER_ADDRESS": leader, "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": str(index)}
+
+
+async def test_a_replica_that_spans_pods_is_ready_when_all_of_them_are_there(tmp_path: Path) -> None:
+    told = config({}) | {"token": "of-the-job"}
+    ip = address()
+    async with generation_pod(tmp_path, told, POD_IP=ip, **place_in_group(ip, 0)) as leader:
+        await leader.pod.until_answers("/livez", lambda status, _: status == 200, port=STATUS_PORT)
+        assert await leader.until_health(503) == "the engine is starting"
+        async with generation_pod(tmp_path, told, **place_in_group(leader.pod.ip, 1)) as follower:
+            await leader.until_health(200)
+            # It lends what it has, and answers for nothing.
+            assert "a part of the replica" in await follower.until_health(503)
+            assert (await follower.pod.get("/livez", port=STATUS_PORT))[0] == 200
+            assert any("raylet" in process.name() for process in follower.processes())
+            assert not any("ServeReplica" in " ".join(process.cmdline()) for process in follower.processes())
+            async with ServeClient(leader.url, limit=1, token="of-the-job") as client, asyncio.timeout(50):
+                assert len((await client.generate(request())).token_ids) > 0
+            follower.pod.signal(signal.SIGTERM)
+            assert await follower.pod.end() == 0, follower.pod.log
+            assert follower.processes() == []
+        leader.pod.signal(signal.SIGTERM)
+        assert await leader.pod.end() == 0, leader.pod.log
+        assert leader.processes() == []
+
+
+async def test_a_part_without_a_leader_says_so(tmp_path: Path) -> None:
+    told = config({}) | {"token": "of-the-job"}
+    told["job"]["spec"]["startupDeadlineSeconds"] = 1
+    async with generation_pod(tmp_path, told, **place_in_group(address(), 1)) as follower:
+        assert await follower.pod.end() == 1
+        assert "has not begun within 1 s" in follower.pod.text()
+    async with generation_pod(tmp_path, config({}), **place_in_group(address(), 1)) as follower:
+        assert await follower.pod.end() == 78
+        assert "the policy's token" in follower.pod.text()
 
 
 @pytest.mark.long

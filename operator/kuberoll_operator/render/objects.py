@@ -49,6 +49,8 @@ def keep_shape(rendered: Object, live: Object | None, mutable: Collection[str]) 
         for key, value in rendered["spec"].items()
         if key in mutable or key in there
     }
+    if "template" in spec:
+        spec["template"] = _without_generated_labels(spec["template"])
     return annotated({**rendered, "spec": spec}, {names.SHAPE_DIGEST: found})
 
 
@@ -61,6 +63,20 @@ def annotation(item: Mapping[str, Any], name: str) -> str | None:
     """An annotation of an object, if it has it."""
     value = (item.get("metadata", {}).get("annotations") or {}).get(name)
     return None if value is None else str(value)
+
+
+def _without_generated_labels(template: Mapping[str, Any]) -> dict[str, Any]:
+    """A live Job's template without the labels that the API server has put there.
+
+    Whoever applies them owns them, and removes them with the first apply that has them not, which is refused.
+    """
+    metadata = template.get("metadata") or {}
+    labels = {key: value for key, value in (metadata.get("labels") or {}).items() if not _is_generated(key)}
+    return {**template, "metadata": {**metadata, "labels": labels}}
+
+
+def _is_generated(label: str) -> bool:
+    return label in {"controller-uid", "job-name"} or label.startswith("batch.kubernetes.io/")
 
 
 def _shape(rendered: Object, mutable: Collection[str]) -> dict[str, Any]:

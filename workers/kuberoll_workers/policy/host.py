@@ -34,6 +34,7 @@ from kuberoll_workers.policy.app import AppArgs, build, most_replicas, replica_g
 from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
+from kuberoll_workers.policy.group import OBJECT_STORE_BYTES, RAY_PORT, Group, await_group, start_leading
 from kuberoll_workers.policy.processes import kill_all
 from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment, why_no_haproxy
 
@@ -51,6 +52,8 @@ class HostConfig(msgspec.Struct, kw_only=True):
         routing: `Session` keeps a trajectory's turns on one replica.
         address: Where generation is served; 0.0.0.0: at all addresses of the machine.
         port: 0: any free one.
+        group: The pods that the one replica spans, of which this is the leader; None: it is on this machine alone.
+        patience: Seconds that the others have to come.
     """
 
     app: AppArgs
@@ -58,6 +61,8 @@ class HostConfig(msgspec.Struct, kw_only=True):
     routing: Literal["Session", "LeastLoaded"] = "Session"
     address: str = "127.0.0.1"
     port: int = 0
+    group: Group | None = None
+    patience: float = 1800.0
 
 
 class Host:
@@ -78,7 +83,8 @@ class Host:
         if without is not None:
             _log.warning("requests pass through Serve's own proxy, at ten times the cost: %s", without)
         settings = serve_environment(config.routing, self._scratch, others, haproxy=without is None)
-        os.environ.update(ray_environment() | settings)
+        group = config.group
+        os.environ.update(ray_environment(None if group is None else group.token) | settings)
         began = time.perf_counter()
         self._start_ray()
         began = self._phase("ray", began)
@@ -94,7 +100,8 @@ class Host:
         info = asyncio.run(_wait(url, config.app.token))
         self._phase("proxy", began)
         self._ready = True
-        self._say({"event": "ready", "url": url, "info": info, "metrics_port": metrics_port()})
+        own = None if group is None else group.address
+        self._say({"event": "ready", "url": url, "info": info, "metrics_port": metrics_port(own)})
 
     def _start_ray(self) -> None:
         import ray
@@ -102,19 +109,23 @@ class Host:
         args = self._config.app
         replicas = most_replicas(args)
         cores = os.cpu_count() or 1
-        ray.init(
-            # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
-            num_cpus=max(cores, replicas + 2),
-            include_dashboard=False,
-            log_to_driver=True,
-            configure_logging=False,
-            namespace="kuberoll",
-            # Trajectories do not pass through it.
-            object_store_memory=100 << 20,
-            _temp_dir=str(self._scratch / "ray"),
-            # Not the address of a network, which a laptop changes while the run goes on.
-            _node_ip_address="127.0.0.1",
-        )
+        # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
+        cpus = max(cores, replicas + 2)
+        common: dict[str, Any] = {"log_to_driver": True, "configure_logging": False, "namespace": "kuberoll"}
+        if (group := self._config.group) is None:
+            ray.init(
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._scratch / "ray"),
+                # Not the address of a network, which a laptop changes while the run goes on.
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+        else:
+            start_leading(group, self._scratch, cpus=cpus)
+            ray.init(address=f"{group.address}:{RAY_PORT}", _node_ip_address=group.address, **common)
+            await_group(group, seconds=self._config.patience)
         # Ray has put a handler of its own in the place of ours.
         signal.signal(signal.SIGTERM, exit_on_signal)
         # Serve would wait for them for ever.
@@ -173,12 +184,17 @@ class Host:
             self._events.flush()
 
 
-def metrics_port() -> int | None:
-    """Where this machine's Ray has its metrics; None: nowhere."""
+def metrics_port(address: str | None = None) -> int | None:
+    """Where this machine's Ray has its metrics; None: nowhere.
+
+    Args:
+        address: Of this machine among several; None: it is the only one.
+    """
     import ray
 
     for node in ray.nodes():
-        return int(node["MetricsExportPort"]) or None
+        if address in (None, node["NodeManagerAddress"]):
+            return int(node["MetricsExportPort"]) or None
     return None
 
 

@@ -2,6 +2,8 @@
 
     python -m kuberoll_workers.policy.pod --config FILE
 
+A replica may span pods: then this is one of its group, which leads it, or follows the one that does.
+
 FILE is a `pod_contract.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
 8080, answered by this process, however busy the engine is. The file may change while the pod runs: its `spec.weights`
 are followed, the rest is read at the start only. See docs/pods.md.
@@ -46,7 +48,17 @@ from kuberoll_workers.pod_http import health_route, json_route, serving
 from kuberoll_workers.policy import controller
 from kuberoll_workers.policy.app import APPLICATION, DEPLOYMENT, app_args
 from kuberoll_workers.policy.engines.interface import OWN_VERSION
-from kuberoll_workers.policy.host import Host, HostConfig, adopt_orphans, exit_on_signal, metrics_port
+from kuberoll_workers.policy.engines.vllm_engine import world_size
+from kuberoll_workers.policy.group import Group, follow, group_of
+from kuberoll_workers.policy.host import (
+    Host,
+    HostConfig,
+    adopt_orphans,
+    end_descendants,
+    exit_on_signal,
+    metrics_port,
+)
+from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment, why_no_haproxy
 from kuberoll_workers.policy.weights import Weights, user_config, version_of, wanted_weights
 
 STATUS_PORT = 8080
@@ -70,7 +82,8 @@ class Status:
 
     Attributes:
         problem: Why it cannot generate; None: it can.
-        metrics_port: Where Ray's agent has its metrics, on this machine; None: not yet.
+        metrics_port: Where Ray's agent has its metrics; None: not yet.
+        address: Of that agent.
         wanted: Version of the weights that the job asks for.
         served: Version of those that it generates with; None: with none, or nobody knows.
         weights_problem: Why the wanted ones are not served; None: they are, or are being loaded.
@@ -79,6 +92,7 @@ class Status:
     def __init__(self) -> None:
         self.problem: str | None = "the engine is starting"
         self.metrics_port: int | None = None
+        self.address = "127.0.0.1"
         self.wanted: str | None = None
         self.served: str | None = None
         self.weights_problem: str | None = None
@@ -100,7 +114,7 @@ class Status:
             if self.metrics_port is None:
                 return web.Response(status=503, text="Ray is starting")
             try:
-                async with http.get(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
+                async with http.get(f"http://{self.address}:{self.metrics_port}/metrics") as answer:
                     content_type = answer.headers.get("content-type", "text/plain")
                     return web.Response(body=await answer.read(), headers={"content-type": content_type})
             except (aiohttp.ClientError, OSError) as error:
@@ -151,8 +165,10 @@ def answering(status: Status, *, host: str, port: int) -> Iterator[None]:
         thread.join()
 
 
-def host_config(job: RolloutJob, *, port: int, scratch: Path, token: str | None = None) -> HostConfig:
-    """What the host of a pod is told: one replica, its GPUs those of the pod."""
+def host_config(
+    job: RolloutJob, *, port: int, scratch: Path, token: str | None = None, group: Group | None = None
+) -> HostConfig:
+    """What the host of a pod is told: one replica, its GPUs those of the pod, or of the group that it leads."""
     generation = job.spec.generation
     model = generation.model
     app = app_args(
@@ -164,13 +180,22 @@ def host_config(job: RolloutJob, *, port: int, scratch: Path, token: str | None 
         drain_seconds=_DRAIN_SECONDS,
     )
     return HostConfig(
-        app=msgspec.structs.replace(app, replicas=1, autoscaling=None),
+        app=msgspec.structs.replace(app, replicas=1, autoscaling=None, **({} if group is None else _spread(job))),
         scratch=str(scratch),
         routing=generation.routing,
         # Serve's parts look for each other on loopback, and others for them at the pod's address.
         address="0.0.0.0",
         port=port,
+        group=group,
+        patience=float(job.spec.startup_deadline_seconds),
     )
+
+
+def _spread(job: RolloutJob) -> dict[str, Any]:
+    """The arguments of a replica that spans pods: one GPU a part, as vLLM wants it; the first has the replica's CPU."""
+    generation = job.spec.generation
+    gpus = round(generation.gpus_per_replica or world_size(generation.engine_args))
+    return {"gpus": None, "bundles": [{"CPU": 1.0, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(gpus - 1))]}
 
 
 class JobFile:
@@ -201,18 +226,21 @@ class JobFile:
         return config, RolloutJob.model_validate(config.job)
 
 
-def run(host: Host, status: Status, file: JobFile, *, patience: float) -> None:
+def run(host: Host, status: Status, file: JobFile, *, patience: float, group: Group | None = None) -> None:
     """Start, and watch over it until a signal ends the process.
 
     Args:
         patience: Seconds that an engine which was lost has to come back.
+        group: The pods that the replica spans.
 
     Raises:
         EngineLost: It did not.
         Exception: What Ray or Serve raised while it started.
     """
     host.start()
-    status.metrics_port = metrics_port()
+    if group is not None:
+        status.address = group.address
+    status.metrics_port = metrics_port(None if group is None else group.address)
     asyncio.run(_report_weights(status))
     status.problem = None
     lost: float | None = None
@@ -277,6 +305,28 @@ def _serve_problem() -> str | None:
     return f"the engine is {deployment.status.value}: {deployment.message}".rstrip(": ")
 
 
+def _follow(group: Group, job: RolloutJob, scratch: Path) -> int:
+    """Be a part of the replica that another pod leads; the exit code."""
+    status = Status()
+    status.problem = f"this pod is a part of the replica of {group.leader}"
+    # Where vLLM puts its parts, they read the same settings.
+    settings = serve_environment(job.spec.generation.routing, scratch, free_ports(3), haproxy=why_no_haproxy() is None)
+    os.environ.update(ray_environment(group.token) | settings)
+    try:
+        with answering(status, host=group.address, port=STATUS_PORT):
+            follow(group, seconds=float(job.spec.startup_deadline_seconds))
+    except Exception as error:
+        leave_message(clipped(str(error)).encode())
+        _log.error("%s", error)
+        return EXIT_FAILED
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(scratch)
+    return 0
+
+
 def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.policy.pod", description=__doc__)
@@ -288,7 +338,8 @@ def main() -> None:
         read = file.changed()
         assert read is not None
         config, job = read
-    except (ConfigRefused, ValidationError) as error:
+        group = group_of(os.environ, config.token)
+    except (ConfigRefused, ValidationError, ValueError) as error:
         _log.error("%s", error)
         leave_message(clipped(str(error)).encode())
         sys.exit(EXIT_REFUSED)
@@ -299,14 +350,16 @@ def main() -> None:
     os.environ["TMPDIR"] = str(scratch)
     adopt_orphans()
     signal.signal(signal.SIGTERM, exit_on_signal)
-    host = Host(host_config(job, port=port, scratch=scratch, token=config.token), sys.stderr)
+    if group is not None and group.index > 0:
+        sys.exit(_follow(group, job, scratch))
+    host = Host(host_config(job, port=port, scratch=scratch, token=config.token, group=group), sys.stderr)
     status = Status()
     status.wanted = OWN_VERSION if job.spec.weights is None else job.spec.weights.version
     code = 0
     try:
         with answering(status, host=os.environ.get("POD_IP") or "0.0.0.0", port=STATUS_PORT):
             try:
-                run(host, status, file, patience=float(job.spec.startup_deadline_seconds))
+                run(host, status, file, patience=float(job.spec.startup_deadline_seconds), group=group)
             finally:
                 started, status.problem = status.metrics_port is not None, status.problem or "the pod is ending"
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

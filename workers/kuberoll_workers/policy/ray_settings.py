@@ -71,14 +71,17 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
     }
 
 
-def ray_environment() -> dict[str, str]:
+def ray_environment(token: str | None = None) -> dict[str, str]:
     """Ray's settings, to be made before it is imported.
 
-    Its control plane takes only those who know the run's token, which is kept in no file.
+    Its control plane takes only those who know its token, which is kept in no file.
+
+    Args:
+        token: None: a random one, of this run's own.
     """
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN": token or secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         # By default all that Ray starts gives way to the machine's other processes, with niceness 15: engines would to
         # environments, and on a busy machine Serve does not even start within its own time limits.
