@@ -83,7 +83,7 @@ def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Pla
         return Placement(gpus=gpus, pod_gpus=pod_gpus)
     if one_each and not (spans and gpus > pod_gpus):
         remedy = f'set spec.generation.resources.limits."{GPU}" to {gpus:g}' if gpus >= 1 else "use backend KubeRay"
-        if gpus > pod_gpus:
+        if gpus > pod_gpus and not spans:
             remedy += ", use backend KubeRay, or install LeaderWorkerSet (leaderworkerset.x-k8s.io/v1)"
         raise CannotPlace(
             f"{shown}; pods have {pod_gpus}, and with backend Native every pod is one replica: {remedy}, or "

@@ -32,12 +32,28 @@ def generation(pod_gpus: Any, tensor: int = 1, pipeline: int = 1, **more: Any) -
         (generation("4", gpusPerReplica=2), Placement(gpus=2, pod_gpus=4, per_pod=2), 2),
         (generation(None, 2), Placement(gpus=0, pod_gpus=0), 3),
         (generation("1", engine="Simulated"), Placement(gpus=0, pod_gpus=1), 3),
+        # A dry run of what would span pods.
+        (
+            generation("1", engine="Simulated", gpusPerReplica=2),
+            Placement(gpus=2, pod_gpus=1, pods_per_replica=2),
+            6,
+        ),
+        (generation(None, engine="Simulated", gpusPerReplica=2), Placement(gpus=0, pod_gpus=0), 3),
     ],
 )
 def test_placements(given_: Generation, expected: Placement, pods_for_three: int) -> None:
     found = place(given_, one_each=False)
     assert found == expected
     assert found.pods(3) == pods_for_three
+
+
+def test_a_pod_of_one_replica_may_be_a_part_of_it() -> None:
+    assert place(generation("8", 8, 2), one_each=True, spans=True).pods_per_replica == 2
+    with pytest.raises(CannotPlace, match="or install LeaderWorkerSet"):
+        place(generation("8", 8, 2), one_each=True)
+    for shared in (generation("4"), generation("1", gpusPerReplica=0.5)):
+        with pytest.raises(CannotPlace, match="every pod is one replica"):
+            place(shared, one_each=True, spans=True)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,37 @@ def test_somebody_elses_engine_needs_no_check() -> None:
     assert "Job/check" not in applied(decide(observed(), **external))
 
 
+SPREAD: dict[str, Any] = {
+    "generation": {
+        "engineArgs": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2},
+        "resources": {"limits": {"nvidia.com/gpu": "8"}},
+    }
+}
+
+
+def test_replicas_that_span_pods_are_groups() -> None:
+    found = decide(observed(), {"conditions": [CHECKED]}, **SPREAD)
+    assert applied(found)[-1] == "LeaderWorkerSet/replicas"
+    assert found.apply[-1]["spec"]["replicas"] == 2
+    assert found.apply[-1]["spec"]["leaderWorkerTemplate"]["size"] == 2
+    for service in [item for item in found.apply if item["metadata"]["name"].startswith("puzzle-generation")][1:]:
+        assert service["spec"]["selector"][names.WORKER_INDEX_LABEL] == "0"
+    # As many as have all their pods.
+    groups = child("LeaderWorkerSet", "puzzle-replicas", status={"observedGeneration": 1, "readyReplicas": 1})
+    starting = compute_status(job(**SPREAD), raw({"conditions": [CHECKED]}), observed(groups), SETTINGS, at(60))
+    assert starting["generation"]["readyReplicas"] == 1
+    groups["status"]["readyReplicas"] = 2
+    assert "Job/workers" in applied(decide(observed(groups), {"conditions": [CHECKED]}, **SPREAD))
+    assert deleted(decide(observed(groups), suspend=True, **SPREAD)) == ["LeaderWorkerSet/replicas"]
+
+
+def test_without_groups_a_replica_is_within_a_pod() -> None:
+    unserved = SETTINGS.model_copy(update={"leader_worker_set": False})
+    assert plan(job(**SPREAD), raw(), observed(), unserved, at(0)) == Plan()
+    status = compute_status(job(**SPREAD), raw(), observed(), unserved, at(0))
+    assert "install LeaderWorkerSet" in str(status["conditions"])
+
+
 def test_workers_come_when_generation_is_ready() -> None:
     found = decide(observed(deployment(2)))
     assert applied(found) == [*STANDING, "Deployment/generation", "Job/workers"]

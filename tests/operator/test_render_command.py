@@ -52,7 +52,7 @@ def test_namespace_and_overrides() -> None:
     [
         (["--set", "spec.output.uri=runs/x"], "spec.output.uri"),
         (["--set", "spec.workers.replica=1"], "replica"),
-        (["--set", "spec.generation.gpusPerReplica=2"], "spec.generation.gpusPerReplica"),
+        (["--set", "spec.generation.gpusPerReplica=0.5"], "spec.generation.gpusPerReplica"),
     ],
 )
 def test_what_a_cluster_would_refuse_is_refused(arguments: list[str], words: str) -> None:
