@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,30 @@ def in_queue(namespace: str, name: str, priority: str = "low", **spec: Any) -> O
     item["spec"]["workers"]["resources"] = {"requests": {"cpu": "10m"}}
     labels = {"kueue.x-k8s.io/queue-name": "team", "kueue.x-k8s.io/priority-class": priority}
     return {**item, "metadata": {**item["metadata"], "labels": labels}}
+
+
+# As docs/queues.md has it: without the external framework Kueue would hold a job's own Job and pods for ever.
+MANAGES_ALL = {
+    "manageJobsWithoutQueueName": True,
+    "managedJobsNamespaceSelector": {
+        "matchExpressions": [
+            {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", "kueue-system"]}
+        ]
+    },
+    "integrations": {
+        "frameworks": ["batch/job", "pod", "deployment"],
+        "externalFrameworks": ["RolloutJob.v1alpha1.kuberoll.io"],
+    },
+}
+
+
+@pytest.mark.skipif("KUBEROLL_KUEUE" not in os.environ, reason="needs Kueue itself: KUBEROLL_KUEUE names its binary")
+@pytest.mark.parametrize("queued", [MANAGES_ALL], indirect=True, ids=["manages all"])
+async def test_kueue_that_manages_all_jobs_leaves_a_job_s_children_alone(queued: Cluster) -> None:
+    await queued.create(in_queue(queued.namespace, "first"))
+    check_complete(queued, await queued.job(complete, "first"), name="first")
+    [asked] = await queued.api.list("Workload", queued.namespace)
+    assert asked["metadata"]["name"] == "first-workload"
 
 
 async def test_a_job_waits_for_the_whole_of_what_it_needs(queued: Cluster) -> None:
