@@ -274,9 +274,9 @@ async def streamed(readers: Readers) -> bytes:
 async def test_the_stream_has_every_trajectory_once(output: Path, tmp_path: Path) -> None:
     shard = output / "shard-00000.jsonl"
     whole = shard.read_bytes() + (output / "shard-00001.jsonl").read_bytes()
-    # What a crash while journals are made one file leaves: lines that are there twice, and a torn one.
+    # What a crash while journals are made one file leaves, lines twice and a torn one; and one that cannot be read.
     first = shard.read_bytes().splitlines(keepends=True)
-    shard.write_bytes(b"".join([*first, *first[:7], b'{"task_ind']))
+    shard.write_bytes(b"".join([*first, *first[:7], b'{"not": "a trajectory"}\n', b'{"task_ind']))
     assert await streamed(Readers(output, tmp_path)) == whole
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-import msgspec
-
 from kuberoll_workers.collection.keys import KeySet
 from kuberoll_workers.collection.records import DROPPED, FAILURES, located_trajectories
 from kuberoll_workers.collection.storage import StorageError, open_storage
-from kuberoll_workers.data.record import RecordError, TrajectoryKey, encode_line
+from kuberoll_workers.collection.unreadable import set_aside
+from kuberoll_workers.data.record import RecordError, TrajectoryRecord, decode_line, encode_line
 
 CHUNK_BYTES: Final = 256 << 10
 
@@ -138,8 +137,10 @@ class Copies:
     def trajectories(self, shard: str) -> Iterator[bytes]:
         """The trajectories of a shard as JSON lines, each once, whatever format they are stored in.
 
+        What cannot be read is left out, as all readers do.
+
         Raises:
-            RecordError: A line is not a trajectory, with file and line.
+            RecordError: The shard's Parquet file is none.
         """
         storage, seen = open_storage(self.location), KeySet()
         stored_as_table = any(file.name == f"{shard}.parquet" for file in self.files())
@@ -150,7 +151,11 @@ class Copies:
                     yield encode_line(record)
             return
         for where, line in storage.lines(shard):
-            key = _key_of(line, where)
+            try:
+                key = decode_line(line, TrajectoryRecord, where=where).key
+            except RecordError as error:
+                set_aside(error, trajectory=True)
+                continue
             if key not in seen:
                 seen.add(key)
                 yield line
@@ -193,16 +198,3 @@ class Copies:
                     yield bytes(chunk)
         except FileNotFoundError as error:
             raise CopyBroken(f"{part.path} went away while it was read") from error
-
-
-class _Key(msgspec.Struct):
-    task_index: int
-    rollout_index: int
-
-
-def _key_of(line: bytes, where: str) -> TrajectoryKey:
-    try:
-        key = msgspec.json.decode(line, type=_Key)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"{where}: not a trajectory: {error}") from error
-    return TrajectoryKey(key.task_index, key.rollout_index)
