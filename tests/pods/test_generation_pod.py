@@ -17,12 +17,14 @@ import pytest
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
+from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
 from kuberoll_workers.policy.pod import PORT_VARIABLE, STATUS_PORT
 from kuberoll_workers.policy.ray_settings import free_ports
 from tests.local.support import TINY
 from tests.pods.support import Pod, address, pod
+from tests.policy.hosts import TOKENS
 
 MODULE = "kuberoll_workers.policy.pod"
 
@@ -86,9 +88,12 @@ class GenerationPod:
 
 
 @asynccontextmanager
-async def generation_pod(place: Path, told: dict[str, Any], **given: str) -> AsyncIterator[GenerationPod]:
+async def generation_pod(
+    place: Path, told: dict[str, Any], tokens: Tokens | None = TOKENS, **given: str
+) -> AsyncIterator[GenerationPod]:
     run_id, (port,) = uuid.uuid4().hex, free_ports(1)
-    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port), **given}
+    shown = {} if tokens is None else tokens.variables()
+    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port), **shown, **given}
     try:
         async with pod(MODULE, told, place, shard=0, **variables) as started:
             yield GenerationPod(started, port, run_id, place / f"{started.ip}.json")
@@ -109,7 +114,7 @@ async def test_it_is_ready_when_it_generates_and_ends_when_it_has_answered(tmp_p
     async with generation_pod(tmp_path, config({"firstTokenSeconds": 1.5})) as generation:
         assert await generation.until_health(503) == "the engine is starting"
         await generation.until_health(200)
-        async with ServeClient(generation.url, limit=8) as client, asyncio.timeout(50):
+        async with ServeClient(generation.url, limit=8, token=TOKENS.generate) as client, asyncio.timeout(50):
             assert (await client.info()).max_model_len == 512
             assert len((await client.generate(request())).token_ids) > 0
             # One replica, whatever the job has in all.
@@ -129,7 +134,7 @@ async def test_it_is_ready_when_it_generates_and_ends_when_it_has_answered(tmp_p
 
 
 def weighted(version: str | None) -> dict[str, Any]:
-    told = config({}) | {"token": "of-the-job"}
+    told = config({})
     if version is not None:
         told["job"]["spec"]["weights"] = {"uri": f"/mnt/{version}", "version": version}
     return told
@@ -140,7 +145,7 @@ async def test_it_follows_the_weights_of_its_job(tmp_path: Path) -> None:
         await generation.until_weights(wanted="step-1", served=None)
         await generation.until_health(200)
         await generation.until_weights(wanted="step-1", served="step-1")
-        async with ServeClient(generation.url, limit=1, token="of-the-job") as client, asyncio.timeout(50):
+        async with ServeClient(generation.url, limit=1, token=TOKENS.generate) as client, asyncio.timeout(50):
             assert [span[0] for span in (await client.generate(request())).policy_versions] == ["step-1"]
             generation.tell(weighted("step-2"))
             await generation.until_weights(wanted="step-2", served="step-2")
@@ -203,7 +208,7 @@ async def test_a_lost_engine_is_not_ready_until_it_is_back(tmp_path: Path) -> No
         assert await generation.pod.get("/livez", port=STATUS_PORT) == (200, "ok")
         away.rename(tokenizer)
         await generation.until_health(200)
-        async with ServeClient(generation.url, limit=1) as client, asyncio.timeout(50):
+        async with ServeClient(generation.url, limit=1, token=TOKENS.generate) as client, asyncio.timeout(50):
             assert len((await client.generate(request())).token_ids) > 0
         generation.pod.signal(signal.SIGTERM)
         assert await generation.pod.end() == 0, generation.pod.log
@@ -235,6 +240,12 @@ async def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
         assert "Traceback" not in generation.pod.text()
         assert len(generation.pod.text().encode()) <= 2000
         assert generation.processes() == []
+
+
+async def test_a_pod_without_tokens_is_refused(tmp_path: Path) -> None:
+    async with generation_pod(tmp_path, config({}), tokens=None) as generation:
+        assert await generation.pod.end() == 78
+        assert "KUBEROLL_TOKEN_GENERATE, KUBEROLL_TOKEN_WEIGHTS, KUBEROLL_TOKEN_READ: not set" in generation.pod.text()
 
 
 async def test_a_pod_without_a_job_is_refused(tmp_path: Path) -> None:

@@ -14,19 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
+from kuberoll_workers.policy.auth import Tokens
 
 PATIENCE_SECONDS = 120
+TOKENS = Tokens(generate="to-sample-with", weights="to-publish-with", read="to-look-with")
 
 
 class StartingHost:
     """A host whose events are read one by one."""
 
-    def __init__(self, scratch: Path, **app: Any) -> None:
+    def __init__(self, scratch: Path, tokens: Tokens | None = None, **app: Any) -> None:
         self.run_id = uuid.uuid4().hex
         config = scratch / "config.json"
         settings = {"model": "none", "tokenizer": "none", "engine": "Simulated", "simulated": {}, **app}
-        config.write_text(json.dumps({"app": settings, "scratch": str(scratch)}))
+        shown = None if tokens is None else msgspec.to_builtins(tokens)
+        config.write_text(json.dumps({"app": settings, "scratch": str(scratch), "tokens": shown}))
         with (scratch / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kuberoll_workers.policy.host", "--config", str(config)],
@@ -48,10 +53,10 @@ class StartingHost:
 
 
 @contextmanager
-def starting(**app: Any) -> Iterator[StartingHost]:
+def starting(*, tokens: Tokens | None = None, **app: Any) -> Iterator[StartingHost]:
     # Not pytest's directory: the paths of sockets below it would be too long.
     scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
-    host = StartingHost(scratch, **app)
+    host = StartingHost(scratch, tokens, **app)
     try:
         yield host
     finally:

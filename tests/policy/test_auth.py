@@ -1,32 +1,104 @@
-"""Who is let in."""
+"""Who is let in, and to what."""
 
 from __future__ import annotations
+
+import hmac
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.policy.auth import admitted
+from kuberoll_workers.policy.auth import SCOPES, Denied, Scope, Tokens, authorize, take_token, take_tokens
+
+TOKENS = Tokens(generate="sample-1234", weights="publish-1234", read="look-1234")
+
+
+def status(header: str | None, scope: Scope = "generate", tokens: Tokens | None = TOKENS) -> int:
+    """The answer's status; 200: the request passes."""
+    try:
+        authorize(header, tokens, scope)
+    except Denied as denied:
+        return denied.status
+    return 200
 
 
 @pytest.mark.parametrize(
-    ("header", "fits"),
+    ("header", "code"),
     [
-        ("Bearer secret", True),
-        ("bearer  secret ", True),
-        ("Bearer secrets", False),
-        ("Bearer", False),
-        ("Basic secret", False),
-        ("secret", False),
-        ("", False),
-        (None, False),
-        ("Bearer gehëim", False),
+        ("Bearer sample-1234", 200),
+        ("bearer  sample-1234 ", 200),
+        ("Bearer sample-12345", 401),
+        ("Bearer sample-123", 401),
+        ("Bearer s", 401),
+        ("Bearer ", 401),
+        ("Bearer", 401),
+        ("Basic sample-1234", 401),
+        ("sample-1234", 401),
+        ("", 401),
+        (None, 401),
+        ("Bearer gehëim", 401),
     ],
 )
-def test_only_the_token_itself_opens(header: str | None, fits: bool) -> None:
-    assert admitted(header, "secret") is fits
+def test_only_the_token_itself_opens(header: str | None, code: int) -> None:
+    assert status(header) == code
 
 
-@given(st.none() | st.text())
-def test_without_a_token_everybody_is_let_in(header: str | None) -> None:
-    assert admitted(header, None)
+@pytest.mark.parametrize("shown", SCOPES)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None:
+    assert status(f"Bearer {TOKENS.of(shown)}", scope) == (200 if scope in (shown, "read") else 403)
+
+
+def test_a_refusal_says_which_scope_is_needed() -> None:
+    with pytest.raises(Denied, match="scope weights; the one shown is of scope generate"):
+        authorize("Bearer sample-1234", TOKENS, "weights")
+
+
+@given(text=st.text(max_size=12), scope=st.sampled_from(SCOPES))
+def test_no_beginning_of_a_token_opens(text: str, scope: Scope) -> None:
+    for known in SCOPES:
+        token = TOKENS.of(known)
+        assert status(f"Bearer {text}", scope) == 401
+        for end in range(len(token)):
+            assert status(f"Bearer {token[:end]}", scope) == 401
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_comparison_takes_the_same_time_whatever_is_shown(monkeypatch: pytest.MonkeyPatch, scope: Scope) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return False
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    # It alone decides: what is equal passes no more when it says no.
+    assert status(f"Bearer {TOKENS.of(scope)}", scope) == 401
+    assert compared == [(TOKENS.of(scope).encode(), TOKENS.of(known).encode()) for known in SCOPES]
+    monkeypatch.setattr(hmac, "compare_digest", lambda *_: True)
+    assert status("Bearer nothing", scope) == 200
+
+
+@given(header=st.none() | st.text(), scope=st.sampled_from(SCOPES))
+def test_without_tokens_everybody_is_let_in(header: str | None, scope: Scope) -> None:
+    authorize(header, None, scope)
+
+
+def test_tokens_are_taken_out_of_the_environment() -> None:
+    environment: dict[str, Any] = {**TOKENS.variables(), "PATH": "/bin"}
+    assert take_tokens(environment) == TOKENS
+    assert environment == {"PATH": "/bin"}
+    assert take_tokens(environment) is None
+
+
+def test_a_worker_takes_the_one_that_it_needs() -> None:
+    environment = {"KUBEROLL_TOKEN_GENERATE": "sample-1234"}
+    assert take_token(environment, "generate") == "sample-1234"
+    assert (take_token(environment, "generate"), environment) == (None, {})
+
+
+def test_half_of_the_tokens_are_a_mistake() -> None:
+    environment = {"KUBEROLL_TOKEN_GENERATE": "a", "KUBEROLL_TOKEN_READ": ""}
+    with pytest.raises(ValueError, match="KUBEROLL_TOKEN_WEIGHTS, KUBEROLL_TOKEN_READ: not set"):
+        take_tokens(environment)

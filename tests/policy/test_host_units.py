@@ -111,7 +111,7 @@ def test_gpus_of_a_replica(generation: dict[str, Any], gpus: float) -> None:
 def test_weights_to_start_with_are_what_may_change_later() -> None:
     generation = Generation.model_validate({"model": {"source": "m"}})
     weights = rolloutjob.Weights(uri="s3://b/w", version="7")
-    args = app_args(generation, model="m", tokenizer="t", weights=weights, token="secret", drain_seconds=33)
+    args = app_args(generation, model="m", tokenizer="t", weights=weights, drain_seconds=33)
     assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(args))), AppArgs) == args
     options = deployment_options(args, gpus=1)
     assert options["user_config"] == {"weights": {"uri": "s3://b/w", "version": "7"}}

@@ -24,7 +24,12 @@ USER: Any = [{"role": "user", "content": "1 _\n3 2"}]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     simulated = {"responses": [ANSWER]}
-    app = {"tokenizer": str(TINY), "engine_args": {"max_model_len": 512}, "simulated": simulated, "replicas": 2}
+    app: dict[str, Any] = {
+        "tokenizer": str(TINY),
+        "engine_args": {"max_model_len": 512},
+        "simulated": simulated,
+        "replicas": 2,
+    }
     with starting(**app) as host:
         yield until_ready(host)[-1]["url"]
         assert host.process.stdin is not None

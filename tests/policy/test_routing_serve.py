@@ -15,10 +15,9 @@ from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, work
 from tests.local.support import TINY, WAYS
-from tests.policy.hosts import PATIENCE_SECONDS, StartingHost, starting, until_ready
+from tests.policy.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
 from tests.rollouts.fakes import until
 
-TOKEN = "only for us"
 TRAJECTORIES = 96
 
 JOB: dict[str, Any] = {
@@ -48,7 +47,7 @@ async def run(url: str, output: Path, progress: Progress, metrics: RolloutMetric
         turns=None,
         shards=[0],
         shard_count=1,
-        token=TOKEN,
+        token=TOKENS.generate,
     )
     await work(config, metrics=metrics, drain=Drain(), progress=progress)
     storage = DirectoryStorage(output)
@@ -67,7 +66,7 @@ def replicas_of(host: StartingHost) -> list[psutil.Process]:
 
 async def test_a_replica_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None:
     simulated = {"responses": WAYS, "firstTokenSeconds": 0.03}
-    with starting(model=str(TINY), tokenizer=str(TINY), simulated=simulated, replicas=2, token=TOKEN) as host:
+    with starting(model=str(TINY), tokenizer=str(TINY), simulated=simulated, replicas=2, tokens=TOKENS) as host:
         url = until_ready(host)[-1]["url"]
         async with asyncio.timeout(PATIENCE_SECONDS):
             metrics = RolloutMetrics("test")

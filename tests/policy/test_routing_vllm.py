@@ -18,12 +18,11 @@ from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, work
 from tests.local.support import TINY
-from tests.policy.hosts import starting, until_ready
+from tests.policy.hosts import TOKENS, starting, until_ready
 from tests.policy.test_routing_serve import replicas_of
 from tests.rollouts.fakes import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
-TOKEN = "only for us"
 TRAJECTORIES = 512
 ENGINE = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
 JOB: dict[str, Any] = {
@@ -75,15 +74,15 @@ async def test_weights_are_pushed_and_a_replica_is_killed_in_mid_run(tmp_path: P
     output, weights = tmp_path / "out", other_weights(tmp_path / "step-2")
     await asyncio.to_thread(output.mkdir)
     app = {"model": str(TINY), "tokenizer": str(TINY), "engine": "VLLM", "engine_args": ENGINE}
-    with starting(**app, replicas=2, token=TOKEN) as host:
+    with starting(**app, replicas=2, tokens=TOKENS) as host:
         url = (await asyncio.to_thread(until_ready, host))[-1]["url"]
         config = WorkerConfig(
             job=JOB, base="/", tokenizer=str(TINY), endpoint=url, max_model_len=512, output=str(output), turns=None,
-            shards=[0], shard_count=1, token=TOKEN,
+            shards=[0], shard_count=1, token=TOKENS.generate,
         )  # fmt: skip
         progress, metrics = Progress(), RolloutMetrics("test")
         running = asyncio.create_task(work(config, metrics=metrics, drain=Drain(), progress=progress))
-        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKEN}"}) as session:
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.weights}"}) as session:
             await until(lambda: progress.trajectories > TRAJECTORIES // 8 or running.done())
             async with session.post(f"{url}/v1/weights", json={"uri": str(weights), "version": "step-2"}) as answer:
                 assert answer.status == 202

@@ -12,13 +12,12 @@ import pytest_asyncio
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import processes_of
+from kuberoll_workers.policy.auth import SCOPES, Scope
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
-from tests.policy.hosts import PATIENCE_SECONDS, StartingHost, starting, until_ready
+from tests.policy.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-TOKEN = "the-token-of-the-run"
 
 
 class Answer(NamedTuple):
@@ -36,9 +35,11 @@ class Deployment:
         self._session = session
 
     async def ask(
-        self, method: str, path: str, *, url: str | None = None, token: str | None = TOKEN, **options: Any
+        self, method: str, path: str, *, url: str | None = None, token: str | None = None, **options: Any
     ) -> Answer:
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        if token is None:
+            token = TOKENS.weights if path == "/v1/weights" else TOKENS.generate
+        headers = {"authorization": f"Bearer {token}"} if token else {}
         async with self._session.request(method, (url or self.url) + path, headers=headers, **options) as answer:
             # Serve's own words are none: of a replica that was killed under the request.
             body = await answer.json() if answer.content_type == "application/json" else {}
@@ -67,7 +68,7 @@ class Deployment:
 @pytest.fixture(scope="module")
 def host() -> Iterator[tuple[StartingHost, str]]:
     simulated = {"firstTokenSeconds": 0.0, "meanTokens": 20}
-    with starting(simulated=simulated, replicas=2, token=TOKEN, max_ongoing_requests=77) as started:
+    with starting(simulated=simulated, replicas=2, tokens=TOKENS, max_ongoing_requests=77) as started:
         yield started, until_ready(started)[-1]["url"]
 
 
@@ -87,23 +88,45 @@ def request(session: str = "s") -> GenerationRequest:
 
 
 async def test_who_does_not_show_the_token_gets_nothing(deployment: Deployment) -> None:
-    for token in (None, "another", TOKEN + "x"):
+    for token in ("", "another", TOKENS.generate + "x", TOKENS.weights[:-1]):
         for method, path in [("GET", "/info"), ("GET", "/replicas"), ("POST", "/v1/weights"), ("POST", "/v1/generate")]:
             answer = await deployment.ask(method, path, token=token)
             assert (answer.status, answer.body["error"]["type"]) == (401, "Unauthorized")
-    assert (await deployment.ask("GET", "/healthz", token=None)).status == 200
+    assert (await deployment.ask("GET", "/healthz", token="")).status == 200
     async with ServeClient(deployment.url, limit=1, token="another") as client:
         with pytest.raises(PolicyRefused, match="answered 401"):
             await client.generate(request())
-    async with ServeClient(deployment.url, limit=1, token=TOKEN) as client:
+    async with ServeClient(deployment.url, limit=1, token=TOKENS.generate) as client:
         assert len((await client.generate(request())).token_ids) > 0
         assert (await client.info()).max_ongoing_requests == 77
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_a_token_does_what_its_scope_is_for(deployment: Deployment, scope: Scope) -> None:
+    token = TOKENS.of(scope)
+    for method, path, opened_by in [
+        ("GET", "/info", SCOPES),
+        ("GET", "/replicas", SCOPES),
+        ("GET", "/v1/weights", SCOPES),
+        ("GET", "/v1/models", SCOPES),
+        ("POST", "/v1/weights", ("weights",)),
+        ("POST", "/v1/generate", ("generate",)),
+        ("POST", "/v1/chat/completions", ("generate",)),
+        ("POST", "/v1/completions", ("generate",)),
+    ]:
+        answer = await deployment.ask(method, path, token=token, json=None if method == "GET" else {})
+        if scope in opened_by:
+            # Of an empty body all that is left to say is what is missing in it.
+            assert answer.status == (200 if method == "GET" else 400), (method, path)
+        else:
+            assert (answer.status, answer.body["error"]["type"]) == (403, "Forbidden"), (method, path)
+            assert f"token of scope {opened_by[0]}" in answer.body["error"]["message"]
 
 
 async def test_replicas_answer_at_addresses_of_their_own(deployment: Deployment) -> None:
     replicas = await deployment.until_replicas(lambda found: len(found) == 2)
     for name, url in replicas.items():
-        async with ServeClient(url, limit=1, token=TOKEN) as client:
+        async with ServeClient(url, limit=1, token=TOKENS.generate) as client:
             assert (await client.generate(request())).policy_versions[0][0] == "0"
         body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "seed": 3}}
         answer = await deployment.ask("POST", "/v1/generate", url=url, json=body)
@@ -134,7 +157,7 @@ async def test_weights_reach_all_replicas_and_those_to_come(deployment: Deployme
     assert len(after.keys() & before.keys()) == 1
     for url in after.values():
         assert (await deployment.ask("GET", "/info", url=url)).body["policy_version"] == "step-7"
-        async with ServeClient(url, limit=1, token=TOKEN) as client:
+        async with ServeClient(url, limit=1, token=TOKENS.generate) as client:
             assert [span[0] for span in (await client.generate(request())).policy_versions] == ["step-7"]
 
 

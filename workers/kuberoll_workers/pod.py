@@ -54,6 +54,7 @@ from kuberoll_workers.pod_contract import (
     read_config,
 )
 from kuberoll_workers.pod_http import health_route, json_route, metrics_route, serving
+from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import PolicyRefused
 from kuberoll_workers.refusals import ended_by
@@ -111,8 +112,11 @@ class PodProgress(msgspec.Struct, kw_only=True):
 class ShardPod:
     """One pod's work on one shard."""
 
-    def __init__(self, config: PodConfig, shard: int) -> None:
+    def __init__(self, config: PodConfig, shard: int, *, token: str | None = None) -> None:
         """Look at the job.
+
+        Args:
+            token: What the policy wants to be shown with every request; None: nothing.
 
         Raises:
             ConfigRefused: The shard is none of the job's.
@@ -123,6 +127,7 @@ class ShardPod:
         self.shard = shard
         self.done = False
         self._config = config
+        self._token = token
         self._job = dataset_mounted(RolloutJob.model_validate(config.job))
         self._base = Path(config.base)
         self._planned = 0
@@ -266,7 +271,7 @@ class ShardPod:
     async def _endpoint_ready(self) -> int:
         # The operator starts workers when generation is ready; after that it may be replaced at any time.
         patience = float(self._job.spec.startup_deadline_seconds)
-        external, token = self._job.spec.generation.external, self._config.token
+        external, token = self._job.spec.generation.external, self._token
         if external is not None:
             window = self._job.spec.rollout.max_sequence_length
             try:
@@ -293,7 +298,7 @@ class ShardPod:
             rollouts=None if self._inputs is None else self._inputs.rollouts,
             blocks=self._blocks(),
             planned=self._planned,
-            token=config.token,
+            token=self._token,
             discovery=config.discovery,
             replicas=config.replicas,
             replicas_host=config.replicas_host,
@@ -468,9 +473,11 @@ def main() -> None:
     pod: ShardPod | None = None
     code, cause = 0, ""
     try:
+        # Before anything of others' runs here.
+        token = take_token(os.environ, "generate")
         config, shard = read_config(arguments.config), 0 if arguments.check else _shard()
         log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
-        pod = ShardPod(config, shard)
+        pod = ShardPod(config, shard, token=token)
         tune_garbage_collector()
         asyncio.run(_check(pod) if arguments.check else _run(pod))
         if not pod.done:

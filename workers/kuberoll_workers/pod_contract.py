@@ -41,7 +41,6 @@ class PodConfig(msgspec.Struct, kw_only=True):
         port: Where a generation pod listens.
         output: The run's directory or URI.
         turns: Directory of the turn log; None: turns are not journaled.
-        token: What the policy wants to be shown with every request; None: nothing.
         discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or as they stand here.
         replicas: Their base URLs, with discovery `Static`.
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
@@ -54,7 +53,6 @@ class PodConfig(msgspec.Struct, kw_only=True):
     shard_count: int
     output: str
     turns: str | None = None
-    token: str | None = None
     discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
     replicas: list[str] = msgspec.field(default_factory=list)
     replicas_host: str | None = None

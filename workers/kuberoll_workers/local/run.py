@@ -44,6 +44,7 @@ from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
 from kuberoll_workers.policy.app import app_args
+from kuberoll_workers.policy.auth import SCOPES, Tokens
 from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.rollouts.tail import TailReport
@@ -277,17 +278,17 @@ class _LocalRun:
         if generation.external is not None:
             return None, await self._external(generation.external, deadline)
         # Others on this machine are not to generate with it.
-        token = secrets.token_hex(32)
+        tokens = msgspec.convert({scope: secrets.token_hex(32) for scope in SCOPES}, Tokens)
         config = HostConfig(
             app=app_args(
                 generation,
                 model=self._preflight.model,
                 tokenizer=self._preflight.tokenizer,
                 weights=self._job.spec.weights,
-                token=token,
             ),
             scratch=str(scratch),
             routing=generation.routing,
+            tokens=tokens,
         )
         path = _secret_file(scratch / "generation.json", msgspec.json.encode(config))
         host = await Child.start(
@@ -300,7 +301,7 @@ class _LocalRun:
         stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
         try:
             async with asyncio.timeout(deadline):
-                return host, (await self._host_ready(host))._replace(token=token)
+                return host, (await self._host_ready(host))._replace(token=tokens.generate)
         except TimeoutError as error:
             raise RunFailed(
                 f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {host.log}"

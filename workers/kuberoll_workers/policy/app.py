@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from kuberoll_api import rolloutjob
 from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 from kuberoll_workers.policy import controller, wire
-from kuberoll_workers.policy.auth import admitted
+from kuberoll_workers.policy.auth import TOKEN_VARIABLES, Denied, Scope, authorize, take_tokens
 from kuberoll_workers.policy.client import LOAD_HEADER
 from kuberoll_workers.policy.engines.interface import OWN_VERSION, Engine
 from kuberoll_workers.policy.engines.simulated import Simulated
@@ -61,7 +62,8 @@ class AppArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bundles: What each part of a replica that spans pods takes, the first being the replica's own; None: it is
             within one pod.
         autoscaling: Serve's `autoscaling_config` in place of a fixed number of `replicas`.
-        token: What callers must show; None: nothing.
+        tokens_required: Refuse to start without tokens. They are no arguments: Serve's configuration is for many to
+            read. A replica takes them out of its environment variables.
         weights: Those to start with in place of the model's own.
         application: The name that the application has in Serve.
         drain_seconds: How long a replica that is to go may take to answer the requests it has.
@@ -79,7 +81,7 @@ class AppArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     gpus: float | None = None
     bundles: list[dict[str, float]] | None = None
     autoscaling: dict[str, Any] | None = None
-    token: str | None = None
+    tokens_required: bool = False
     weights: Weights | None = None
     application: str = APPLICATION
     drain_seconds: float = 600.0
@@ -91,14 +93,13 @@ def app_args(
     model: str,
     tokenizer: str,
     weights: rolloutjob.Weights | None = None,
-    token: str | None = None,
     drain_seconds: float = 600.0,
 ) -> AppArgs:
     """The Serve app's arguments for a job's generation.
 
     Args:
         model, tokenizer: Where they are on the machine that serves.
-        weights, token, drain_seconds: As in `AppArgs`.
+        weights, drain_seconds: As in `AppArgs`.
     """
     simulated = generation.engine == "Simulated"
     settings = generation.simulated if generation.simulated is not None else SimulatedEngine()
@@ -114,7 +115,6 @@ def app_args(
         max_ongoing_requests=generation.max_ongoing_requests,
         gpus=_gpus(generation),
         autoscaling=_autoscaling(generation),
-        token=token,
         weights=None if weights is None else Weights(uri=weights.uri, version=weights.version),
         drain_seconds=drain_seconds,
     )
@@ -176,6 +176,10 @@ class GenerationServer:
 
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._args = msgspec.convert(dict(args), AppArgs)
+        # Before the engine: the processes that it starts need none.
+        self._tokens = take_tokens(os.environ)
+        if self._tokens is None and self._args.tokens_required:
+            raise ValueError(f"{', '.join(TOKEN_VARIABLES.values())}: not set, and this policy is to ask for tokens")
         self._id = controller.own_id()
         self._engine = make_engine(self._args)
         self._weights = LiveWeights(self._engine)
@@ -227,8 +231,10 @@ class GenerationServer:
         method, path = request.method, request.url.path.rstrip("/") or "/"
         if (method, path) == ("GET", "/healthz"):
             return await self._healthz()
-        if not admitted(request.headers.get("authorization"), self._args.token):
-            return _error(401, "Unauthorized", "the Authorization header must be: Bearer and the job's token")
+        try:
+            authorize(request.headers.get("authorization"), self._tokens, _scope(method, path))
+        except Denied as error:
+            return _error(error.status, "Unauthorized" if error.status == 401 else "Forbidden", str(error))
         if (method, path) == ("POST", "/v1/generate"):
             return await self._generate(request)
         if (method, path) == ("GET", "/info"):
@@ -308,6 +314,13 @@ class GenerationServer:
     async def __del__(self) -> None:
         await self._weights.stop()
         await self._engine.shutdown()
+
+
+def _scope(method: str, path: str) -> Scope:
+    """The scope that a request needs."""
+    if method in ("GET", "HEAD"):
+        return "read"
+    return "weights" if path == "/v1/weights" else "generate"
 
 
 def _json(status: int, content: Any) -> Response:

@@ -31,6 +31,7 @@ import msgspec
 import psutil
 
 from kuberoll_workers.policy.app import AppArgs, build, most_replicas, replica_gpus
+from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
@@ -52,6 +53,7 @@ class HostConfig(msgspec.Struct, kw_only=True):
         routing: `Session` keeps a trajectory's turns on one replica.
         address: Where generation is served; 0.0.0.0: at all addresses of the machine.
         port: 0: any free one.
+        tokens: What callers must show; None: nothing.
         group: The pods that the one replica spans, of which this is the leader; None: it is on this machine alone.
         patience: Seconds that the others have to come.
     """
@@ -61,6 +63,7 @@ class HostConfig(msgspec.Struct, kw_only=True):
     routing: Literal["Session", "LeastLoaded"] = "Session"
     address: str = "127.0.0.1"
     port: int = 0
+    tokens: Tokens | None = None
     group: Group | None = None
     patience: float = 1800.0
 
@@ -86,7 +89,14 @@ class Host:
         group = config.group
         os.environ.update(ray_environment(None if group is None else group.token) | settings)
         began = time.perf_counter()
-        self._start_ray()
+        tokens = {} if config.tokens is None else config.tokens.variables()
+        os.environ.update(tokens)
+        try:
+            # What it starts has the variables of this moment, replicas among them.
+            self._start_ray()
+        finally:
+            for name in tokens:
+                os.environ.pop(name, None)
         began = self._phase("ray", began)
 
         from ray import serve
@@ -94,10 +104,11 @@ class Host:
 
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.address, port=port))
         began = self._phase("serve", began)
-        serve.run(build(msgspec.to_builtins(config.app)), name=config.app.application, route_prefix="/")
+        app = msgspec.structs.replace(config.app, tokens_required=config.tokens is not None)
+        serve.run(build(msgspec.to_builtins(app)), name=config.app.application, route_prefix="/")
         began = self._phase("engine", began)
         url = f"http://{'127.0.0.1' if config.address == '0.0.0.0' else config.address}:{port}"
-        info = asyncio.run(_wait(url, config.app.token))
+        info = asyncio.run(_wait(url, None if config.tokens is None else config.tokens.read))
         self._phase("proxy", began)
         self._ready = True
         own = None if group is None else group.address

@@ -47,6 +47,7 @@ from kuberoll_workers.pod_contract import (
 from kuberoll_workers.pod_http import health_route, json_route, serving
 from kuberoll_workers.policy import controller
 from kuberoll_workers.policy.app import APPLICATION, DEPLOYMENT, app_args
+from kuberoll_workers.policy.auth import TOKEN_VARIABLES, Tokens, take_tokens
 from kuberoll_workers.policy.engines.interface import OWN_VERSION
 from kuberoll_workers.policy.engines.vllm_engine import world_size
 from kuberoll_workers.policy.group import Group, follow, group_of
@@ -165,9 +166,7 @@ def answering(status: Status, *, host: str, port: int) -> Iterator[None]:
         thread.join()
 
 
-def host_config(
-    job: RolloutJob, *, port: int, scratch: Path, token: str | None = None, group: Group | None = None
-) -> HostConfig:
+def host_config(job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, group: Group | None = None) -> HostConfig:
     """What the host of a pod is told: one replica, its GPUs those of the pod, or of the group that it leads."""
     generation = job.spec.generation
     model = generation.model
@@ -176,7 +175,6 @@ def host_config(
         model=model.source,
         tokenizer=model.tokenizer or model.source,
         weights=job.spec.weights,
-        token=token,
         drain_seconds=_DRAIN_SECONDS,
     )
     return HostConfig(
@@ -186,6 +184,7 @@ def host_config(
         # Serve's parts look for each other on loopback, and others for them at the pod's address.
         address="0.0.0.0",
         port=port,
+        tokens=tokens,
         group=group,
         patience=float(job.spec.startup_deadline_seconds),
     )
@@ -327,6 +326,17 @@ def _follow(group: Group, job: RolloutJob, scratch: Path) -> int:
     return 0
 
 
+def _tokens() -> Tokens:
+    try:
+        found = take_tokens(os.environ)
+    except ValueError as error:
+        raise ConfigRefused(str(error)) from error
+    if found is None:
+        # Whoever reaches the port could do everything.
+        raise ConfigRefused(f"{', '.join(TOKEN_VARIABLES.values())}: not set; the policy's tokens are awaited there")
+    return found
+
+
 def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.policy.pod", description=__doc__)
@@ -338,7 +348,8 @@ def main() -> None:
         read = file.changed()
         assert read is not None
         config, job = read
-        group = group_of(os.environ, config.token)
+        tokens = _tokens()
+        group = group_of(os.environ, tokens.weights)
     except (ConfigRefused, ValidationError, ValueError) as error:
         _log.error("%s", error)
         leave_message(clipped(str(error)).encode())
@@ -352,7 +363,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, exit_on_signal)
     if group is not None and group.index > 0:
         sys.exit(_follow(group, job, scratch))
-    host = Host(host_config(job, port=port, scratch=scratch, token=config.token, group=group), sys.stderr)
+    host = Host(host_config(job, port=port, scratch=scratch, tokens=tokens, group=group), sys.stderr)
     status = Status()
     status.wanted = OWN_VERSION if job.spec.weights is None else job.spec.weights.version
     code = 0
