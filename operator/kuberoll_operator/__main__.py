@@ -75,6 +75,7 @@ def main(kubeconfig: Path | None, **given: Any) -> None:
         known = {name: value for name, value in given.items() if value not in (None, ())}
         settings = Settings.from_environment(os.environ, **known)
         log_to_stderr(settings.log_level)
+        settings.signing_key()
     except ValidationError as error:
         mistakes = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False))
         raise click.ClickException("; ".join(mistakes)) from error

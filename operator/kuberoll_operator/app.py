@@ -117,7 +117,9 @@ class Operator:
             settings = settings.model_copy(update=known)
             optional = [resource for name, resource in discovery.OPTIONAL.items() if getattr(settings, name)]
             poller = await stack.enter_async_context(
-                ProgressPoller(self.queue.add, seconds=settings.progress_seconds, token=settings.token_of)
+                ProgressPoller(
+                    self.queue.add, seconds=settings.progress_seconds, token=lambda uid: settings.token_of(uid, "read")
+                )
             )
             self._watches = watches = Watches(
                 self.cache,

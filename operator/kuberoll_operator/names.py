@@ -34,6 +34,7 @@ AUTOSCALING: Final = "kuberoll.io/autoscaling"
 """Annotation: of the Deployment, how many replicas are called for and since when, while it has another number."""
 
 CONFIG: Final = "config"
+TOKENS: Final = "tokens"
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
 CHECK: Final = "check"
@@ -46,6 +47,9 @@ HEAD: Final = "head"
 """The pod set of Ray's head in a Workload, with backend KubeRay; the others are called like their component."""
 
 CONFIG_KEY: Final = "job.json"
+
+SCOPES: Final = ("generate", "weights", "read")
+"""Of the policy's tokens, each a key of their Secret."""
 
 GENERATION_PORT: Final = 8000
 RAY_METRICS_PORT: Final = 8080
@@ -66,6 +70,16 @@ EXIT_DRAINED: Final = 75
 def config(job: str) -> str:
     """The ConfigMap that all pods read."""
     return f"{job}-config"
+
+
+def tokens(job: str, digest: str) -> str:
+    """The Secret of the policy's tokens; other tokens make another digest."""
+    return f"{job}-tokens-{digest[:10]}"
+
+
+def token_variable(scope: str) -> str:
+    """The environment variable in which a pod is given the token of a scope."""
+    return f"KUBEROLL_TOKEN_{scope.upper()}"
 
 
 def generation(job: str) -> str:

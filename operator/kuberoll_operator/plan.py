@@ -268,6 +268,7 @@ def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation
         backend=here.backend,
         shards=here.shards.count,
         assignments=here.quota.assignments,
+        tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in names.SCOPES},
     )
 
 
@@ -470,6 +471,8 @@ def _wanted(
     backend = BACKENDS[here.backend]
     subject = subject_of(job, raw, settings, here)
     children = [
+        # Before everything that refers to it.
+        *render.build_token_secrets(subject),
         render.build_config(subject),
         *render.build_network_policies(subject),
         *backend.fixtures(subject),

@@ -18,8 +18,9 @@ from kuberoll_api.mistakes import explain
 from kuberoll_api.paths import format_path
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing
+from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
-from kuberoll_operator.kube.apply import Applier
+from kuberoll_operator.kube.apply import CREATED_ONLY, Applier
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import (
     ApiError,
@@ -84,6 +85,7 @@ class Reconciler:
         if raw is None or raw["metadata"].get("deletionTimestamp"):
             # What it owns goes with it; no finalizer of ours holds it.
             self._progress.forget(key)
+            self._applier.forget_job(key)
             return None
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
@@ -92,6 +94,8 @@ class Reconciler:
         except ValidationError as error:
             return await self._refuse(raw, error)
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
+        for name in missing_secrets(observed.pods):
+            self._applier.missing(key, name)
         planned = plan(job, raw, observed, self._settings, self._now())
         if strangers := await self._unseen(key, planned, observed):
             observed = replace(observed, children={**observed.children, **strangers})
@@ -106,6 +110,7 @@ class Reconciler:
             await self._write_status(raw, old, new, transitions(old, new), now)
         if is_true(new, conditions.COMPLETE) or is_true(new, conditions.FAILED):
             self._progress.forget(key)
+            self._applier.forget_job(key)
         # Some of what is next is decided by what is written down, and one's own writes are no events.
         if _lasting(new) != _lasting(old):
             return 0.0
@@ -130,7 +135,11 @@ class Reconciler:
         Only what carries the job's label is watched: without this look, an apply would write into an object of
         somebody else that happens to have the child's name.
         """
-        new = [item for item in planned.apply if observed.get(item["kind"], item["metadata"]["name"]) is None]
+        new = [
+            item
+            for item in planned.apply
+            if item["kind"] not in CREATED_ONLY and observed.get(item["kind"], item["metadata"]["name"]) is None
+        ]
         found = await asyncio.gather(
             *(self._client.get(resource_of_object(item), key.namespace, item["metadata"]["name"]) for item in new),
             return_exceptions=True,

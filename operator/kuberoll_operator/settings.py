@@ -20,6 +20,10 @@ def _image(role: str) -> str:
     return f"kuberoll/{role}:{version('kuberoll')}"
 
 
+class NoTokenKey(ValueError):
+    """The operator has no key to make the policies' tokens with."""
+
+
 class Settings(BaseModel):
     """Settings of the operator; every field can be given as KUBEROLL_<FIELD>, lists with commas."""
 
@@ -70,7 +74,7 @@ class Settings(BaseModel):
     token_key: SecretStr | None = Field(
         default=None,
         description="Key that the tokens are made with which a policy asks of its callers, besides the job's uid; "
-        "another key makes other tokens: jobs that run then lose their policy.",
+        "there is no operator without one. Another key makes other tokens: jobs that run then lose their policy.",
     )
     progress_seconds: Seconds = Field(
         default=15.0, description="Progress is written to a job's status at most this often."
@@ -91,13 +95,27 @@ class Settings(BaseModel):
     http_port: Port = Field(default=8080, description="Port of /healthz, /readyz and /metrics.")
     log_level: str = Field(default="info", description="debug, info, warning or error.")
 
-    def token_of(self, uid: str) -> str:
-        """What callers of the policy of the job with this uid must show.
+    def token_of(self, uid: str, scope: str) -> str:
+        """The token of a scope for the policy of the job with this uid.
 
-        Without a key whoever can read the job through the API server can make it; what runs in pods cannot.
+        Raises:
+            NoTokenKey: There is no key to make it with.
         """
-        key = "" if self.token_key is None else self.token_key.get_secret_value()
-        return hmac.new(key.encode(), uid.encode(), "sha256").hexdigest()
+        return hmac.new(self.signing_key(), f"{uid}/{scope}".encode(), "sha256").hexdigest()
+
+    def signing_key(self) -> bytes:
+        """The key that tokens are made with.
+
+        Raises:
+            NoTokenKey: There is none.
+        """
+        key = "" if self.token_key is None else self.token_key.get_secret_value().strip()
+        if not key:
+            raise NoTokenKey(
+                f"{ENVIRONMENT_PREFIX}TOKEN_KEY: not set or empty, and without a key anybody who can read a RolloutJob "
+                "could make the tokens of its policy; set it to a random text (the chart does so, see jobs.tokenKey)"
+            )
+        return key.encode()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **given: Any) -> Self:

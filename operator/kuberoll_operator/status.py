@@ -13,6 +13,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import of, short
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import (
+    MESSAGE_CHARACTERS,
     Problem,
     ended,
     first_problem,
@@ -351,11 +352,12 @@ def _outcome(here: Situation) -> str:
 
 
 def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
-    """The first thing of these names that could not be written."""
+    """The first thing of these names that could not be written, or the Secret without which no pod starts."""
     wanted = {part(job.metadata.name) for part in parts}
     for (kind, name), error in sorted(observed.errors.items()):
-        if name in wanted:
-            return Cause(error.reason, told(f"{kind} {name}: {error.message}"))
+        if name in wanted or kind == "Secret":
+            # The name of the tokens' Secret is no secret.
+            return Cause(error.reason, f"{kind} {name}: {told(error.message, MESSAGE_CHARACTERS - len(name) - 32)}")
     return None
 
 

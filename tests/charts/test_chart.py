@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -44,7 +45,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "jobs": {
             "imagePullPolicy": "Always",
             "generationImage": "mine/engine:1",
-            "tokenKey": {"secretName": "token"},
+            "tokenKey": {"existingSecret": "token"},
             "kuberayNamespace": "ray-system",
             "rayVersion": "2.60.1",
         },
@@ -225,6 +226,7 @@ def test_rights_are_exactly_these() -> None:
         ("kueue.x-k8s.io", "resourceflavors"): {"get"},
         ("kueue.x-k8s.io", "workloadpriorityclasses"): {"get"},
         ("", "pods"): {"get", "list", "watch"},
+        ("", "secrets"): {"create"},
         ("events.k8s.io", "events"): {"create", "patch"},
     }
 
@@ -270,7 +272,34 @@ def test_nothing_reads_secrets_or_runs_in_pods() -> None:
     for item in [*of_kind(rendered(), "ClusterRole"), *of_kind(rendered(), "Role")]:
         for rule in item["rules"]:
             assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])
-            assert not set(rule["resources"]) & {"secrets", "pods/exec", "pods/attach", "nodes", "roles"}
+            assert not set(rule["resources"]) & {"pods/exec", "pods/attach", "nodes", "roles"}
+            if "secrets" in rule["resources"]:
+                assert (rule["resources"], rule["verbs"]) == (["secrets"], ["create"])
+
+
+def _token_key(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    [variable] = [item for item in container["env"] if item["name"] == "KUBEROLL_TOKEN_KEY"]
+    return dict(variable["valueFrom"]["secretKeyRef"])
+
+
+def test_there_is_always_a_key_for_tokens() -> None:
+    objects = rendered()
+    secret = one(objects, "Secret")
+    assert _token_key(objects) == {"name": secret["metadata"]["name"], "key": "key"}
+    # Random: another rendering, which cannot look into a cluster, has another one.
+    again = one(rendered({"commonLabels": {"a": "b"}}), "Secret")
+    keys = [base64.b64decode(item["data"]["key"]) for item in (secret, again)]
+    assert [len(key) for key in keys] == [64, 64]
+    assert keys[0] != keys[1]
+    # Or a job that runs on while nothing is installed would lose its policy.
+    assert secret["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_a_key_of_ones_own_is_not_the_chart_s_to_make() -> None:
+    objects = rendered({"jobs": {"tokenKey": {"existingSecret": "mine", "secretKey": "other"}}})
+    assert of_kind(objects, "Secret") == []
+    assert _token_key(objects) == {"name": "mine", "key": "other"}
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class OperatorProcess:
             "lease_namespace": SYSTEM_NAMESPACE,
             "lease_seconds": LEASE_SECONDS,
             "progress_seconds": 0.5,
+            "token_key": "a key of the tests",
             **({"namespaces": namespace} if namespace else {}),
             **(settings or {}),
         }

@@ -28,6 +28,7 @@ from kuberoll_operator.kube.resources import (
     PODS,
     RESOURCE_FLAVORS,
     ROLLOUT_JOBS,
+    SECRETS,
     WORKLOAD_PRIORITY_CLASSES,
     Resource,
 )
@@ -44,6 +45,7 @@ RESOURCES = {
         EVENTS,
         LEASES,
         ROLLOUT_JOBS,
+        SECRETS,
         RESOURCE_FLAVORS,
         WORKLOAD_PRIORITY_CLASSES,
     )

@@ -32,12 +32,13 @@ from tests.operator.emulator import Emulator, Fault
 from tests.operator.support import NAMESPACE, checked_manifest
 
 ROOT = Path(__file__).parents[2]
+BASE = {"http_host": "127.0.0.1", "lease_namespace": NAMESPACE, "token_key": "a key"}
 
 
 @asynccontextmanager
 async def operator(kubeconfig: Path, **given: object) -> AsyncIterator[tuple[Operator, asyncio.Task[int]]]:
     """An operator in this process."""
-    settings = Settings.from_environment({}, **{"http_host": "127.0.0.1", "lease_namespace": NAMESPACE, **given})
+    settings = Settings.from_environment({}, **{**BASE, **given})
     found = Operator(settings.model_copy(update={"http_port": 0}), kubeconfig=kubeconfig)
     task = asyncio.create_task(found.run())
     try:
@@ -212,7 +213,12 @@ async def process(
         "--http-host=127.0.0.1",
         *arguments,
         stderr=asyncio.subprocess.PIPE,
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment},
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": "/nonexistent",
+            "KUBEROLL_TOKEN_KEY": "a key",
+            **environment,
+        },
     )
     try:
         yield found
@@ -262,6 +268,8 @@ async def test_a_process_whose_watches_have_ended_ends(tmp_path: Path) -> None:
         ([], {"KUBEROLL_HTTP_PORT": "0"}, "http_port"),
         (["--log-level=loud"], {}, "LOUD"),
         (["--kubeconfig=/nowhere"], {}, "does not exist"),
+        ([], {}, "KUBEROLL_TOKEN_KEY: not set or empty"),
+        ([], {"KUBEROLL_TOKEN_KEY": ""}, "KUBEROLL_TOKEN_KEY: not set or empty"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(arguments: list[str], environment: dict[str, str], words: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +21,16 @@ from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.apply import Applier, covers, hashed
 from kuberoll_operator.kube.client import Client
-from kuberoll_operator.kube.errors import Conflict, FieldConflict, Invalid, NotFound
+from kuberoll_operator.kube.errors import Conflict, FieldConflict, Forbidden, Invalid, NotFound
 from kuberoll_operator.kube.events import Recorder
-from kuberoll_operator.kube.resources import CHILDREN, EVENTS, ROLLOUT_JOBS, resource_of_object
+from kuberoll_operator.kube.resources import CHILDREN, EVENTS, ROLLOUT_JOBS, SECRETS, resource_of_object
 from kuberoll_operator.model import Object, Observed
 from kuberoll_operator.plan import plan
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.transitions import Event
 from tests.cluster.api import Api
 from tests.cluster.conftest import api, api_server  # noqa: F401
-from tests.cluster.control_plane import ApiServer
+from tests.cluster.control_plane import ApiServer, kubeconfig
 from tests.cluster.operator_process import install
 from tests.operator.support import SETTINGS, manifest
 
@@ -77,7 +80,14 @@ def children_of(raw: Object) -> list[Object]:
     """Everything of the first reconcile."""
     found = plan(RolloutJob.model_validate(raw), raw, Observed(), SETTINGS, datetime.now(UTC)).apply
     assert {item["kind"] for item in found} >= {"ConfigMap", "Deployment", "Service", "NetworkPolicy"}
-    return list(found)
+    return [item for item in found if item["kind"] != "Secret"]
+
+
+def secret_of(raw: Object) -> Object:
+    """That of the tokens."""
+    found = plan(RolloutJob.model_validate(raw), raw, Observed(), SETTINGS, datetime.now(UTC)).apply
+    [secret] = [item for item in found if item["kind"] == "Secret"]
+    return dict(secret)
 
 
 def cached(raw: Object, items: list[Object]) -> dict[tuple[str, str], Object]:
@@ -111,6 +121,32 @@ async def test_applying_twice_writes_nothing_and_neither_does_a_restarted_operat
             if found is not None:
                 assert found["metadata"]["resourceVersion"] == live[place]["metadata"]["resourceVersion"]
                 assert await restarted.apply(item, live[place]) is None
+
+
+async def test_tokens_are_created_by_one_who_may_do_nothing_else_with_secrets(
+    api_server: ApiServer,  # noqa: F811
+    api: Api,  # noqa: F811
+    job: Object,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "kubeconfig"
+    file.write_text(json.dumps(kubeconfig(api_server.url, await install(api), api_server.authority)))
+    wanted = secret_of(job)
+    name, namespace = wanted["metadata"]["name"], wanted["metadata"]["namespace"]
+    async with Client(await load_access(file)) as own:
+        applier = Applier(own)
+        for restarted in (applier, applier, Applier(own)):
+            assert await restarted.apply(wanted, None) is None
+        with pytest.raises(Forbidden):
+            await own.get(SECRETS, namespace, name)
+        with pytest.raises(Forbidden):
+            [item async for item in own.items(SECRETS, namespace)]
+        with pytest.raises(Forbidden):
+            await own.apply(wanted, names.MANAGER)
+    found = await api.get("Secret", namespace, name)
+    assert found is not None
+    assert found["immutable"] is True
+    assert {key: base64.b64decode(value).decode() for key, value in found["data"].items()} == wanted["stringData"]
 
 
 async def test_drift_is_mended(client: Client, job: Object, api: Api) -> None:  # noqa: F811

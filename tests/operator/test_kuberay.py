@@ -237,7 +237,7 @@ def test_serve_and_the_app_read_what_is_rendered(case: str) -> None:
     assert args.application == application.name
     # A change of it would start all engines anew.
     assert args.weights is None
-    assert args.token
+    assert args.tokens_required
     options = app.deployment_options(args, gpus=app.replica_gpus(args, cpu=False))
     group = made["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     container = group["template"]["spec"]["containers"][0]
@@ -268,7 +268,7 @@ def test_the_app_is_told_what_a_laptop_would_tell_it(case: str) -> None:
     [application] = json.loads(made["spec"]["serveConfigV2"])["applications"]
     found = msgspec.convert(application["args"], app.AppArgs)
     # The model is at its source here; on a laptop it may have been fetched to elsewhere.
-    own = {"gpus", "bundles", "token", "replicas", "model_name"} | (
+    own = {"gpus", "bundles", "tokens_required", "replicas", "model_name"} | (
         {"autoscaling"} if generation.autoscaling else set()
     )
     assert {name for name in wanted.__struct_fields__ if getattr(wanted, name) != getattr(found, name)} <= own

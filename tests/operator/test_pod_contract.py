@@ -10,6 +10,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
 from kuberoll_workers import pod_contract
+from kuberoll_workers.policy import auth
 from tests.operator.test_render import CASES, children
 
 
@@ -41,3 +42,4 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
 def test_the_words_between_operator_and_pods_are_the_same() -> None:
     assert (names.EXIT_REFUSED, names.EXIT_DRAINED) == (pod_contract.EXIT_REFUSED, pod_contract.EXIT_DRAINED)
     assert names.PROGRESS_PORT == pod_contract.PROGRESS_PORT
+    assert {scope: names.token_variable(scope) for scope in names.SCOPES} == auth.TOKEN_VARIABLES

@@ -22,11 +22,12 @@ from kuberoll_operator.kube.resources import CHILDREN, PODS, resource_of_object
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Heard, Key, Object, condition, is_true
 from kuberoll_operator.observe import observe
+from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.progress import ProgressPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
-from tests.operator.emulator import Emulator, in_virtual_time
-from tests.operator.support import NAMESPACE, SETTINGS, checked_manifest
+from tests.operator.emulator import Emulator, Fault, in_virtual_time
+from tests.operator.support import NAMESPACE, SETTINGS, checked_manifest, manifest, pod, waiting
 
 KEY = Key(NAMESPACE, "puzzle")
 
@@ -108,7 +109,7 @@ async def test_a_new_job_gets_its_children_and_its_status_and_then_nothing_is_wr
         }
 
 
-async def test_a_restarted_operator_writes_nothing(tmp_path: Path) -> None:
+async def test_a_restarted_operator_changes_nothing(tmp_path: Path) -> None:
     async with bench(tmp_path) as it:
         await it.settle()
         written = len(it.server.writes())
@@ -119,7 +120,66 @@ async def test_a_restarted_operator_writes_nothing(tmp_path: Path) -> None:
             recorder = Recorder(it.client, "tests")
             again = Reconciler(it.client, cache, poller, recorder, Metrics(), SETTINGS, now=lambda: it.now)
             await again.reconcile(KEY)
-        assert len(it.server.writes()) == written
+            # Whether the tokens' Secret is there it may not look; being told so once is enough.
+            [asked] = it.server.writes()[written:]
+            assert (asked.method, asked.plural) == ("POST", "secrets")
+            await again.reconcile(KEY)
+        assert len(it.server.writes()) == written + 1
+
+
+async def test_tokens_are_created_once_before_all_else_and_never_looked_at(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        asked = [item for item in it.server.requests if item.plural == "secrets"]
+        assert [item.method for item in asked] == ["POST"]
+        assert it.server.writes()[0] == asked[0]
+        [secret] = it.server.all("secrets")
+        uid = it.job["metadata"]["uid"]
+        assert secret["stringData"] == {scope: SETTINGS.token_of(uid, scope) for scope in names.SCOPES}
+        assert secret["metadata"]["ownerReferences"][0]["uid"] == uid
+
+
+async def test_tokens_that_pods_miss_are_created_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        [secret] = it.server.all("secrets")
+        name = secret["metadata"]["name"]
+        it.server.remove("secrets", NAMESPACE, name)
+        await it.settle()
+        assert it.server.all("secrets") == []
+        missing = waiting("CreateContainerConfigError", f'secret "{name}" not found')
+        it.server.put(
+            {"apiVersion": "v1", **merge(pod("generation", container=missing), {"metadata": {"namespace": NAMESPACE}})}
+            | {"kind": "Pod", "spec": {}}
+        )
+        await it.settle()
+        [again] = it.server.all("secrets")
+        assert again["stringData"] == secret["stringData"]
+
+
+async def test_tokens_that_may_not_be_created_are_told_of(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        words = {"reason": "Forbidden", "message": 'secrets is forbidden: User "kuberoll" cannot create'}
+        it.server.faults.append(Fault(lambda asked: asked.plural == "secrets", 403, words, times=None))
+        await it.settle()
+        ready = condition(it.job["status"], conditions.GENERATION_READY)
+        assert ready["reason"] == conditions.Reason.FORBIDDEN
+        assert "secrets is forbidden" in ready["message"]
+        it.server.faults.clear()
+        await it.settle()
+        assert len(it.server.all("secrets")) == 1
+
+
+async def test_a_successor_of_the_same_name_has_tokens_of_its_own(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await it.settle()
+        [first] = it.server.all("secrets")
+        it.server.remove("rolloutjobs", *KEY)
+        await it.reconcile()
+        it.server.put(manifest())
+        await it.settle()
+        [second] = it.server.all("secrets")
+        assert second["metadata"]["name"] != first["metadata"]["name"]
 
 
 async def test_what_was_removed_is_made_again(tmp_path: Path) -> None:

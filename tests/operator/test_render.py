@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +14,17 @@ from typing import Any
 import kubernetes_validate
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import SecretStr
 
 from kuberoll_api.manifest import load_job
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
-from kuberoll_operator.commands.render import UID, children_of, to_yaml
+from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml
 from kuberoll_operator.model import Object
 from kuberoll_operator.render import Subject, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
 from kuberoll_operator.render.output import OutputRefused, output_of
-from kuberoll_operator.settings import Settings
+from kuberoll_operator.settings import NoTokenKey, Settings
 from tests.operator import published_crds, support
 
 PUBLISHED = {
@@ -61,6 +64,7 @@ def subject(backend: str = "Native", **spec: Any) -> Subject:
         endpoint=BACKENDS[backend].endpoint(job, support.NAMESPACE),
         backend=backend,
         shards=4,
+        tokens={scope: support.SETTINGS.token_of(UID, scope) for scope in names.SCOPES},
     )
 
 
@@ -218,16 +222,68 @@ def test_weights_are_read_by_pods_that_go_on() -> None:
     assert before == after
 
 
-def test_tokens_are_a_jobs_own_and_nobody_elses() -> None:
-    tokens = [support.SETTINGS.token_of(uid) for uid in ("a", "b", "a")]
-    assert tokens[0] == tokens[2] != tokens[1]
-    assert len(tokens[0]) == 64
+def test_tokens_are_of_a_job_and_a_scope() -> None:
+    tokens = [support.SETTINGS.token_of(uid, scope) for uid in ("a", "b") for scope in names.SCOPES]
+    assert len(set(tokens)) == 6
+    assert tokens[0] == support.SETTINGS.token_of("a", "generate")
+    assert {len(token) for token in tokens} == {64}
     assert "a key" not in repr(support.SETTINGS)
-    assert Settings().token_of("a") not in tokens
-    assert Settings().token_of("a") != Settings().token_of("b")
-    [config] = [child for child in children("external-many") if child["kind"] == "ConfigMap"]
-    # Somebody else's servers have not heard of it.
-    assert json.loads(config["data"]["job.json"])["token"] is None
+    other = Settings(token_key=SecretStr("another key"))
+    assert other.token_of("a", "generate") not in tokens
+
+
+@pytest.mark.parametrize("key", [None, "", " \n"])
+def test_no_token_is_made_without_a_key(key: str | None) -> None:
+    settings = Settings(token_key=None if key is None else SecretStr(key))
+    with pytest.raises(NoTokenKey, match="KUBEROLL_TOKEN_KEY: not set or empty"):
+        settings.token_of("a", "generate")
+
+
+@pytest.mark.parametrize("backend", ["Native", "KubeRay", "External"])
+def test_tokens_are_in_their_secret_and_nowhere_else(backend: str) -> None:
+    found = subject(backend)
+    secrets = render.build_token_secrets(found)
+    others = [
+        render.build_config(found),
+        *render.build_network_policies(found),
+        render.build_workers_job(found, suspend=False),
+        render.build_finish_job(found),
+        *(BACKENDS[backend].engines(found, support.observed(), support.START)),
+    ]
+    text = json.dumps(others)
+    for token in found.tokens.values():
+        assert token not in text
+    if backend == "External":
+        # Somebody else's servers have not heard of them.
+        assert (secrets, "KUBEROLL_TOKEN" in text) == ([], False)
+        return
+    [secret] = secrets
+    assert secret["stringData"] == found.tokens
+    assert secret["immutable"] is True
+    name = secret["metadata"]["name"]
+    assert re.fullmatch(r"puzzle-tokens-[0-9a-f]{10}", name)
+    wanted: dict[str, set[str]] = {"worker": {"generate"}, "finish": set(), "head": set(names.SCOPES)}
+    containers = [item["spec"]["containers"][0] for child in others for item in templates(child)]
+    assert len(containers) == (4 if backend == "KubeRay" else 3)
+    for container in containers:
+        given = {
+            item["name"]: item["valueFrom"]["secretKeyRef"]
+            for item in container["env"]
+            if item["name"].startswith("KUBEROLL_TOKEN")
+        }
+        scopes = wanted.get(container["name"], set(names.SCOPES))
+        assert given == {f"KUBEROLL_TOKEN_{scope.upper()}": {"name": name, "key": scope} for scope in scopes}
+
+
+def test_other_tokens_have_another_secret() -> None:
+    other = dataclasses.replace(subject(), tokens=dict.fromkeys(names.SCOPES, "x"))
+    [one], [another] = render.build_token_secrets(subject()), render.build_token_secrets(other)
+    assert one["metadata"]["name"] != another["metadata"]["name"]
+
+
+def test_what_is_printed_without_a_cluster_is_no_token() -> None:
+    [secret] = [child for child in children("native") if child["kind"] == "Secret"]
+    assert set(secret["stringData"].values()) == {TOKEN}
 
 
 def test_scaling_does_not_change_the_shape() -> None:

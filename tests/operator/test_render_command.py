@@ -24,6 +24,7 @@ def test_all_children_are_printed_with_when_they_are_created() -> None:
     assert code == 0
     documents = list(YAML(typ="safe").load_all(output))
     assert [item["kind"] for item in documents] == [
+        "Secret",
         "ConfigMap",
         "NetworkPolicy",
         "NetworkPolicy",

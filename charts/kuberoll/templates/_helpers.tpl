@@ -33,6 +33,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
+{{/* The Secret with the key that jobs' tokens are made with. */}}
+{{- define "kuberoll.tokenKey" -}}
+{{- .Values.jobs.tokenKey.existingSecret | default (printf "%s-token-key" (include "kuberoll.fullname" .)) -}}
+{{- end -}}
+
 {{- define "kuberoll.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "kuberoll.operator" .) .Values.serviceAccount.name -}}

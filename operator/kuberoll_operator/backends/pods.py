@@ -38,6 +38,7 @@ _POD_REASONS: Final = frozenset(
         "PostStartHookError",
     }
 )
+_MISSING_SECRET: Final = re.compile(r'^secret "([^"]+)" not found$')
 _REDACTED: Final = "[redacted]"
 _SECRETS: Final = re.compile(
     r"""
@@ -167,6 +168,16 @@ def first_problem(pods: Sequence[Object], container: str) -> Problem | None:
             if (found := find(pod, container)) is not None:
                 return found
     return None
+
+
+def missing_secrets(pods: Iterable[Object]) -> set[str]:
+    """Names of Secrets that containers want and the kubelet does not find."""
+    found = set()
+    for pod in pods:
+        for _, reason, message in _waiting(pod):
+            if reason == "CreateContainerConfigError" and (match := _MISSING_SECRET.match(message.strip())):
+                found.add(match[1])
+    return found
 
 
 def refusal(pods: Sequence[Object], container: str) -> str | None:

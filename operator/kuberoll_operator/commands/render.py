@@ -22,6 +22,10 @@ UID: Final = "00000000-0000-0000-0000-000000000000"
 """In the place of the RolloutJob's uid, which only a cluster gives."""
 
 
+TOKEN: Final = "made by the operator from its key and the RolloutJob's uid"
+"""In the place of the policy's tokens."""
+
+
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))
 @click.option("--namespace", "-n", help="Namespace of the job.  [default: the manifest's, else default]")
@@ -69,6 +73,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     Raises:
         ValueError: The job cannot be run in a cluster; the text says why and how to mend it.
     """
+    from kuberoll_operator import names
     from kuberoll_operator import render as built
     from kuberoll_operator.backends import BACKENDS, backend_of
     from kuberoll_operator.model import Observed
@@ -87,6 +92,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         endpoint=backend.endpoint(job, namespace),
         backend=name,
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
+        tokens=dict.fromkeys(names.SCOPES, TOKEN),
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
     first = "created before the engines, and whenever the job is resumed; deleted when its pod has ended well"
@@ -108,6 +114,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     )
     found = [
         *quota,
+        *((at_once, child) for child in built.build_token_secrets(subject)),
         (at_once, built.build_config(subject)),
         *((at_once, child) for child in built.build_network_policies(subject)),
         *((at_once, child) for child in backend.fixtures(subject)),

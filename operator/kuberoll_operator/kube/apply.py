@@ -8,8 +8,9 @@ from typing import Any
 
 from kuberoll_operator import names
 from kuberoll_operator.kube.client import Client
-from kuberoll_operator.kube.resources import RAY_SERVICES
-from kuberoll_operator.model import Object
+from kuberoll_operator.kube.errors import Conflict
+from kuberoll_operator.kube.resources import RAY_SERVICES, SECRETS
+from kuberoll_operator.model import Key, Object
 
 FORCED = frozenset({RAY_SERVICES.kind})
 """Kinds that are taken back from other field managers, and only written where the digest is another.
@@ -18,6 +19,9 @@ KubeRay adds its finalizer and its defaults to a RayService by an update of the 
 after that: without force every second apply is a conflict. What others add to it after that (Kueue its node selectors)
 is left alone, or both would write for ever.
 """
+
+CREATED_ONLY = frozenset({SECRETS.kind})
+"""Kinds that are created and neither read nor changed: their names say what is in them."""
 
 HASHED = "sha256:"
 """What the cache has of a ConfigMap's values: this and a digest."""
@@ -29,6 +33,7 @@ class Applier:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._left: dict[str, tuple[str, object]] = {}
+        self._created: dict[Key, set[tuple[str, str]]] = {}
 
     async def apply(self, wanted: Object, live: Object | None) -> Object | None:
         """Makes the live object what is wanted; None where it is so already, or the answer of the API server.
@@ -39,6 +44,9 @@ class Applier:
         Raises:
             ApiError: As `Client.apply`.
         """
+        if wanted["kind"] in CREATED_ONLY:
+            await self._create(wanted)
+            return None
         if live is not None and self._unchanged(wanted, live):
             return None
         found = await self._client.apply(wanted, names.MANAGER, force=wanted["kind"] in FORCED)
@@ -48,6 +56,30 @@ class Applier:
     def forget(self, uid: str) -> None:
         """The object is gone."""
         self._left.pop(uid, None)
+
+    def forget_job(self, key: Key) -> None:
+        """The job is gone, or over."""
+        self._created.pop(key, None)
+
+    def missing(self, key: Key, name: str) -> None:
+        """An object that was created for a job, and cannot be seen, is not there."""
+        for place in [place for place in self._created.get(key, ()) if place[1] == name]:
+            self._created[key].discard(place)
+
+    async def _create(self, wanted: Object) -> None:
+        metadata = wanted["metadata"]
+        key = Key(metadata["namespace"], metadata["labels"][names.JOB_LABEL])
+        created = self._created.setdefault(key, set())
+        # A successor of the same name has another uid, and objects of its own.
+        place = (metadata["ownerReferences"][0]["uid"], metadata["name"])
+        if place in created:
+            return
+        try:
+            await self._client.create(wanted)
+        except Conflict as error:
+            if error.reason != "AlreadyExists":
+                raise
+        created.add(place)
 
     def _unchanged(self, wanted: Object, live: Object) -> bool:
         # The digest says what was written last; whoever changed a field since then left the digest as it was.

@@ -37,6 +37,9 @@ class Resource(NamedTuple):
 ROLLOUT_JOBS: Final = Resource(GROUP, VERSION, "rolloutjobs", KIND)
 PODS: Final = Resource("", "v1", "pods", "Pod")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+SECRETS: Final = Resource("", "v1", "secrets", "Secret")
+"""Created, and never read: the operator may do nothing else with them."""
+
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 
 CHILDREN: Final = (
@@ -67,7 +70,7 @@ WORKLOAD_PRIORITY_CLASSES: Final = Resource(
 
 _BY_KIND = {
     (item.api_version, item.kind): item
-    for item in (ROLLOUT_JOBS, PODS, LEASES, EVENTS, *CHILDREN, RAY_SERVICES, LEADER_WORKER_SETS, WORKLOADS)
+    for item in (ROLLOUT_JOBS, PODS, LEASES, SECRETS, EVENTS, *CHILDREN, RAY_SERVICES, LEADER_WORKER_SETS, WORKLOADS)
 }
 
 

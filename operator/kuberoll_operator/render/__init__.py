@@ -12,6 +12,7 @@ from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.rayservice import build_rayservice
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.tokens import build_token_secrets
 from kuberoll_operator.render.workers import build_workers_job, build_workers_service
 from kuberoll_operator.render.workload import Priority, build_workload
 
@@ -26,6 +27,7 @@ __all__ = [
     "build_generation_services",
     "build_network_policies",
     "build_rayservice",
+    "build_token_secrets",
     "build_workers_job",
     "build_workers_service",
     "build_workload",

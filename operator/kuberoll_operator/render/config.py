@@ -53,7 +53,6 @@ def pod_config(subject: Subject) -> dict[str, Any]:
         "shard_count": subject.shards,
         "output": output.location,
         "turns": output.location if kept else None,
-        "token": subject.token if subject.backend != "External" else None,
         **_discovery(subject),
     }
 

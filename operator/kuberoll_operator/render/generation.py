@@ -14,6 +14,7 @@ from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, container, pod_template, standard_volumes
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
 """What of the Deployment changes without a new engine."""
@@ -109,6 +110,7 @@ def _template(subject: Subject, *, env: Sequence[Mapping[str, Any]] = (), answer
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
             *env,
+            *token_variables(subject, *names.SCOPES),
         ],
         volumes=volumes,
         read_only=False,

@@ -18,6 +18,7 @@ from kuberoll_operator.render.generation import GRACE_SECONDS
 from kuberoll_operator.render.objects import annotated, annotation, digest
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY, Volumes, container, pod_template
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.tokens import token_variables
 
 APPLICATION: Final = "kuberoll"
 DEPLOYMENT: Final = "Generation"
@@ -132,6 +133,7 @@ def app_args(subject: Subject, placement: Placement) -> dict[str, Any]:
         "engine_args": generation.engine_args,
         "max_ongoing_requests": generation.max_ongoing_requests,
         "gpus": placement.gpus,
+        "tokens_required": True,
     }
     optional = {
         "revision": generation.model.revision,
@@ -139,7 +141,6 @@ def app_args(subject: Subject, placement: Placement) -> dict[str, Any]:
         "replicas": None if generation.autoscaling else generation.replicas or 1,
         "autoscaling": _autoscaling(generation),
         "bundles": placement.bundles(),
-        "token": subject.token,
     }
     return args | {key: value for key, value in optional.items() if value is not None}
 
@@ -292,8 +293,11 @@ def _environment(subject: Subject) -> list[Object]:
     balance = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": BALANCE[subject.job.spec.generation.routing]}
     own = {"HF_HOME": f"{STATE_DIRECTORY}/huggingface", "HOME": STATE_DIRECTORY}
     return [
-        {"name": name, "value": value}
-        for name, value in {**own, **dict(sorted((SERVE_ENVIRONMENT | balance).items()))}.items()
+        *(
+            {"name": name, "value": value}
+            for name, value in {**own, **dict(sorted((SERVE_ENVIRONMENT | balance).items()))}.items()
+        ),
+        *token_variables(subject, *names.SCOPES),
     ]
 
 

@@ -40,6 +40,7 @@ class Subject:
         endpoint: Base URL of the policy.
         backend: Who runs it.
         shards: Parts of the dataset.
+        tokens: Of the policy, by scope.
         assignments: What the quota gives to pods, by pod set; empty where there is none.
     """
 
@@ -50,12 +51,8 @@ class Subject:
     endpoint: str
     backend: str
     shards: int
+    tokens: Mapping[str, str]
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
-
-    @property
-    def token(self) -> str:
-        """What callers of the policy must show; None: nothing."""
-        return self.settings.token_of(self.uid)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, container, data_volumes, pod_template
 from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"parallelism", "suspend"})
 """What of a Job changes while it is there."""
@@ -38,6 +39,7 @@ def worker_template(subject: Subject, component: str, *, arguments: Sequence[str
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
             POD_IP,
+            *token_variables(subject, "generate"),
         ],
         volumes=volumes,
         read_only=True,
