@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from kuberoll_workers.data.messages import token_array
@@ -72,6 +73,17 @@ async def test_openai_s_routes_are_there_too(simulated_host: ServingHost) -> Non
             assert response.headers["x-kuberoll-replica"]
         async with session.get(f"{simulated_host.url}/v1/nowhere") as response:
             assert response.status == 404
+
+
+async def test_nobody_listens_where_other_machines_reach_it(simulated_host: ServingHost) -> None:
+    listening = {
+        (process.name(), connection.laddr.ip)
+        for process in processes_of(simulated_host.host.run_id)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {name for name, _ in listening} >= {"gcs_server", "haproxy", "raylet"}
+    assert {address.removeprefix("::ffff:") for _, address in listening} == {"127.0.0.1"}
 
 
 async def test_all_processes_can_be_found_by_the_watchdog(simulated_host: ServingHost) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -340,3 +342,95 @@ async def test_other_errors(engine: Scripted, tmp_path: Path) -> None:
     async with serving_openai(engine, tmp_path) as url, openai_client(url) as client:
         with pytest.raises(openai.InternalServerError, match="cannot be loaded"):
             await client.completions.create(model="tiny", prompt="x")
+
+
+BOMB = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+HELLO = {"role": "user", "content": "hi"}
+
+
+async def refused(url: str, body: Any, path: str = "chat/completions", status: int = 400) -> str:
+    """The message of a refusal."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/{path}", data=data) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["type"]) == (status, "invalid_request_error"), error
+        return str(error["message"])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "raise_exception", "range", "a b"])
+async def test_callers_do_not_write_the_template(with_ends: Path, name: str) -> None:
+    engine = Scripted()
+    await engine.start()
+    async with serving_openai(engine, with_ends) as url:
+        body = {"messages": [HELLO], "chat_template_kwargs": {name: BOMB}}
+        assert f"chat_template_kwargs.{name}: not a variable that callers may set" in await refused(url, body)
+        if name == "chat_template":
+            # As vLLM's own server has it.
+            body = {"messages": [HELLO], "chat_template": BOMB}
+            assert "chat_template: " in await refused(url, body)
+    assert engine.requests == []
+
+
+async def test_plain_variables_reach_the_template(tmp_path: Path) -> None:
+    place = tokenizer_with_ends(tmp_path)
+    template = place / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ 'thinks' if enable_thinking else '' }}")
+    engine = Scripted()
+    await engine.start()
+    async with serving_openai(engine, place) as url, openai_client(url) as client:
+        for wanted in (True, False):
+            await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hi"}],
+                extra_body={"chat_template_kwargs": {"enable_thinking": wanted}},
+            )
+    with_it, without = [len(request.token_ids) for request in engine.requests]
+    assert with_it > without
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": [HELLO] * 10_001}, "messages"),
+        ({"messages": [HELLO], "tools": [{}] * 1001}, "tools"),
+        ({"messages": [{"role": "user", "content": "x" * ((4 << 20) + 1)}]}, "4,194,305 characters"),
+        ({"messages": [{**HELLO, "tool_calls": 7}]}, "tool_calls: send a list"),
+        ({"messages": [{**HELLO, "tool_calls": [{"function": {"arguments": "[" * 5000}}]}]}, "nested too deeply"),
+        ({"messages": [{**HELLO, "tool_calls": [{"function": {"arguments": "[" * 9000 + "]" * 9000}}]}]}, ""),
+        ({"messages": [HELLO], "guided_json": "y" * 10_000}, "guided_json"),
+        (b'{"messages": ' + b"[" * 50_000, "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', ""),
+        (b"\xff", "not JSON"),
+    ],
+)
+async def test_what_is_too_much_is_refused_before_anything_is_done_with_it(
+    with_ends: Path, body: Any, words: str
+) -> None:
+    engine = Scripted()
+    await engine.start()
+    async with serving_openai(engine, with_ends) as url:
+        message = await refused(url, body)
+        assert words in message
+        assert len(message) < 1000
+    assert engine.requests == []
+
+
+async def test_bodies_have_a_largest_size(with_ends: Path) -> None:
+    engine = Scripted()
+    await engine.start()
+    async with serving_openai(engine, with_ends) as url:
+        body = {"messages": [{"role": "user", "content": "x" * (17 << 20)}]}
+        assert "more than 16,777,216 bytes" in await refused(url, body, status=413)
+        too_many = {"prompt": ["x" * 1000] * 129}
+        assert "128 sequences at most" in await refused(url, too_many, "completions")
+
+
+async def test_arguments_nested_as_deep_as_json_may_be_are_no_error_of_the_server(with_ends: Path) -> None:
+    engine = Scripted()
+    await engine.start()
+    async with serving_openai(engine, with_ends) as url, aiohttp.ClientSession() as session:
+        for depth in (10, 100, 500, 900, 990, 2000, 20_000):
+            call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+            body = {"messages": [{**HELLO, "tool_calls": [call]}]}
+            async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+                assert answer.status in (200, 400), depth

@@ -15,13 +15,16 @@ from kuberoll_api import rolloutjob
 from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 from kuberoll_workers.policy import controller, wire
 from kuberoll_workers.policy.auth import TOKEN_VARIABLES, Denied, Scope, authorize, take_tokens
+from kuberoll_workers.policy.bodies import BodyRefused, read_body
 from kuberoll_workers.policy.client import LOAD_HEADER
 from kuberoll_workers.policy.engines.interface import OWN_VERSION, Engine
 from kuberoll_workers.policy.engines.simulated import Simulated
 from kuberoll_workers.policy.engines.vllm_engine import VLLMEngine, is_cpu_build, world_size
-from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.executor import BoundedExecutor
+from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.openai_api import OpenAIRoutes
 from kuberoll_workers.policy.replicas import ReplicaList
+from kuberoll_workers.policy.slow_clients import limit_headers
 from kuberoll_workers.policy.weights import LiveWeights, Weights, user_config, version_of, wanted_weights
 
 if TYPE_CHECKING:
@@ -45,6 +48,9 @@ _HEALTH_TIMEOUT_SECONDS = 120.0
 # A replica that is to go looks so often whether its last request is answered.
 _DRAIN_LOOK_SECONDS = 0.5
 _ASK_REPLICAS_SECONDS = 10.0
+_MOST_WEIGHTS_BYTES = 64 << 10
+# A body of so many bytes is parsed at once; a longer one is for a thread.
+_SHORT_BYTES = 256 << 10
 # What vLLM takes of a GPU by default, here of the share that a replica has of one.
 _GPU_MEMORY_PART = 0.9
 
@@ -176,6 +182,8 @@ class GenerationServer:
 
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._args = msgspec.convert(dict(args), AppArgs)
+        limit_headers()
+        controller.keep_to_loopback()
         # Before the engine: the processes that it starts need none.
         self._tokens = take_tokens(os.environ)
         if self._tokens is None and self._args.tokens_required:
@@ -183,11 +191,13 @@ class GenerationServer:
         self._id = controller.own_id()
         self._engine = make_engine(self._args)
         self._weights = LiveWeights(self._engine)
+        self._executor = BoundedExecutor()
         self._openai = OpenAIRoutes(
             self._engine,
             model_name=self._args.model_name or self._args.model,
             tokenizer=self._args.tokenizer,
             revision=self._args.revision,
+            executor=self._executor,
         )
         self._begun = False
         self._ongoing = 0
@@ -253,9 +263,11 @@ class GenerationServer:
 
         try:
             media = wire.media_type(request.headers.get("content-type"))
-            result = await self._engine.generate(wire.decode_request(await request.body(), media))
+            result = await self._engine.generate(await self._decoded(await read_body(request), media))
         except wire.WireError as error:
             return _error(415, "UnsupportedMediaType", str(error))
+        except BodyRefused as error:
+            return _error(error.status, "BodyRefused", str(error))
         except PolicyRefused as error:
             return _error(400, "PolicyRefused", str(error))
         except PolicyUnavailable as error:
@@ -264,6 +276,11 @@ class GenerationServer:
             _log.exception("a request failed")
             return _error(500, type(error).__name__, str(error))
         return Response(wire.encode_result(result, media), media_type=media)
+
+    async def _decoded(self, body: bytes, media: str) -> GenerationRequest:
+        if len(body) <= _SHORT_BYTES:
+            return wire.decode_request(body, media)
+        return await self._executor.run(wire.decode_request, body, media)
 
     async def _healthz(self) -> Response:
         try:
@@ -293,7 +310,9 @@ class GenerationServer:
 
     async def _change_weights(self, request: Request) -> Response:
         try:
-            given = rolloutjob.Weights.model_validate_json(await request.body())
+            given = rolloutjob.Weights.model_validate_json(await read_body(request, most=_MOST_WEIGHTS_BYTES))
+        except BodyRefused as error:
+            return _error(error.status, "BodyRefused", str(error))
         except ValidationError as error:
             return _error(400, "BadRequest", f"the body must be a uri and a version: {error}")
         application = self._args.application
@@ -312,6 +331,7 @@ class GenerationServer:
         return _json(202, {"version": wanted.version})
 
     async def __del__(self) -> None:
+        self._executor.close()
         await self._weights.stop()
         await self._engine.shutdown()
 

@@ -38,6 +38,19 @@ def own_id() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
+def keep_to_loopback() -> None:
+    """Have the port at which this replica answers other deployments on loopback, where all of its Ray is.
+
+    Serve has no setting for it, and binds it at all addresses. To be called while the replica is constructed.
+    """
+    from ray._private.ray_constants import ENABLE_RAY_CLUSTER
+    from ray.serve._private import replica
+
+    if not ENABLE_RAY_CLUSTER:
+        bind = replica.add_port_to_grpc_server
+        replica.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
+
+
 async def running_replicas(application: str) -> list[Replica]:
     """The replicas of an application; none where Serve gives them no ports, which is without HAProxy."""
     from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS

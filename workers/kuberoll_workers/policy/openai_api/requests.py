@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -11,6 +12,44 @@ from kuberoll_workers.policy.interface import SamplingParameters
 
 MOST_SEQUENCES = 128
 """Sequences that one request may ask for: its prompts times `n`."""
+
+MOST_CHARACTERS: Final = 4 << 20
+"""Of a request's texts together, and of a chat as the template writes it: about a million tokens."""
+
+MOST_MESSAGES: Final = 10_000
+MOST_TOOLS: Final = 1_000
+
+# What a chat template is rendered by, and with: a caller who says something else of these is another author of it.
+_RESERVED_VARIABLES: Final = frozenset(
+    {
+        # Of transformers' apply_chat_template.
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+        # Of the environment that it renders in.
+        "cycler",
+        "dict",
+        "joiner",
+        "lipsum",
+        "namespace",
+        "raise_exception",
+        "range",
+        "strftime_now",
+        "tojson",
+    }
+)
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_SEED = 2**63 - 1
@@ -25,6 +64,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
@@ -126,11 +166,11 @@ class _Common(msgspec.Struct, kw_only=True):
 class ChatRequest(_Common, kw_only=True):
     """The body of `POST /v1/chat/completions`, as far as it is honored."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -196,8 +236,10 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
         raise Invalid(str(error), param=_field(str(error))) from error
     for name, neutral in _NEUTRAL.items():
         if (given := raw.get(name)) is not None and given not in neutral:
-            raise Invalid(f"{name}: {given!r} is not supported by this server; leave it out", param=name)
+            raise Invalid(f"{name}: {reprlib.repr(given)} is not supported by this server; leave it out", param=name)
     _check_logprobs(request)
+    if isinstance(request, ChatRequest):
+        _check_variables(request.chat_template_kwargs or {})
     return request
 
 
@@ -212,6 +254,16 @@ def _check_logprobs(request: ChatRequest | CompletionRequest) -> None:
             f"is known here; set {name} to 0",
             param=name,
         )
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    for name in variables:
+        if name in _RESERVED_VARIABLES or not name.isidentifier():
+            raise Invalid(
+                f"chat_template_kwargs.{name[:100]}: not a variable that callers may set; the model's own template is "
+                "used, and what it is rendered with has fields of its own (tools, add_generation_prompt)",
+                param="chat_template_kwargs",
+            )
 
 
 def _is_token(item: object) -> bool:
@@ -237,9 +289,25 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     Parts of text become one text, and the arguments of tool calls, which travel as JSON, objects.
 
     Raises:
-        Invalid: A message has no role, or parts that are not text.
+        Invalid: A message has no role, or parts that are not text; or together they are too long.
     """
-    return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    found = [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    check_characters(sum(len(message["content"]) for message in found), "messages")
+    return found
+
+
+def check_characters(count: int, param: str) -> None:
+    """Refuse what is too long to be worth encoding.
+
+    Raises:
+        Invalid: It is.
+    """
+    if count > MOST_CHARACTERS:
+        raise Invalid(
+            f"{param}: {count:,} characters, and {MOST_CHARACTERS:,} is the most that is taken",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -247,6 +315,8 @@ def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise Invalid(f"{where}.role is missing", param=f"{where}.role")
     plain = {**message, "content": _text(message.get("content"), f"{where}.content")}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Invalid(f"{where}.tool_calls: send a list", param=f"{where}.tool_calls")
         plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     return plain
 

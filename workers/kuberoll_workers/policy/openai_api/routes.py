@@ -9,13 +9,15 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.policy.bodies import BodyRefused, read_body
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.policy.engines.interface import Engine
+from kuberoll_workers.policy.executor import BoundedExecutor
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.openai_api.answers import (
     Answer,
@@ -33,6 +35,7 @@ from kuberoll_workers.policy.openai_api.requests import (
     CompletionRequest,
     Invalid,
     chat_messages,
+    check_characters,
     parse,
 )
 
@@ -41,12 +44,15 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _log = logging.getLogger("ray.serve")
+_Parsed = TypeVar("_Parsed")
 
 _CHATS = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _MODELS = "/v1/models"
 _SESSION_TOKENS = 64
 _SESSION_CHARACTERS = 256
+# What is parsed at once; more is for a thread.
+_SHORT_BYTES = 64 << 10
 
 
 class OpenAIRoutes:
@@ -55,17 +61,27 @@ class OpenAIRoutes:
     Errors have the body `{"error": {"message", "type", "param", "code"}}`.
     """
 
-    def __init__(self, engine: Engine, *, model_name: str, tokenizer: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str,
+        tokenizer: str,
+        revision: str | None = None,
+        executor: BoundedExecutor | None = None,
+    ) -> None:
         """The routes; nothing is loaded before it is needed.
 
         Args:
             engine: Started, by the time that the first request comes.
             model_name: What callers call the model; its source (`EngineInfo.model`) is understood too.
             tokenizer: Directory or hub id.
+            executor: Where texts become tokens; None: one of its own.
         """
         self._engine = engine
         self._model = model_name
         self._source = (tokenizer, revision)
+        self._executor = BoundedExecutor() if executor is None else executor
         self._loading = asyncio.Lock()
         self._format: ChatFormat | None = None
         self._memory = ChatMemory()
@@ -81,12 +97,16 @@ class OpenAIRoutes:
             return _error(Invalid(f"{request.method} {path}: send a {method}", status=405))
         try:
             if path == _CHATS:
-                return await self._chat(await request.body(), request.headers)
+                return await self._chat(await read_body(request), request.headers)
             if path == _COMPLETIONS:
-                return await self._completion(await request.body(), request.headers)
+                return await self._completion(await read_body(request), request.headers)
             return self._models(path[len(_MODELS) + 1 :])
         except Invalid as error:
             return _error(error)
+        except BodyRefused as error:
+            return _error(Invalid(str(error), status=error.status))
+        except RecursionError:
+            return _error(Invalid("the body is nested too deeply"))
         except PolicyRefused as error:
             return _error(Invalid(str(error)))
         except PolicyUnavailable as error:
@@ -96,12 +116,11 @@ class OpenAIRoutes:
             return _error(Invalid(f"{type(error).__name__}: {error}", status=500))
 
     async def _chat(self, body: bytes, headers: Mapping[str, str]) -> Response:
-        request = parse(body, ChatRequest)
+        request, messages = await self._prepared(body, _parse_chat)
         self._check_model(request.model)
-        messages = chat_messages(request.messages)
         form = await self._chat_format()
         continued = bool(request.continue_final_message)
-        text = await asyncio.to_thread(
+        text = await self._executor.run(
             form.chat_text,
             messages,
             tools=request.tools,
@@ -109,9 +128,10 @@ class OpenAIRoutes:
             continued=continued,
             variables=request.chat_template_kwargs or {},
         )
+        check_characters(len(text), "messages")
         session = headers.get(SESSION_HEADER) or request.session_id or _session_of(messages)
         known, ids = self._memory.beginning(session, text)
-        prompt = ids + await asyncio.to_thread(form.encode, text[known:])
+        prompt = ids + await self._executor.run(form.encode, text[known:])
         if not prompt:
             raise Invalid("messages: the model's chat template makes nothing of them", param="messages")
         answer = await self._answer(request, form, [prompt], session, kind="chatcmpl", param="messages")
@@ -121,13 +141,12 @@ class OpenAIRoutes:
         return _response(request, chat_body(answer), chat_chunks)
 
     async def _completion(self, body: bytes, headers: Mapping[str, str]) -> Response:
-        request = parse(body, CompletionRequest)
+        request, given = await self._prepared(body, _parse_completion)
         self._check_model(request.model)
-        given = request.prompts()
         form = await self._chat_format()
         special = request.add_special_tokens is not False
         prompts = [
-            await asyncio.to_thread(form.encode, prompt, special_tokens=special)
+            await self._executor.run(form.encode, prompt, special_tokens=special)
             if isinstance(prompt, str)
             else token_array(prompt)
             for prompt in given
@@ -137,6 +156,9 @@ class OpenAIRoutes:
         session = headers.get(SESSION_HEADER) or request.session_id or _digest(prompts[0][:_SESSION_TOKENS].tobytes())
         answer = await self._answer(request, form, prompts, session, kind="cmpl", param="prompt")
         return _response(request, completion_body(answer), completion_chunks)
+
+    async def _prepared(self, body: bytes, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+        return parse(body) if len(body) <= _SHORT_BYTES else await self._executor.run(parse, body)
 
     async def _answer(
         self,
@@ -148,8 +170,6 @@ class OpenAIRoutes:
         kind: str,
         param: str,
     ) -> Answer:
-        if len(prompts) * request.samples > MOST_SEQUENCES:
-            raise Invalid(f"n: {param} times n may be {MOST_SEQUENCES} sequences at most", param="n")
         window = self._engine.info().max_model_len
         longest = max(len(prompt) for prompt in prompts)
         if longest >= window:
@@ -230,6 +250,26 @@ class OpenAIRoutes:
             "max_model_len": info.max_model_len,
         }
         return _json(200, model if name else {"object": "list", "data": [model]})
+
+
+def _parse_chat(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    request = parse(body, ChatRequest)
+    _check_sequences(request, 1, "messages")
+    return request, chat_messages(request.messages)
+
+
+def _parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | list[int]]]:
+    request = parse(body, CompletionRequest)
+    prompts = request.prompts()
+    # Before any of them is encoded.
+    _check_sequences(request, len(prompts), "prompt")
+    check_characters(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), "prompt")
+    return request, prompts
+
+
+def _check_sequences(request: ChatRequest | CompletionRequest, prompts: int, param: str) -> None:
+    if prompts * request.samples > MOST_SEQUENCES:
+        raise Invalid(f"n: {param} times n may be {MOST_SEQUENCES} sequences at most", param="n")
 
 
 def _text(request: ChatRequest | CompletionRequest, form: ChatFormat, result: GenerationResult) -> str:

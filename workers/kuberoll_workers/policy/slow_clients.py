@@ -1,0 +1,89 @@
+"""Connections whose request does not come: closed after a while, in HAProxy and in replicas.
+
+Neither Ray Serve nor uvicorn, which replicas listen with, has a setting for it, and without one a few thousand half
+requests keep everybody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shlex
+from pathlib import Path
+from typing import Any, Final
+
+HEADER_SECONDS: Final = 30.0
+"""Within which the head of a request must come, from the connection's first moment or the head's first byte."""
+
+
+def limit_headers(seconds: float = HEADER_SECONDS) -> None:
+    """Have this process's HTTP servers close connections on which no whole head of a request comes in time."""
+    import uvicorn.protocols.http.auto as auto
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    for protocol in {auto.AutoHTTPProtocol, H11Protocol}:
+        _limit(protocol, seconds)
+
+
+def _limit(protocol: Any, seconds: float) -> None:
+    made, received, lost = protocol.connection_made, protocol.data_received, protocol.connection_lost
+
+    @functools.wraps(made)
+    def connection_made(self: Any, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        _watch(self, seconds)
+
+    @functools.wraps(received)
+    def data_received(self: Any, data: bytes) -> None:
+        received(self, data)
+        _watch(self, seconds)
+
+    @functools.wraps(lost)
+    def connection_lost(self: Any, exc: Exception | None) -> None:
+        _stop(self)
+        lost(self, exc)
+
+    protocol.connection_made, protocol.data_received = connection_made, data_received
+    protocol.connection_lost = connection_lost
+
+
+def _watch(connection: Any, seconds: float) -> None:
+    if not _awaits_head(connection):
+        _stop(connection)
+    elif getattr(connection, "kuberoll_head", None) is None and not connection.transport.is_closing():
+        # Not begun anew with each byte: a byte every few seconds is what it is for.
+        connection.kuberoll_head = connection.loop.call_later(seconds, _close, connection)
+
+
+def _awaits_head(connection: Any) -> bool:
+    cycle = connection.cycle
+    return cycle is None or bool(cycle.response_complete)
+
+
+def _stop(connection: Any) -> None:
+    if (timer := getattr(connection, "kuberoll_head", None)) is not None:
+        timer.cancel()
+    connection.kuberoll_head = None
+
+
+def _close(connection: Any) -> None:
+    connection.kuberoll_head = None
+    if _awaits_head(connection):
+        connection.transport.abort()
+
+
+def write_haproxy_launcher(path: Path, program: str, *, local_ports: tuple[int, ...]) -> Path:
+    """A program to start HAProxy by, which adds to the configuration what Serve has no settings for.
+
+    Args:
+        path: Where to write it.
+        program: HAProxy itself.
+        local_ports: Ports of listeners that Serve binds at all addresses and that are for this machine alone.
+    """
+    edits = [rf"s/^\( *\)timeout client .*/&\n\1timeout http-request {HEADER_SECONDS:g}s/"]
+    edits += [rf"s/^\( *\)bind \**:{port} *$/\1bind 127.0.0.1:{port}/" for port in local_ports]
+    script = " ".join(f"-e {shlex.quote(edit)}" for edit in edits)
+    # Serve starts it as: haproxy -db -f FILE ...
+    path.write_text(f'#!/bin/sh\nsed -i {script} "$3"\nexec {shlex.quote(program)} "$@"\n')
+    path.chmod(0o700)
+    return path
