@@ -221,13 +221,17 @@ class Admission:
     def list(self, names: Iterable[str], now: float) -> None:
         """Exactly these of the replicas are to get requests."""
         listed = set(names)
-        for member in list(self.members.values()):
-            was, member.listed = member.listed, member.id in listed
-            if was and not member.listed:
-                self._lost(member, now)
-            elif member.listed and not was:
-                self._refresh()
+        changed = [member for member in self.members.values() if member.listed != (member.id in listed)]
+        # All of them first: what moves because of one is not to empty another that is about to be listed again.
+        for member in changed:
+            member.listed = not member.listed
+        self._refresh()
+        for member in changed:
+            if member.listed:
                 self.pump(member, now)
+            else:
+                self._lost(member, now)
+        for member in list(self.members.values()):
             self._leave(member)
 
     def closed(self, member: Member, now: float) -> None:
