@@ -15,6 +15,7 @@ from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.client import LOAD_HEADER, ServeClient
 from kuberoll_workers.policy.interface import (
+    FatalRequest,
     GenerationRequest,
     GenerationResult,
     PolicyRefused,
@@ -322,10 +323,88 @@ async def test_a_request_that_kills_every_engine_is_refused_in_the_end() -> None
 
         for replica in made:
             replica.behave = deadly(replica)
-        with pytest.raises(PolicyRefused, match="ended the engine 3 times"):
+        with pytest.raises(FatalRequest, match="in flight when the engine died 2 times in a row"):
             await answer(policy, "poison")
-        assert sum(not replica.healthy for replica in made) == 3
+        assert sum(not replica.healthy for replica in made) == 2
         assert await answer(policy, "1-0-0") in {replica.number for replica in made if replica.healthy}
+
+
+class Mortal(Replica):
+    """A replica that dies of a poisonous request, once all of those who are to see it are there, and comes back."""
+
+    def __init__(self, witnesses: int, *, shared_deaths: int) -> None:
+        super().__init__(0)
+        self.deaths = 0
+        self.behave = self._live
+        self._witnesses, self._shared_deaths = witnesses, shared_deaths
+        self._there = 0
+        self._changed = asyncio.Condition()
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        answer = await super()._healthz(request)
+        self.healthy = True
+        return answer
+
+    async def _live(self, request: web.Request, asked: GenerationRequest) -> None:
+        life = self.deaths
+        if life >= self._shared_deaths:
+            if asked.session_id == "poison":
+                await self._die(request, asked)
+            return
+        async with self._changed:
+            self._there += 1
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._there == self._witnesses or self.deaths > life)
+        if asked.session_id == "poison":
+            await self._die(request, asked)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.deaths > life)
+        await breaking(request, asked)
+
+    async def _die(self, request: web.Request, asked: GenerationRequest) -> None:
+        async with self._changed:
+            self.deaths += 1
+            self.healthy = False
+            self._there = 0
+            self._changed.notify_all()
+        await breaking(request, asked)
+
+
+async def test_the_request_that_kills_engines_is_found_among_others() -> None:
+    innocents = [f"{number}-0-0" for number in range(6)]
+    # Twice with all of them in flight, so that the deaths alone do not tell which of them it is.
+    replica = Mortal(1 + len(innocents), shared_deaths=2)
+    await replica.start()
+    try:
+        async with routed(static([replica])) as policy:
+            answers = [asyncio.create_task(answer(policy, session)) for session in ("poison", *innocents)]
+            results = await asyncio.gather(*answers, return_exceptions=True)
+            assert isinstance(results[0], FatalRequest)
+            assert results[1:] == [0] * len(innocents)
+            # Once more, alone among suspects, and never again.
+            assert replica.deaths == 3
+            assert await answer(policy, "after-0-0") == 0
+    finally:
+        await replica.stop()
+
+
+async def test_others_that_came_in_between_are_not_suspected() -> None:
+    replica = Mortal(2, shared_deaths=2)
+    await replica.start()
+    try:
+        async with routed(static([replica])) as policy:
+            poison = asyncio.create_task(answer(policy, "poison"))
+            first = asyncio.create_task(answer(policy, "1-0-0"))
+            await until(lambda: replica.deaths == 1)
+            first.cancel()
+            second = asyncio.create_task(answer(policy, "2-0-0"))
+            with pytest.raises(FatalRequest):
+                await poison
+            # It alone was in flight both times.
+            assert replica.deaths == 2
+            assert await second == 0
+    finally:
+        await replica.stop()
 
 
 async def test_failures_of_engines_that_are_well_come_to_the_caller() -> None:

@@ -99,6 +99,10 @@ class PolicyRefused(PolicyError):
     """The request itself is at fault: another try would be refused too."""
 
 
+class FatalRequest(PolicyRefused):
+    """The request itself ends the engine: it is not sent to another one."""
+
+
 class Policy(Protocol):
     """Anything that generates."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from kuberoll_workers.policy.client import Overloaded, Unreachable
 from kuberoll_workers.policy.interface import (
+    FatalRequest,
     GenerationRequest,
     GenerationResult,
     PolicyRefused,
@@ -21,6 +22,7 @@ from kuberoll_workers.policy.interface import (
 from kuberoll_workers.policy.routing.admission import WINDOW, Admission, Member, Ticket
 from kuberoll_workers.policy.routing.discovery import Discovery
 from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
+from kuberoll_workers.policy.routing.sessions import Session
 from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
 Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
@@ -28,8 +30,8 @@ Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
 
 REFRESH_SECONDS: Final = 2.0
 TRIES: Final = 3
-DEATHS: Final = 3
-"""A request that was in flight when so many engines in a row died is not tried on another one."""
+SUSPICIOUS_DEATHS: Final = 2
+"""A trajectory whose requests were in flight when so many engines in a row died is suspected of it."""
 
 _SEARCH_SECONDS = 0.25
 _CALM_SECONDS = 0.1
@@ -70,6 +72,11 @@ class RoutedPolicy:
         self._connections: dict[str, AsyncExitStack] = {}
         self._joining: set[str] = set()
         self._checks: dict[str, asyncio.Task[bool]] = {}
+        self._flying: defaultdict[str, set[Ticket]] = defaultdict(set)
+        # By replica, the trajectories that were there when it died and had seen another one die before.
+        self._repeated: defaultdict[str, set[Session]] = defaultdict(set)
+        # Suspects are tried one at a time, until one is alone in it when an engine dies.
+        self._quarantine = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stir = asyncio.Event()
         self._trouble = ""
@@ -110,12 +117,14 @@ class RoutedPolicy:
 
         Raises:
             PolicyUnavailable: It failed several times although the replicas say that they are well.
-            PolicyRefused: The request is invalid, or one engine after the other died of it.
+            PolicyRefused: The request is invalid.
+            FatalRequest: Engines died of it.
         """
         admission, metrics, time = self._admission, self._metrics, self._loop.time
         prompt = len(request.token_ids)
         ticket = Ticket(request.session_id, prompt)
         name, failures, broken = request.request_id, 0, 0
+        quarantined = False
         try:
             while True:
                 if not admission.ask(ticket, time()):
@@ -123,6 +132,7 @@ class RoutedPolicy:
                 member = ticket.member
                 assert member is not None
                 client = self._clients[member.id]
+                self._flying[member.id].add(ticket)
                 try:
                     result = await client.generate(request)
                 except Overloaded as error:
@@ -149,7 +159,11 @@ class RoutedPolicy:
                         if failures >= TRIES:
                             raise
                     else:
-                        self._died(ticket, member, error)
+                        self._died(ticket, member, error, quarantined=quarantined)
+                        if not quarantined and _is_suspect(ticket):
+                            self._flying[member.id].discard(ticket)
+                            await self._quarantine.acquire()
+                            quarantined = True
                     broken += 1
                     # What was generated is lost with its connection; should the engine still be at it, it is another.
                     request = dataclasses.replace(request, request_id=f"{name}.{broken}")
@@ -158,13 +172,19 @@ class RoutedPolicy:
                     metrics.request("aborted")
                     admission.failed(ticket, time(), blame=False)
                     raise
+                finally:
+                    self._flying[member.id].discard(ticket)
                 metrics.answered(result.policy_versions)
+                self._repeated.pop(member.id, None)
                 tokens = prompt + len(result.token_ids)
                 admission.answered(ticket, tokens, time(), load=client.load)
                 return result
         except BaseException:
             admission.given_up(ticket, time())
             raise
+        finally:
+            if quarantined:
+                self._quarantine.release()
 
     async def _granted(self, ticket: Ticket) -> None:
         granted: asyncio.Future[None] = self._loop.create_future()
@@ -180,22 +200,26 @@ class RoutedPolicy:
                 self._admission.failed(ticket, self._loop.time(), blame=False)
             raise
 
-    def _died(self, ticket: Ticket, member: Member, error: PolicyUnavailable) -> None:
+    def _died(self, ticket: Ticket, member: Member, error: PolicyUnavailable, *, quarantined: bool) -> None:
         self._admission.down(member, self._loop.time())
         self._watch(member, error)
         session = ticket.session
         assert session is not None
         session.deaths += 1
-        if session.deaths >= DEATHS:
-            raise PolicyRefused(
-                f"the request ended the engine {session.deaths} times, each time on another start of it, and is not "
-                f"sent again: {error}"
+        # Of all that were in flight it is the only one that was so at an engine's death before.
+        common = self._repeated[member.id] == {session}
+        if session.deaths >= SUSPICIOUS_DEATHS and (common or quarantined):
+            raise FatalRequest(
+                f"this request was in flight when the engine died {session.deaths} times in a row, at last as the "
+                f"only one that had been so before, and is not sent again: {error}"
             ) from error
 
     async def _well(self, member: Member, client: ReplicaClient) -> bool:
         """Whether a replica that failed a request answers; asked once for all requests that it failed together."""
         check = self._checks.get(member.id)
         if check is None:
+            flying = {ticket.session for ticket in self._flying[member.id] if ticket.session is not None}
+            self._repeated[member.id] |= {session for session in flying if session.deaths}
             check = self._checks[member.id] = self._start(client.healthy())
             check.add_done_callback(lambda _: self._checks.pop(member.id, None))
         # Whoever asked first may be cancelled; the others still want to know.
@@ -286,6 +310,8 @@ class RoutedPolicy:
 
     async def _disconnect(self, name: str) -> None:
         self._clients.pop(name, None)
+        self._flying.pop(name, None)
+        self._repeated.pop(name, None)
         stack = self._connections.pop(name, None)
         if stack is not None:
             await stack.aclose()
@@ -300,3 +326,7 @@ class RoutedPolicy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _is_suspect(ticket: Ticket) -> bool:
+    return ticket.session is not None and ticket.session.deaths >= SUSPICIOUS_DEATHS
