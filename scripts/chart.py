@@ -37,6 +37,7 @@ _STRICTER: Final[dict[str, dict[str, Any]]] = {
     "jobs.runAsGroup": {"type": ["integer", "null"], "minimum": 1},
     "jobs.runAsUser": {"type": ["integer", "null"], "minimum": 1},
     "jobs.egressPorts": {"type": "array", "items": _PORT},
+    "jobs.egressExcept": {"type": "array", "items": {"type": "string", "pattern": "^[0-9a-fA-F:.]+/[0-9]+$"}},
     "watch.namespaces": {"type": "array", "items": _NAMESPACE, "uniqueItems": True},
     "operator.replicas": {"type": "integer", "minimum": 0, "maximum": 16},
     "operator.concurrency": {"type": "integer", "minimum": 1, "maximum": 256},

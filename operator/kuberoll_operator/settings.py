@@ -5,15 +5,17 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from importlib.metadata import version
+from ipaddress import ip_network
 from types import NoneType
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
 ENVIRONMENT_PREFIX = "KUBEROLL_"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+Network = Annotated[str, AfterValidator(lambda text: str(ip_network(text)))]
 
 
 def _image(role: str) -> str:
@@ -49,6 +51,10 @@ class Settings(BaseModel):
     )
     egress_ports: tuple[Port, ...] = Field(
         default=(443,), description="TCP ports that worker pods may reach everywhere: object stores, hubs, trackers."
+    )
+    egress_except: tuple[Network, ...] = Field(
+        default=(),
+        description="Networks (CIDR) that those ports do not lead to: the cluster's own, of pods, services and nodes.",
     )
     kuberay: bool | None = Field(
         default=None, description="Whether the cluster serves ray.io/v1 RayServices; absent: ask it, now and again."

@@ -275,6 +275,25 @@ def test_tokens_are_in_their_secret_and_nowhere_else(backend: str) -> None:
         assert given == {f"KUBEROLL_TOKEN_{scope.upper()}": {"name": name, "key": scope} for scope in scopes}
 
 
+def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
+    settings = support.SETTINGS.model_copy(update={"egress_except": ("10.0.0.0/8", "fd00::/8")})
+    store = {"name": "AWS_ENDPOINT_URL", "value": "http://store:9000"}
+    found = dataclasses.replace(subject(workers={"env": [store]}), settings=settings)
+    policy = render.build_network_policies(found)[0]
+    outside, named = policy["spec"]["egress"][-2:]
+    assert outside == {
+        "ports": [{"protocol": "TCP", "port": 443}],
+        "to": [
+            {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16", "10.0.0.0/8"]}},
+            {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10", "fd00:ec2::/32", "fd00::/8"]}},
+        ],
+    }
+    # It may be in the cluster.
+    assert named["ports"] == [{"protocol": "TCP", "port": 9000}]
+    assert {"namespaceSelector": {}} in named["to"]
+    kubernetes_validate.validate(policy, "1.31", strict=True)
+
+
 def test_other_tokens_have_another_secret() -> None:
     other = dataclasses.replace(subject(), tokens=dict.fromkeys(names.SCOPES, "x"))
     [one], [another] = render.build_token_secrets(subject()), render.build_token_secrets(other)

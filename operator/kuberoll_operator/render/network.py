@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -10,12 +11,8 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.subject import Subject
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
-# Everything but link-local addresses: a cloud's credentials are served there.
-_ANYWHERE: Final[list[Object]] = [
-    *_ANYWHERE_INSIDE,
-    {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
-    {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10", "fd00:ec2::/32"]}},
-]
+# Link-local addresses: a cloud's credentials are served there.
+_NOWHERE: Final = {"0.0.0.0/0": ("169.254.0.0/16",), "::/0": ("fe80::/10", "fd00:ec2::/32")}
 # Pods of a cluster's DNS, which some clusters have at 5353, and the nodes' own caches.
 _DNS: Final[Object] = {
     "ports": [{"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")],
@@ -35,8 +32,16 @@ def _workers(subject: Subject) -> Object:
     if subject.backend != "External":
         pods = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
         egress.append({"ports": _policy_ports(subject), "to": [pods]})
-    ports = sorted({*subject.settings.egress_ports, *_ports_of(subject)})
-    egress.append({"ports": [_tcp(port) for port in ports], "to": _ANYWHERE})
+    ports, named = {*subject.settings.egress_ports}, _ports_of(subject)
+    without = subject.settings.egress_except
+    if without:
+        egress.append({"ports": [_tcp(port) for port in sorted(ports)], "to": _anywhere(without)})
+        # What the job names may be in the cluster: an object store, a tracker, an endpoint.
+        ports = named
+    else:
+        ports |= named
+    if ports:
+        egress.append({"ports": [_tcp(port) for port in sorted(ports)], "to": [*_ANYWHERE_INSIDE, *_anywhere(())]})
     spec = {
         "podSelector": {
             "matchExpressions": [{"key": names.COMPONENT_LABEL, "operator": "In", "values": _OF_THE_WORKERS}],
@@ -63,6 +68,14 @@ def _generation(subject: Subject) -> Object:
         ],
     }
     return _policy(subject, names.generation(subject.name), names.GENERATION, spec)
+
+
+def _anywhere(without: Collection[str]) -> list[Object]:
+    """All addresses but link-local ones and those of some networks."""
+    return [
+        {"ipBlock": {"cidr": cidr, "except": [*link_local, *(net for net in without if (":" in net) == (":" in cidr))]}}
+        for cidr, link_local in _NOWHERE.items()
+    ]
 
 
 def _policy_ports(subject: Subject) -> list[Object]:
