@@ -399,3 +399,23 @@ async def test_many_first_requests_ask_once_what_it_is() -> None:
     async with serving(server.handle) as url, opened(url) as client:
         await asyncio.gather(*(client.generate(request()) for _ in range(20)))
     assert len(server.bodies("/v1/models")) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "words"),
+    [
+        ([355, -1], [-0.5, -0.25], "token id -1; ids are not negative"),
+        ([355, 999_999], [-0.5, -0.25], "token id 999999, and the tokenizer knows 512"),
+        ([355, 1 << 40], [-0.5, -0.25], "a token id that is none"),
+        ([355, 1], [-0.5], "2 sampled tokens but 1 log-probabilities"),
+        ([355, 1], [-0.5, None], "2 sampled tokens but 1 log-probabilities"),
+    ],
+)
+async def test_answers_that_cannot_be_are_the_server_s_fault_and_tried_again(
+    ids: list[int], logprobs: list[float | None], words: str
+) -> None:
+    answer = completion(token_ids=ids, logprobs={"tokens": ["a", "b"], "token_logprobs": logprobs})
+    server = Server(v1__models=listing(), v1__completions=answer)
+    async with serving(server.handle) as url, opened(url, vocabulary=512) as client:
+        with pytest.raises(PolicyUnavailable, match=words):
+            await client.generate(request())

@@ -277,7 +277,14 @@ def external_client(
             "spec.workers.env or envFrom"
         )
     return ExternalClient(
-        url, api=external.api, model=external.model, api_key=key, limit=limit, tokenizer=tokenizer, window=window
+        url,
+        api=external.api,
+        model=external.model,
+        api_key=key,
+        limit=limit,
+        tokenizer=tokenizer,
+        window=window,
+        vocabulary=None if tokenizer is None else tokenizer.vocabulary,
     )
 
 

@@ -82,6 +82,12 @@ class HuggingFaceTokenizer:
 
         return cls(AutoTokenizer.from_pretrained(source, revision=revision))
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids it knows, added ones included; all are below."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return max(len(self._tokenizer), 1 + max(added, default=-1))
+
     def encode(self, text: str) -> array[int]:
         if not text:
             return token_array()

@@ -16,7 +16,13 @@ import msgspec
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.policy.client import SESSION_HEADER, Overloaded, ServeClient, Unreachable
-from kuberoll_workers.policy.external.completions import BARE, EXTENDED, completion_body, completion_result
+from kuberoll_workers.policy.external.completions import (
+    BARE,
+    EXTENDED,
+    check_ids,
+    completion_body,
+    completion_result,
+)
 from kuberoll_workers.policy.external.sglang import generate_body, generate_result
 from kuberoll_workers.policy.interface import (
     EngineInfo,
@@ -88,6 +94,7 @@ class ExternalClient:
         limit: int,
         tokenizer: Tokenizer | None = None,
         window: int | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """A client that has asked nothing yet.
 
@@ -98,6 +105,7 @@ class ExternalClient:
             limit: Requests at once.
             tokenizer: Encodes the texts of servers that tell no ids; None: those are refused.
             window: Tokens of context, where the server does not say how many it takes.
+            vocabulary: Token ids that there are; None: not known.
         """
         self._url = url.rstrip("/").removesuffix("/v1")
         self._api = api
@@ -106,6 +114,7 @@ class ExternalClient:
         self._limit = limit
         self._tokenizer = tokenizer
         self._window = window
+        self._vocabulary = vocabulary
         self._stack = AsyncExitStack()
         self._session: aiohttp.ClientSession | None = None
         self._asking = asyncio.Lock()
@@ -152,8 +161,12 @@ class ExternalClient:
         if room == 0:
             return GenerationResult(token_ids=token_array(), logprobs=array(LOGPROB_TYPE), finish_reason="length")
         if found.native:
-            return await self._generate(request, room)
-        return await self._complete(request, found, room)
+            result = await self._generate(request, room)
+        else:
+            result = await self._complete(request, found, room)
+        with _naming(self._url):
+            check_ids(result.token_ids, self._vocabulary)
+        return result
 
     async def _generate(self, request: GenerationRequest, room: int) -> GenerationResult:
         answer = await self._post("/generate", request, generate_body(request, room=room))
@@ -323,13 +336,21 @@ async def open_external(
     limit: int,
     tokenizer: Tokenizer | None = None,
     window: int | None = None,
+    vocabulary: int | None = None,
 ) -> AsyncIterator[list[ExternalClient]]:
     """Clients of the endpoints of one policy, in order; see `ExternalClient`."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
                 ExternalClient(
-                    url, api=api, model=model, api_key=api_key, limit=limit, tokenizer=tokenizer, window=window
+                    url,
+                    api=api,
+                    model=model,
+                    api_key=api_key,
+                    limit=limit,
+                    tokenizer=tokenizer,
+                    window=window,
+                    vocabulary=vocabulary,
                 )
             )
             for url in urls
@@ -342,6 +363,8 @@ def _naming(url: str) -> Iterator[None]:
         yield
     except (PolicyUnavailable, PolicyRefused) as error:
         raise type(error)(f"{url}: {error}") from error
+    except OverflowError as error:
+        raise PolicyUnavailable(f"{url}: the server told a token id that is none: {error}") from error
 
 
 def _models(answer: _Answer) -> list[dict[str, Any]] | None:

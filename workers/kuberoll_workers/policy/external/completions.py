@@ -158,12 +158,35 @@ def known_logprobs(given: Sequence[float | None] | None, count: int) -> array[fl
     """The log-probabilities of so many sampled tokens.
 
     Raises:
-        PolicyRefused: Some are missing.
+        PolicyUnavailable: Some are missing.
+        PolicyRefused: All are: the server does not tell them.
     """
     known = [value for value in given or () if value is not None]
     if len(known) != count:
-        raise PolicyRefused(f"the server told the ids of {count} sampled tokens but {len(known)} log-probabilities")
+        message = f"the server told the ids of {count} sampled tokens but {len(known)} log-probabilities"
+        raise PolicyUnavailable(message) if known else PolicyRefused(message)
     return array(LOGPROB_TYPE, known)
+
+
+def check_ids(ids: array[int], vocabulary: int | None) -> None:
+    """Refuse token ids that are none, before anything is made of them.
+
+    Args:
+        vocabulary: How many the tokenizer knows; None: that is not known.
+
+    Raises:
+        PolicyUnavailable: One is negative, or beyond the vocabulary.
+    """
+    if not ids:
+        return
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0:
+        raise PolicyUnavailable(f"the server says that it sampled the token id {lowest}; ids are not negative")
+    if vocabulary is not None and highest >= vocabulary:
+        raise PolicyUnavailable(
+            f"the server says that it sampled the token id {highest}, and the tokenizer knows {vocabulary}; is "
+            "spec.generation.model.tokenizer that of the server's model?"
+        )
 
 
 def _token_ids(choice: _Choice) -> array[int] | None:
