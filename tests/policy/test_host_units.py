@@ -21,7 +21,7 @@ from kuberoll_workers.policy.app import (
     placed_engine_args,
     replica_gpus,
 )
-from kuberoll_workers.policy.causes import root_cause
+from kuberoll_workers.policy.causes import death_by_signal, death_in, root_cause
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
 from kuberoll_workers.policy.ray_settings import HAPROXY_OPEN_FILES, free_ports, serve_environment, why_no_haproxy
 
@@ -78,6 +78,55 @@ def test_the_cause_is_no_consequence_of_another() -> None:
     assert root_cause([failed, "all is well: TypeError: mentioned\n"]) is None
     assert root_cause(["Traceback (most recent call last):\n"]) is None
     assert root_cause(["Traceback (most recent call last):\n  ...\nMemoryError\n"]) == "MemoryError:"
+
+
+FIRST_REQUEST_LOG = """\
+:actor_name:ServeController
+ERROR 2026-01-01 10:00:00,000 controller 1 -- Exception in Replica(id='x'), the replica will be stopped.
+Traceback (most recent call last):
+  File "vllm_engine.py", line 1, in generate
+    async for output in engine.generate(
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "app.py", line 2, in __init__
+    await self._engine.start()
+kuberoll_workers.policy.interface.PolicyUnavailable: the engine's process EngineCore was killed by signal 4 (SIGILL)
+"""
+
+
+def test_an_engine_that_a_signal_ended_says_so() -> None:
+    failed = "Traceback (most recent call last):\n  ...\nRuntimeError: Deploying application kuberoll failed: x\n"
+    assert root_cause([FIRST_REQUEST_LOG, failed]) == (
+        "PolicyUnavailable: the engine's process EngineCore was killed by signal 4 (SIGILL)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        (
+            {"EngineCore": -9},
+            "EngineCore was killed by signal 9 (SIGKILL); most often that is the kernel, out of memory",
+        ),
+        ({"EngineCore": -4}, "signal 4 (SIGILL); this processor lacks an instruction"),
+        ({"EngineCore_DP0": -15, "EngineCore_DP1": -11}, "EngineCore_DP1 was killed by signal 11 (SIGSEGV)"),
+        ({"EngineCore": -99}, "killed by signal 99"),
+    ],
+)
+def test_signals_have_names_and_hints(codes: dict[str, int | None], words: str) -> None:
+    assert words in (death_by_signal(codes) or "")
+    vllm = f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}"
+    assert death_in(vllm) == death_by_signal(codes)
+
+
+@pytest.mark.parametrize("codes", [{}, {"EngineCore": 1}, {"EngineCore": None}, {"EngineCore": 0}])
+def test_what_no_signal_ended_has_a_cause_of_its_own(codes: dict[str, int | None]) -> None:
+    assert death_by_signal(codes) is None
+    assert death_in(f"Failed core proc(s): {codes}") is None
+    assert death_in("Failed core proc(s): {") is None
 
 
 def app(**generation: Any) -> AppArgs:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Iterable, Iterator, Mapping
 
 MESSAGE_CHARACTERS = 800
+
+_HINTS = {
+    signal.SIGKILL: "; most often that is the kernel, out of memory: give it more",
+    signal.SIGILL: "; this processor lacks an instruction that it needs: try another dtype (float32), or another build",
+    signal.SIGBUS: "; most often /dev/shm is full: give it more",
+}
+_FAILED_PROCESSES = re.compile(r"Failed core proc\(s\): (\{[^}]*\})")
 
 _TRACEBACK = "Traceback (most recent call last):"
 # The line below a traceback's frames, which are indented.
@@ -20,6 +29,34 @@ _CONSEQUENCES = (
     "Engine process failed to start",
     "Deploying application",
 )
+
+
+def death_by_signal(exit_codes: Mapping[str, int | None]) -> str | None:
+    """A sentence about the process of an engine that a signal ended; None: there is none.
+
+    Args:
+        exit_codes: By the name of the process, as `multiprocessing` has them: a signal's number is negative.
+    """
+    killed = [(name, -code) for name, code in exit_codes.items() if code is not None and code < 0]
+    # Those that still lived are ended in the wake of the first, by SIGTERM.
+    killed.sort(key=lambda item: item[1] == signal.SIGTERM)
+    for name, number in killed:
+        try:
+            known = signal.Signals(number)
+        except ValueError:
+            return f"the engine's process {name} was killed by signal {number}"
+        return f"the engine's process {name} was killed by signal {number} ({known.name}){_HINTS.get(known, '')}"
+    return None
+
+
+def death_in(message: str) -> str | None:
+    """The same from vLLM's words about an engine that did not start."""
+    match = _FAILED_PROCESSES.search(message)
+    try:
+        codes = ast.literal_eval(match[1]) if match else {}
+    except (ValueError, SyntaxError):
+        return None
+    return death_by_signal({str(name): code for name, code in codes.items() if isinstance(code, int)})
 
 
 def root_cause(texts: Iterable[str]) -> str | None:

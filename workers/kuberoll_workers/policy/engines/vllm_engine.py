@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.policy.causes import death_by_signal, death_in
 from kuberoll_workers.policy.engines.checkpoint import check_fit
 from kuberoll_workers.policy.engines.fetching import fetch, is_remote
 from kuberoll_workers.policy.engines.interface import OWN_VERSION, WeightsRefused
@@ -30,6 +31,8 @@ from kuberoll_workers.policy.interface import (
 )
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -157,6 +160,7 @@ class VLLMEngine:
         self._spans_machines = False
         self._loading = False
         self._broken: str | None = None
+        self._processes: list[BaseProcess] = []
 
     async def start(self) -> None:
         cpu = is_cpu_build()
@@ -183,9 +187,16 @@ class VLLMEngine:
             settings.parallel_config.placement_group = get_current_placement_group()
         extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
         self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
-        self._engine = AsyncLLM.from_vllm_config(
-            settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
-        )
+        try:
+            self._engine = AsyncLLM.from_vllm_config(
+                settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
+            )
+        except RuntimeError as error:
+            if (death := death_in(str(error))) is not None:
+                raise RuntimeError(death) from error
+            raise
+        # Kept: when one dies vLLM forgets them, and with them what they died of.
+        self._processes = list(getattr(self._engine.engine_core.resources.engine_manager, "processes", ()))
         await self._engine.update_weight_version(OWN_VERSION)
         config = self._engine.vllm_config.model_config
         self._window = int(config.max_model_len)
@@ -226,7 +237,7 @@ class VLLMEngine:
             raise
         except Exception as error:
             # A dead engine, a full queue, an engine's bug: all worth another try elsewhere or later.
-            raise PolicyUnavailable(f"{type(error).__name__}: {error}") from error
+            raise PolicyUnavailable(self._death() or f"{type(error).__name__}: {error}") from error
         finally:
             self._in_flight -= 1
         if final is None or not final.outputs:
@@ -274,7 +285,7 @@ class VLLMEngine:
         try:
             await engine.check_health()
         except Exception as error:
-            raise PolicyUnavailable(f"the engine is dead: {type(error).__name__}: {error}") from error
+            raise PolicyUnavailable(self._death() or f"the engine is dead: {type(error).__name__}: {error}") from error
         # A busy engine shows by its results that it lives, and a probe would have to queue behind its work.
         idle = asyncio.get_running_loop().time() - self._last_result
         if self._in_flight == 0 and idle > _IDLE_SECONDS and not self._loading:
@@ -310,6 +321,9 @@ class VLLMEngine:
             engine, self._engine = self._engine, None
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(engine.shutdown)
+
+    def _death(self) -> str | None:
+        return death_by_signal({process.name: process.exitcode for process in self._processes})
 
     def _started(self) -> AsyncLLM:
         if self._engine is None:
