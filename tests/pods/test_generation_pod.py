@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,11 @@ class GenerationPod:
 
 @asynccontextmanager
 async def generation_pod(
-    place: Path, told: dict[str, Any], tokens: Tokens | None = TOKENS, **given: str
+    place: Path, told: dict[str, Any], tokens: Tokens | None = TOKENS, group: Mapping[str, str] | None = None
 ) -> AsyncIterator[GenerationPod]:
     run_id, (port,) = uuid.uuid4().hex, free_ports(1)
     shown = {} if tokens is None else tokens.variables()
-    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port), **shown, **given}
+    variables = {RUN_ID_VARIABLE: run_id, PORT_VARIABLE: str(port), **shown, **(group or {})}
     try:
         async with pod(MODULE, told, place, shard=0, **variables) as started:
             yield GenerationPod(started, port, run_id, place / f"{started.ip}.json")
@@ -163,19 +163,18 @@ def place_in_group(leader: str, index: int, size: int = 2) -> dict[str, str]:
 
 
 async def test_a_replica_that_spans_pods_is_ready_when_all_of_them_are_there(tmp_path: Path) -> None:
-    told = config({}) | {"token": "of-the-job"}
-    ip = address()
-    async with generation_pod(tmp_path, told, POD_IP=ip, **place_in_group(ip, 0)) as leader:
+    told, ip = config({}), address()
+    async with generation_pod(tmp_path, told, group={"POD_IP": ip, **place_in_group(ip, 0)}) as leader:
         await leader.pod.until_answers("/livez", lambda status, _: status == 200, port=STATUS_PORT)
         assert await leader.until_health(503) == "the engine is starting"
-        async with generation_pod(tmp_path, told, **place_in_group(leader.pod.ip, 1)) as follower:
+        async with generation_pod(tmp_path, told, group=place_in_group(leader.pod.ip, 1)) as follower:
             await leader.until_health(200)
             # It lends what it has, and answers for nothing.
             assert "a part of the replica" in await follower.until_health(503)
             assert (await follower.pod.get("/livez", port=STATUS_PORT))[0] == 200
             assert any("raylet" in process.name() for process in follower.processes())
             assert not any("ServeReplica" in " ".join(process.cmdline()) for process in follower.processes())
-            async with ServeClient(leader.url, limit=1, token="of-the-job") as client, asyncio.timeout(50):
+            async with ServeClient(leader.url, limit=1, token=TOKENS.generate) as client, asyncio.timeout(50):
                 assert len((await client.generate(request())).token_ids) > 0
             follower.pod.signal(signal.SIGTERM)
             assert await follower.pod.end() == 0, follower.pod.log
@@ -186,12 +185,12 @@ async def test_a_replica_that_spans_pods_is_ready_when_all_of_them_are_there(tmp
 
 
 async def test_a_part_without_a_leader_says_so(tmp_path: Path) -> None:
-    told = config({}) | {"token": "of-the-job"}
+    told = config({})
     told["job"]["spec"]["startupDeadlineSeconds"] = 1
-    async with generation_pod(tmp_path, told, **place_in_group(address(), 1)) as follower:
+    async with generation_pod(tmp_path, told, group=place_in_group(address(), 1)) as follower:
         assert await follower.pod.end() == 1
         assert "has not begun within 1 s" in follower.pod.text()
-    async with generation_pod(tmp_path, config({}), **place_in_group(address(), 1)) as follower:
+    async with generation_pod(tmp_path, config({}), None, place_in_group(address(), 1)) as follower:
         assert await follower.pod.end() == 78
         assert "the policy's token" in follower.pod.text()
 
