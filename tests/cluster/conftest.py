@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest_asyncio
 from kuberoll_workers.local.watchdog import end_processes
 from tests.cluster.api import Api, ApiError
 from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server, start_controller_manager
-from tests.cluster.kubelet import Kubelet, running_kubelet
+from tests.cluster.kubelet import Kubelet, process_runtime, running_kubelet
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +62,7 @@ def session_id() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def kubelet(control_plane: ApiServer, session_id: str) -> Iterator[Kubelet]:
-    with running_kubelet(control_plane, session_id) as kubelet:
+    with running_kubelet(control_plane, functools.partial(process_runtime, session_id)) as kubelet:
         yield kubelet
 
 

@@ -1,20 +1,19 @@
-"""One container as a process of this machine: its states, its probes, its end."""
+"""One container: its states, its probes, its end, as the kubelet sees them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from tests.cluster.processes import CONTAINER_VARIABLE, end_marked
+from tests.cluster.runtime import End, Execution, Launch, PodHome, StartError
+from tests.cluster.volumes import expand
 
 Object = dict[str, Any]
 MESSAGE_BYTES = 4096
@@ -26,31 +25,21 @@ def now() -> str:
 
 
 @dataclass(slots=True)
-class Launch:
-    """How a container's process is started."""
-
-    command: list[str]
-    environment: Mapping[str, str]
-    directory: Path
-    termination_log: Path
-    log: Path
-
-
-@dataclass(slots=True)
 class Container:
     """A container's state as the pod's status shows it."""
 
     spec: Object
-    address: str
+    home: PodHome
     probe_seconds: float
     changed: Callable[[], Awaitable[None]]
+    variables: Mapping[str, str] = field(default_factory=dict)
     state: Object = field(default_factory=lambda: {"waiting": {"reason": "ContainerCreating"}})
     last_state: Object = field(default_factory=dict)
     restarts: int = 0
     started: bool = False
     ready: bool = False
-    process: asyncio.subprocess.Process | None = None
-    marker: str = ""
+    execution: Execution | None = None
+    _stops: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -78,52 +67,44 @@ class Container:
     async def run(self, launch: Launch) -> int:
         """Starts it and returns its exit code when it is at its end, with everything that it started."""
         began = now()
-        launch.termination_log.write_bytes(b"")
-        with launch.log.open("ab") as output:
-            try:
-                self.process = await asyncio.create_subprocess_exec(
-                    *launch.command,
-                    env={**launch.environment, CONTAINER_VARIABLE: self.marker},
-                    cwd=launch.directory,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                await self._ended(began, 128, "StartError", f"failed to start container process: {error}")
-                return 128
+        try:
+            self.execution = await launch.start()
+        except StartError as error:
+            await self._ended(began, End(128, "StartError", str(error)))
+            return 128
         self.state = {"running": {"startedAt": began}}
         self.started = "startupProbe" not in self.spec
         self.ready = self.started and "readinessProbe" not in self.spec
         await self.changed()
         probes = asyncio.create_task(self._probe())
         try:
-            code = await self.process.wait()
+            end = await self.execution.wait()
         finally:
             probes.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await probes
-            # The first process of a container takes the others with it.
-            await end_marked(self.marker)
-        code = code if code >= 0 else 128 - code
-        message = _message(self.spec, launch, code)
-        await self._ended(began, code, "Completed" if code == 0 else "Error", message)
-        return code
+        await self._ended(began, end._replace(message=_message(self.spec, launch, end.code)))
+        return end.code
 
-    async def _ended(self, began: str, code: int, reason: str, message: str) -> None:
-        ended: Object = {"exitCode": code, "reason": reason, "startedAt": began, "finishedAt": now()}
-        if message:
-            ended["message"] = message
-        self.process, self.started, self.ready = None, False, False
+    async def _ended(self, began: str, end: End) -> None:
+        ended: Object = {"exitCode": end.code, "reason": end.reason, "startedAt": began, "finishedAt": now()}
+        if end.message:
+            ended["message"] = end.message
+        self.execution, self.started, self.ready = None, False, False
         self.state = {"terminated": ended}
         await self.changed()
 
-    def signal(self, number: int) -> None:
-        """To the first process only, as a kubelet does."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
+    def stop(self, grace: float) -> None:
+        """SIGTERM, then SIGKILL after so many seconds; `run` returns when it has ended."""
+        if self.execution is not None:
+            task = asyncio.create_task(self.execution.stop(grace))
+            self._stops.add(task)
+            task.add_done_callback(self._stops.discard)
+
+    async def kill(self) -> None:
+        """SIGKILL to all of it."""
+        if self.execution is not None:
+            await self.execution.kill()
 
     async def _probe(self) -> None:
         async with aiohttp.ClientSession() as session:
@@ -136,9 +117,7 @@ class Container:
                 tasks.create_task(self._liveness(session))
 
     def _restart(self) -> None:
-        self.signal(signal.SIGTERM)
-        grace = self.spec.get("terminationGracePeriodSeconds", 30)
-        asyncio.get_running_loop().call_later(grace, self.signal, signal.SIGKILL)
+        self.stop(self.spec.get("terminationGracePeriodSeconds", 30))
 
     async def _passes(self, session: aiohttp.ClientSession, probe: Object) -> bool:
         seconds, failures = self._pace(probe)
@@ -188,13 +167,16 @@ class Container:
         timeout = aiohttp.ClientTimeout(total=probe.get("timeoutSeconds", 1) + 4)  # this machine is shared
         try:
             if http := probe.get("httpGet"):
-                url = f"{http.get('scheme', 'HTTP').lower()}://{self.address}:{self._port(http['port'])}"
+                url = f"{http.get('scheme', 'HTTP').lower()}://{self.home.address}:{self._port(http['port'])}"
                 async with session.get(url + http.get("path", "/"), timeout=timeout) as answer:
                     return 200 <= answer.status < 400
             if tcp := probe.get("tcpSocket"):
-                _, writer = await asyncio.open_connection(self.address, self._port(tcp["port"]))
+                _, writer = await asyncio.open_connection(self.home.address, self._port(tcp["port"]))
                 writer.close()
                 return True
+            if (command := probe.get("exec")) and self.execution is not None:
+                words = [expand(word, self.variables) for word in command["command"]]
+                return await self.execution.execute(words, timeout.total or 1) == 0
         except (OSError, aiohttp.ClientError, TimeoutError):
             return False
         raise NotImplementedError(f"probe of {self.name}: {probe}")
@@ -208,5 +190,5 @@ class Container:
 def _message(spec: Object, launch: Launch, code: int) -> str:
     written = launch.termination_log.read_bytes()[-MESSAGE_BYTES:]
     if not written and code and spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
-        written = launch.log.read_bytes()[-LOG_MESSAGE_BYTES:]
+        written = launch.log_tail(LOG_MESSAGE_BYTES)
     return written.decode(errors="replace")

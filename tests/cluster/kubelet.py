@@ -1,10 +1,7 @@
-"""A kubelet and a scheduler for tests: one node whose containers are processes of this machine.
+"""A kubelet and a scheduler for tests: one node, whose containers a runtime starts.
 
-There are no images, namespaces or cgroups: a container's command runs as it is, `python` being the one that runs the
-tests. A pod has an address of 127.0.0.0/8 and must listen on that one (it is in `status.podIP`); volumes are
-directories, and their mount paths and the names of Services are replaced in commands, variables and ConfigMaps. The
-termination message is what is in the file that KUBEROLL_TERMINATION_LOG names. NetworkPolicies, security contexts and
-limits are not enforced.
+That is `process_runtime`, or `tests.containers.runtime` where KUBEROLL_TEST_PODS asks for it. NetworkPolicies are not
+enforced by either.
 """
 
 from __future__ import annotations
@@ -13,33 +10,33 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
-import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from tests.cluster.api import Api, ApiError, Object
-from tests.cluster.containers import Container, Launch, now
+from tests.cluster.containers import Container, now
 from tests.cluster.control_plane import ApiServer
-from tests.cluster.processes import end_marked, marked
+from tests.cluster.process_runtime import ProcessRuntime
+from tests.cluster.runtime import Launch, Runtime
 from tests.cluster.scheduling import in_use, why_not
 from tests.cluster.services import Services
-from tests.cluster.volumes import NotYet, PodFiles, expand, variables
+from tests.cluster.volumes import NotYet, variables
 
 T = TypeVar("T")
 
+POD_VARIABLES = {
+    # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
+    "KUBEROLL_DRAIN_SECONDS": "3",
+}
+"""In the environment of every container."""
+
 NODE = "test-node"
-KUBELET_PORT = 10250
-MISSING_IMAGE = "missing/"
-TERMINATION_LOG_VARIABLE = "KUBEROLL_TERMINATION_LOG"
-_INHERITED = ("LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "SSL_CERT_FILE")
 _RETRY_SECONDS = 0.2
 _LONGEST_BACKOFF_SECONDS = 10.0
 
@@ -52,15 +49,41 @@ DEFAULT_CAPACITY: Mapping[str, str] = {
 }
 
 
+class Host(Protocol):
+    """What a pod needs of its node.
+
+    Attributes:
+        directory: Where the node has its files.
+        address: Of the node.
+        runtime: What starts containers.
+        probe_seconds: Longest pause between two probes.
+        backoff_seconds: Before the first restart of a container.
+    """
+
+    directory: Path
+    address: str
+    runtime: Runtime
+    probe_seconds: float
+    backoff_seconds: float
+
+    async def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """An object that pods refer to."""
+
+    async def write_status(self, pod: Object, status: Object) -> Object:
+        """Writes a pod's status; the pod as it is then."""
+
+    async def remove(self, pod: Object) -> None:
+        """Removes a pod that has ended and was deleted."""
+
+
 class PodRunner:
     """One pod from its binding to its end."""
 
-    def __init__(self, node: Node, pod: Object, address: str, root: Path) -> None:
-        self._node, self.pod, self.address = node, pod, address
+    def __init__(self, node: Host, pod: Object, root: Path) -> None:
+        self._node, self.pod = node, pod
         self.namespace, self.name = pod["metadata"]["namespace"], pod["metadata"]["name"]
         self.uid = pod["metadata"]["uid"]
-        claims = node.directory / "claims" / self.namespace
-        self.files = PodFiles(root, claims, node.services.resolve)
+        self.home = node.runtime.pod(pod, root, node.directory / "claims" / self.namespace)
         self._began = now()
         self._publishing = asyncio.Lock()
         self._published: Object | None = None
@@ -73,19 +96,18 @@ class PodRunner:
         self.end: asyncio.Task[None] | None = None
 
     def _container(self, spec: Object) -> Container:
-        container = Container(spec, self.address, self._node.probe_seconds, self.publish)
-        container.marker = f"{self.uid}/{spec['name']}"
-        return container
+        return Container(spec, self.home, self._node.probe_seconds, self.publish)
 
     # The pod's life.
 
     async def _run(self) -> None:
+        await self.home.open()
         await self.publish()
         for container in (*self.init_containers, *self.containers):
-            if container.spec["image"].startswith(MISSING_IMAGE):
+            if not await self.home.has_image(container.spec["image"]):
                 await self._no_image(container)
                 return
-        await self._until_there(self._make_volumes)
+        await self._until_there(lambda: self.home.make_volumes(self._find))
         for container in self.init_containers:
             if not await self._keep_running(container, "Never"):
                 return
@@ -95,13 +117,8 @@ class PodRunner:
             for container in self.containers:
                 tasks.create_task(self._keep_running(container, policy))
 
-    async def _make_volumes(self) -> None:
-        await self.files.make(self.pod, self._find)
-        for container in (*self.init_containers, *self.containers):
-            self.files.fill(self.pod, container.spec)
-
     async def _find(self, kind: str, name: str) -> Object | None:
-        return await self._node.api.find(kind, self.namespace, name)
+        return await self._node.find(kind, self.namespace, name)
 
     async def _until_there(self, step: Callable[[], Coroutine[Any, Any, T]], container: Container | None = None) -> T:
         while True:
@@ -147,33 +164,12 @@ class PodRunner:
             backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
 
     async def _launch(self, container: Container) -> Launch:
-        spec = container.spec
-        root = self.files.root
-        termination_log = root / f"{container.name}.termination"
-        temporary = self.files.temporary(spec)
-        given = await variables(self._with_address(), spec, self._find)
-        environment = {
-            **{name: os.environ[name] for name in _INHERITED if name in os.environ},
-            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": str(temporary),
-            "TMPDIR": str(temporary),
-            "HOSTNAME": self.name,
-            **self._node.environment,
-            **{name: self.files.translate(value, spec) for name, value in given.items()},
-            TERMINATION_LOG_VARIABLE: str(termination_log),
-        }
-        words = [*spec.get("command", ()), *spec.get("args", ())]
-        command = [self.files.translate(expand(word, given), spec) for word in words]
-        if not command:
-            raise NotYet(f"the test kubelet has no images; container {container.name} needs a command")
-        if command[0] in ("python", "python3"):
-            command[0] = sys.executable
-        directory = Path(self.files.translate(spec["workingDir"], spec)) if spec.get("workingDir") else temporary
-        return Launch(command, environment, directory, termination_log, self._node.log(self, container.name))
+        container.variables = await variables(self._with_address(), container.spec, self._find)
+        return await self.home.launch(container.spec, container.variables, container.restarts)
 
     def _with_address(self) -> Object:
         # What the downward API gives is what the kubelet knows, not what it has already written.
-        status = {"podIP": self.address, "hostIP": self._node.address, "podIPs": [{"ip": self.address}]}
+        status = {"podIP": self.home.address, "hostIP": self._node.address, "podIPs": self._addresses()}
         return {**self.pod, "status": {**self.pod.get("status", {}), **status}}
 
     # Its end.
@@ -186,28 +182,24 @@ class PodRunner:
     async def _terminate(self, grace: float) -> None:
         self._ending = True
         for container in (*self.init_containers, *self.containers):
-            container.signal(signal.SIGTERM)
-        if any(container.process is not None for container in (*self.init_containers, *self.containers)):
+            container.stop(grace)
+        if any(container.execution is not None for container in (*self.init_containers, *self.containers)):
             # They end themselves: this waits for the one who waits for the processes.
             await asyncio.wait({self.work}, timeout=grace)
         await self.kill()
         await self.publish()
-        with contextlib.suppress(ApiError):
-            await self._node.api.delete("Pod", self.namespace, self.name, grace=0, uid=self.uid)
+        await self._node.remove(self.pod)
 
     async def kill(self) -> None:
         """SIGKILL to everything; returns when all is gone and the last state is known."""
         self._ending = True
         for container in (*self.init_containers, *self.containers):
-            if container.process is not None:
-                container.signal(signal.SIGKILL)
-            await end_marked(container.marker)
-        if any(container.process is not None for container in self.containers):
+            await container.kill()
+        if any(container.execution is not None for container in self.containers):
             await asyncio.wait({self.work}, timeout=10)
         self.work.cancel()
         await asyncio.wait({self.work})
-        for container in (*self.init_containers, *self.containers):
-            await end_marked(container.marker)
+        await self.home.close()
 
     # Its status.
 
@@ -217,15 +209,7 @@ class PodRunner:
             status = self._status()
             if status == self._published:
                 return
-            body = {"metadata": {"uid": self.uid}, "status": status}
-            try:
-                self.pod = await self._node.api.patch(
-                    "Pod", self.namespace, self.name, body, subresource="status", how="strategic-merge"
-                )
-            except ApiError as error:
-                # 404: the pod is gone; 409: another one has its name.
-                if error.status not in (404, 409):
-                    raise
+            self.pod = await self._node.write_status(self.pod, status)
             self._published = status
 
     def _status(self) -> Object:
@@ -255,8 +239,8 @@ class PodRunner:
         return {
             "phase": phase,
             "hostIP": self._node.address,
-            "podIP": self.address,
-            "podIPs": [{"ip": self.address}],
+            "podIP": self.home.address,
+            "podIPs": self._addresses(),
             "startTime": self._began,
             "conditions": [
                 _condition("PodScheduled", True),
@@ -267,6 +251,9 @@ class PodRunner:
             "containerStatuses": [container.status() for container in containers],
             "initContainerStatuses": [container.status() for container in self.init_containers],
         }
+
+    def _addresses(self) -> list[Object]:
+        return [{"ip": self.home.address}] if self.home.address else []
 
 
 def _condition(kind: str, value: bool, **more: str) -> Object:
@@ -282,20 +269,19 @@ class Node:
         api: Api,
         directory: Path,
         *,
+        runtime: Runtime,
         capacity: Mapping[str, str],
-        environment: Mapping[str, str],
         probe_seconds: float,
         backoff_seconds: float,
     ) -> None:
-        self.api, self.directory, self.environment = api, directory, dict(environment)
+        self.api, self.directory, self.runtime = api, directory, runtime
         self.probe_seconds, self.backoff_seconds = probe_seconds, backoff_seconds
         self.capacity = dict(capacity)
         self.pods: dict[str, Object] = {}
         self.runners: dict[str, PodRunner] = {}
-        self._lock, self._network = _own_network()
-        self.address = f"127.{self._network}.0.1"
-        self.services = Services(self._network, lambda: list(self.pods.values()))
-        self._addresses = 0
+        self.address = runtime.address
+        self.services = Services(runtime.service_address, runtime.port_offset, lambda: list(self.pods.values()))
+        self._count = 0
         self._reschedule = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -324,7 +310,7 @@ class Node:
                 runner.end.cancel()
         await asyncio.gather(*(runner.kill() for runner in self.runners.values()), return_exceptions=True)
         await self.services.close()
-        self._lock.close()
+        await self.runtime.close()
         for error in ended:
             if isinstance(error, Exception):
                 raise error
@@ -340,10 +326,26 @@ class Node:
         await self.api.patch("Node", None, NODE, {"status": status}, subresource="status")
         self._reschedule.set()
 
-    def log(self, runner: PodRunner, container: str) -> Path:
-        logs = self.directory / "logs"
-        logs.mkdir(exist_ok=True)
-        return logs / f"{runner.namespace}_{runner.name}_{container}.log"
+    async def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        return await self.api.find(kind, namespace, name)
+
+    async def write_status(self, pod: Object, status: Object) -> Object:
+        metadata = pod["metadata"]
+        body = {"metadata": {"uid": metadata["uid"]}, "status": status}
+        try:
+            return await self.api.patch(
+                "Pod", metadata["namespace"], metadata["name"], body, subresource="status", how="strategic-merge"
+            )
+        except ApiError as error:
+            # 404: the pod is gone; 409: another one has its name.
+            if error.status not in (404, 409):
+                raise
+            return pod
+
+    async def remove(self, pod: Object) -> None:
+        metadata = pod["metadata"]
+        with contextlib.suppress(ApiError):
+            await self.api.delete("Pod", metadata["namespace"], metadata["name"], grace=0, uid=metadata["uid"])
 
     async def _watch_services(self) -> None:
         async for kind, item in self.api.changes("Service"):
@@ -377,12 +379,10 @@ class Node:
             return
         phase = pod.get("status", {}).get("phase")
         if uid not in self.runners and phase not in ("Succeeded", "Failed"):
-            self._addresses += 1
-            number = self._addresses
-            root = self.directory / f"{number:x}"
+            self._count += 1
+            root = self.directory / f"{self._count:x}"
             root.mkdir()
-            address = f"127.{self._network}.{1 + number // 250 % 127}.{1 + number % 250}"
-            self.runners[uid] = PodRunner(self, pod, address, root)
+            self.runners[uid] = PodRunner(self, pod, root)
         runner = self.runners.get(uid)
         if runner is not None and "deletionTimestamp" in pod["metadata"]:
             runner.terminate(pod["metadata"].get("deletionGracePeriodSeconds", 30))
@@ -440,37 +440,21 @@ def _key(item: Object) -> tuple[str, str]:
     return item["metadata"]["namespace"], item["metadata"]["name"]
 
 
-def _own_network() -> tuple[socket.socket, int]:
-    """The second number of this kubelet's addresses, and the socket that keeps others from it."""
-    for number in range(1 + os.getpid() % 100, 250):
-        lock = socket.socket()
-        try:
-            lock.bind((f"127.{number}.0.1", KUBELET_PORT))
-            lock.listen()
-        except OSError:
-            lock.close()
-            continue
-        return lock, number
-    raise RuntimeError("no free network in 127.0.0.0/8: are test kubelets left over?")
+def process_runtime(session_id: str, logs: Path) -> ProcessRuntime:
+    """A runtime whose processes carry the tests' identity, and run the same code as these."""
+    code = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {RUN_ID_VARIABLE: session_id, "PYTHONPATH": os.pathsep.join(code), **POD_VARIABLES}
+    return ProcessRuntime(environment, logs)
 
 
 @contextlib.contextmanager
-def running_kubelet(server: ApiServer, session_id: str) -> Iterator[Kubelet]:
-    """One node with 8 GPUs, whose processes carry the tests' identity."""
-    kubelet = Kubelet(
-        server.url,
-        server.token,
-        server.authority,
-        environment={
-            RUN_ID_VARIABLE: session_id,
-            # Pods may run modules of the tests, and run the same code as these.
-            "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-            ),
-            # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
-            "KUBEROLL_DRAIN_SECONDS": "3",
-        },
-    )
+def running_kubelet(server: ApiServer, make_runtime: Callable[[Path], Runtime]) -> Iterator[Kubelet]:
+    """One node with 8 GPUs.
+
+    Args:
+        make_runtime: Makes what starts its containers, which writes their logs to a directory.
+    """
+    kubelet = Kubelet(server.url, server.token, server.authority, make_runtime)
     try:
         yield kubelet
     finally:
@@ -485,9 +469,9 @@ class Kubelet:
         url: str,
         token: str,
         authority: Path,
+        make_runtime: Callable[[Path], Runtime],
         *,
         capacity: Mapping[str, str] = DEFAULT_CAPACITY,
-        environment: Mapping[str, str] | None = None,
         probe_seconds: float = 0.5,
         backoff_seconds: float = 0.3,
     ) -> None:
@@ -499,10 +483,10 @@ class Kubelet:
         self._api = Api(url, token, authority)
         self._options: dict[str, Any] = {
             "capacity": capacity,
-            "environment": environment or {},
             "probe_seconds": probe_seconds,
             "backoff_seconds": backoff_seconds,
         }
+        self._make_runtime = make_runtime
         self._node: Node | None = None
         self._thread = threading.Thread(target=self._main, name="kubelet")
         self._thread.start()
@@ -519,7 +503,9 @@ class Kubelet:
 
     async def _live(self) -> None:
         async with self._api:
-            self._node = Node(self._api, self.directory, **self._options)
+            runtime = self._make_runtime(self.directory / "logs")
+            self._node = Node(self._api, self.directory, runtime=runtime, **self._options)
+            runtime.resolve = self._node.services.resolve
             await self._node.start()
             self._started.set_result(None)
             try:
@@ -555,7 +541,7 @@ class Kubelet:
                 if (runner.namespace, runner.name) == (namespace, pod):
                     for item in runner.containers:
                         if container in (None, item.name):
-                            await end_marked(item.marker)
+                            await item.kill()
 
         self._do(kill())
 
@@ -582,19 +568,19 @@ class Kubelet:
     def logs(self, namespace: str, pod_prefix: str = "") -> str:
         """What the containers of pods wrote, one after the other."""
         found = sorted((self.directory / "logs").glob(f"{namespace}_{pod_prefix}*.log"))
-        return "".join(f"--- {path.name}\n{path.read_text(errors='replace')}\n" for path in found)
+        return "".join(f"--- {path.name}\n{self.node.runtime.text(path)}\n" for path in found)
 
     def running(self, namespace: str) -> list[str]:
         """Names of containers of a namespace that have processes: `pod/container`."""
 
         async def ask() -> list[str]:
-            markers = {
-                container.marker: f"{runner.name}/{container.name}"
+            return [
+                f"{runner.name}/{container.name}"
                 for runner in self.node.runners.values()
                 if runner.namespace == namespace
                 for container in (*runner.init_containers, *runner.containers)
-            }
-            return [name for marker, name in markers.items() if any(True for _ in marked(marker))]
+                if runner.home.is_running(container.name)
+            ]
 
         return self._do(ask())
 

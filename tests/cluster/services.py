@@ -18,9 +18,6 @@ _NAME = re.compile(
     r"\b(?P<service>[a-z][-a-z0-9]*)\.(?P<namespace>[a-z0-9][-a-z0-9]*)\.svc(?:\.cluster\.local)?\b(?::(?P<port>\d+))?"
 )
 
-# Added to the ports of Services: a pod may listen at all addresses, which here are the machine's.
-PORT_OFFSET = 20000
-
 
 def is_ready(pod: Object) -> bool:
     """Whether a pod takes requests."""
@@ -51,15 +48,16 @@ def target_port(port: Object, pod: Object) -> int | None:
 
 
 class Services:
-    """Listeners for Services, within 127.NETWORK.128.0/17.
+    """Listeners for Services.
 
     Args:
-        network: The second number of all addresses.
+        address_of: Gives one of the addresses that this machine has for Services.
+        port_offset: Added to their ports.
         pods: All pods, as last seen.
     """
 
-    def __init__(self, network: int, pods: Callable[[], list[Object]]) -> None:
-        self._network, self._pods = network, pods
+    def __init__(self, address_of: Callable[[int], str], port_offset: int, pods: Callable[[], list[Object]]) -> None:
+        self._address_of, self._port_offset, self._pods = address_of, port_offset, pods
         self._services: dict[tuple[str, str], Object] = {}
         self._listeners: dict[tuple[str, str], list[asyncio.Server]] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -67,7 +65,7 @@ class Services:
     def address(self, namespace: str, name: str) -> str:
         """The same for the same name, so that a Service that is made again is where it was."""
         number = int.from_bytes(hashlib.sha256(f"{namespace}/{name}".encode()).digest()[:4], "big")
-        return f"127.{self._network}.{128 + number % 127}.{1 + number // 127 % 254}"
+        return self._address_of(number)
 
     def resolve(self, text: str) -> str:
         """The text with names of Services, and their ports, replaced; a headless one by a pod of it if there is one."""
@@ -79,7 +77,7 @@ class Services:
                 pods.sort(key=is_ready, reverse=True)
                 port = f":{match['port']}" if match["port"] else ""
                 return pods[0]["status"]["podIP"] + port if pods else match[0]
-            port = f":{int(match['port']) + PORT_OFFSET}" if match["port"] else ""
+            port = f":{int(match['port']) + self._port_offset}" if match["port"] else ""
             return self.address(match["namespace"], match["service"]) + port
 
         return _NAME.sub(address, text)
@@ -131,7 +129,9 @@ class Services:
             finally:
                 self._connections.discard(task)
 
-        return await asyncio.start_server(accept, self.address(*key), port["port"] + PORT_OFFSET, reuse_address=True)
+        return await asyncio.start_server(
+            accept, self.address(*key), port["port"] + self._port_offset, reuse_address=True
+        )
 
     async def _forward(
         self, key: tuple[str, str], port: Object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
