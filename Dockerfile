@@ -12,38 +12,53 @@ ARG GPU_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 ARG ENGINE=gpu
 
 # ---- dependencies, each in a virtual environment that is copied as it is
+#
+# pip's settings come as the secrets `pip`, a pip.conf, and `ca`, certificates that it may name as /run/secrets/ca:
+# what a machine needs for its mirror is in no layer. Without them pip asks PyPI, or the index of PIP_INDEX_URL.
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
+# Modules are compiled once, by all processors, when everything is installed.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /src
 RUN python3 -m venv /opt/kuberoll
 ENV PATH=/opt/kuberoll/bin:$PATH
 COPY pyproject.toml ./
-COPY scripts/requirements.py scripts/install.py scripts/
+COPY scripts/requirements.py scripts/install.py scripts/compile.sh scripts/
 
 FROM build AS build-operator
 ARG PIP_INDEX_URL
-RUN python scripts/requirements.py operator > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    python scripts/requirements.py operator > /tmp/requirements.txt \
+    && pip install -r /tmp/requirements.txt && scripts/compile.sh
 COPY . .
-RUN pip install --no-deps . && pip uninstall -y pip setuptools
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    pip install --no-deps . && pip uninstall -y pip setuptools && scripts/compile.sh
 
-FROM build AS build-worker
+FROM build AS dependencies-worker
 ARG PIP_INDEX_URL
-RUN python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt \
+    && pip install -r /tmp/requirements.txt && scripts/compile.sh
+
+FROM dependencies-worker AS build-worker
 COPY . .
 # Without pip: packages of environments are added in a stage like this one (docs/images.md).
-RUN pip install --no-deps .
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    pip install --no-deps . && scripts/compile.sh
 
-FROM build AS build-serve-cpu
-ARG PIP_INDEX_URL
-RUN python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt \
-    && python scripts/install.py -r /tmp/requirements.txt
+FROM dependencies-worker AS build-serve-cpu
+# setuptools is among what vLLM needs. Triton is only for GPUs, and a quarter of the image.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    python scripts/install.py -r /tmp/requirements.txt && pip uninstall -y triton && scripts/compile.sh
 COPY . .
-# setuptools is among what vLLM needs.
-RUN pip install --no-deps . && pip uninstall -y pip
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    pip install --no-deps . && pip uninstall -y pip && scripts/compile.sh
 
 # ---- what runs
 FROM ${PYTHON_IMAGE} AS base
+# Libraries ask for the name and the home of the user that they run as.
+RUN groupadd --gid 65532 kuberoll \
+    && useradd --uid 65532 --gid 65532 --no-log-init --create-home --shell /usr/sbin/nologin kuberoll
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="KubeRoll" \
@@ -52,6 +67,7 @@ LABEL org.opencontainers.image.title="KubeRoll" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+# HOME is the one directory that every pod may write to, whatever of its root is read-only.
 ENV PATH=/opt/kuberoll/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 WORKDIR /tmp
 USER 65532:65532
@@ -84,14 +100,20 @@ LABEL org.opencontainers.image.title="KubeRoll generation" \
       org.opencontainers.image.revision="${REVISION}"
 ARG PIP_INDEX_URL
 ENV PYTHONUNBUFFERED=1 HOME=/tmp VLLM_NO_USAGE_STATS=1
+# Pods start `python`.
+RUN groupadd --gid 65532 kuberoll \
+    && useradd --uid 65532 --gid 65532 --no-log-init --create-home --shell /usr/sbin/nologin kuberoll \
+    && { command -v python || ln -s "$(command -v python3)" /usr/local/bin/python; }
 COPY pyproject.toml /tmp/src/
 COPY scripts/requirements.py /tmp/src/scripts/
 # vLLM, PyTorch and transformers stay as their image has them.
-RUN python3 /tmp/src/scripts/requirements.py workers s3 gcs | grep -v '^transformers' > /tmp/requirements.txt \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    python3 /tmp/src/scripts/requirements.py workers s3 gcs | grep -v '^transformers' > /tmp/requirements.txt \
     && pip freeze | grep -i -E '^(torch|vllm|transformers|numpy)==' > /tmp/constraints.txt \
     && pip install --no-cache-dir -r /tmp/requirements.txt -c /tmp/constraints.txt && rm -r /tmp/src /tmp/*.txt
 COPY . /tmp/src
-RUN pip install --no-cache-dir --no-deps /tmp/src && rm -r /tmp/src
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    pip install --no-cache-dir --no-deps /tmp/src && rm -r /tmp/src
 WORKDIR /tmp
 USER 65532:65532
 ENTRYPOINT []
