@@ -1,7 +1,16 @@
 """What all tests share."""
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.containers.containerd import Containerd
 
 # On a busy machine the clock says nothing about the code.
 settings.register_profile("kuberoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,3 +27,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "long" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="takes a minute or more: make test-long"))
+
+
+@pytest.fixture(scope="session")
+def containerd() -> Iterator[Containerd]:
+    """A containerd with an image of Python; skips where this machine can run no containers."""
+    from tests.containers import containerd as place
+    from tests.containers.images import builder, load_python
+
+    try:
+        with place.running_containerd() as found:
+            load_python(builder(), found)
+            yield found
+    except place.MissingTools as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def images(containerd: Containerd) -> Callable[[str], str]:
+    """Builds an image of the Dockerfile ("operator", "worker", "generation") and gives it to containerd; its name."""
+    from tests.containers.images import IMAGES, builder, name_of
+
+    found = builder()
+
+    @functools.cache
+    def build(role: str) -> str:
+        found.hand_over(found.build(IMAGES[role]), containerd, name_of(role))
+        return name_of(role)
+
+    return build

@@ -62,9 +62,11 @@ class Host(Protocol):
 
     directory: Path
     address: str
-    runtime: Runtime
     probe_seconds: float
     backoff_seconds: float
+
+    @property
+    def runtime(self) -> Runtime: ...
 
     async def find(self, kind: str, namespace: str, name: str) -> Object | None:
         """An object that pods refer to."""
@@ -287,6 +289,7 @@ class Node:
 
     async def start(self) -> None:
         """Registers the node and begins."""
+        await self.runtime.start(self.services.resolve, self.services.lookup)
         await self.api.apply(
             {
                 "apiVersion": "v1",
@@ -505,7 +508,6 @@ class Kubelet:
         async with self._api:
             runtime = self._make_runtime(self.directory / "logs")
             self._node = Node(self._api, self.directory, runtime=runtime, **self._options)
-            runtime.resolve = self._node.services.resolve
             await self._node.start()
             self._started.set_result(None)
             try:

@@ -44,15 +44,18 @@ class ProcessRuntime:
 
     def __init__(self, environment: Mapping[str, str], logs: Path) -> None:
         self.environment, self.logs = dict(environment), logs
-        self.resolve: Callable[[str], str] = str
+        self._resolve: Callable[[str], str] = str
         self._lock, self._network = _own_network()
         self.address = f"127.{self._network}.0.1"
         self._addresses = 0
 
+    async def start(self, resolve: Callable[[str], str], lookup: Callable[[str], list[str] | None]) -> None:
+        self._resolve = resolve
+
     def pod(self, pod: Object, root: Path, claims: Path) -> ProcessPod:
         self._addresses += 1
         address = f"127.{self._network}.{1 + self._addresses // 250 % 127}.{1 + self._addresses % 250}"
-        return ProcessPod(self, pod, address, PodFiles(root, claims, lambda text: self.resolve(text)))
+        return ProcessPod(self, pod, address, PodFiles(root, claims, self._resolve))
 
     def service_address(self, number: int) -> str:
         return f"127.{self._network}.{128 + number % 127}.{1 + number // 127 % 254}"

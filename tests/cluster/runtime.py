@@ -107,12 +107,18 @@ class Runtime(Protocol):
     Attributes:
         address: Of the node.
         port_offset: Added to the ports of Services.
-        resolve: Replaces names of Services in a text by addresses; set by the node.
     """
 
     address: str
     port_offset: int
-    resolve: Callable[[str], str]
+
+    async def start(self, resolve: Callable[[str], str], lookup: Callable[[str], list[str] | None]) -> None:
+        """Begins.
+
+        Args:
+            resolve: Replaces the names of Services in a text by addresses.
+            lookup: Gives the addresses of `<service>.<namespace>.svc`; None: there is no such Service.
+        """
 
     def pod(self, pod: Object, root: Path, claims: Path) -> PodHome:
         """A new pod.
@@ -129,4 +135,4 @@ class Runtime(Protocol):
         """What a container wrote, of its log."""
 
     async def close(self) -> None:
-        """Ends what the runtime itself started."""
+        """Ends what `start` began."""

@@ -82,6 +82,18 @@ class Services:
 
         return _NAME.sub(address, text)
 
+    def lookup(self, name: str) -> list[str] | None:
+        """What the cluster's DNS says of `<service>.<namespace>.svc`; None: there is no such Service."""
+        parts = name.split(".")
+        service = self._services.get((parts[1], parts[0])) if len(parts) == 3 and parts[2] == "svc" else None
+        if service is None:
+            return None
+        if service["spec"].get("clusterIP") != "None":
+            return [self.address(parts[1], parts[0])]
+        early = service["spec"].get("publishNotReadyAddresses", False)
+        found = [pod for pod in self._pods() if selects(service, pod) and (early or is_ready(pod))]
+        return [pod["status"]["podIP"] for pod in found if pod.get("status", {}).get("podIP")]
+
     async def changed(self, service: Object) -> None:
         """A Service was made or changed."""
         key = (service["metadata"]["namespace"], service["metadata"]["name"])
