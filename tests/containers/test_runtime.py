@@ -48,7 +48,7 @@ FOREVER = "import signal; signal.pause()"
 
 
 def pod(name: str, code: str, *, restart: str = "Never", spec: Mapping[str, Any] | None = None, **main: Any) -> Object:
-    container = {"name": "main", "image": PYTHON, "command": ["python", "-c", code], **main}
+    container = {"name": "main", "image": PYTHON, "command": ["python3", "-c", code], **main}
     given = {"containers": [container], "restartPolicy": restart, "automountServiceAccountToken": False, **(spec or {})}
     return pod_of({"metadata": {"name": name, "namespace": "tests"}, "spec": {"template": {"spec": given}}}, name)
 
@@ -147,7 +147,7 @@ async def test_a_pod_has_its_grace_period_and_no_longer(node: ContainerNode) -> 
         assert ended(await node.delete(name))["exitCode"] == code
 
 
-SERVER = "python -u -m http.server --directory /tmp 8000"
+SERVER = "python3 -u -m http.server --directory /tmp 8000"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ SERVER = "python -u -m http.server --directory /tmp 8000"
         ({"tcpSocket": {"port": 8000}}, True),
         ({"tcpSocket": {"port": 8001}}, False),
         (
-            {"exec": {"command": ["python", "-c", "import urllib.request as r; r.urlopen('http://localhost:8000')"]}},
+            {"exec": {"command": ["python3", "-c", "import urllib.request as r; r.urlopen('http://localhost:8000')"]}},
             True,
         ),
         ({"exec": {"command": ["bash", "-c", "wget -q -O- http://localhost:8000"]}}, False),
