@@ -149,8 +149,8 @@ class Certificates:
     service_accounts: Path
 
 
-def make_certificates(directory: Path) -> Certificates:
-    """Writes certificates for 127.0.0.1 that are good for a day."""
+def make_certificates(directory: Path, address: str = "127.0.0.1") -> Certificates:
+    """Writes certificates for an address of this machine that are good for a day."""
     authority_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     server_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     accounts_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -193,9 +193,7 @@ def make_certificates(directory: Path) -> Certificates:
         certificate(server_name, server_key.public_key(), is_authority=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(
-            x509.SubjectAlternativeName(
-                [x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))]
-            ),
+            x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address(address))]),
             critical=False,
         )
     )

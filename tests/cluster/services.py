@@ -160,7 +160,7 @@ class Services:
             _reset(writer)
             return
         try:
-            await asyncio.gather(_copy(reader, forth), _copy(back, writer))
+            await asyncio.gather(copy_stream(reader, forth), copy_stream(back, writer))
         finally:
             forth.close()
             writer.close()
@@ -174,9 +174,14 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Passes on what comes until its end."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
-        writer.write_eof()
+        # TLS has no half that could be closed.
+        if writer.can_write_eof():
+            writer.write_eof()
+        else:
+            writer.close()

@@ -168,7 +168,7 @@ async def test_probes_are_asked_as_the_kubelet_asks(node: ContainerNode, probe: 
     ports = [{"name": "http", "containerPort": 8000}]
     made = pod("probed", "", readinessProbe={**probe, "timeoutSeconds": 5}, ports=ports)
     made["spec"]["containers"][0]["command"] = SERVER.split()
-    home = node.run(made)
+    node.run(made)
     await node.until("probed", lambda item: phase(item) == "Running", SECONDS)
     if passes:
         await node.until("probed", is_ready, SECONDS)

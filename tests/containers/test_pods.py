@@ -1,0 +1,250 @@
+"""Every pod that the chart and the operator make, in a container of its own image, as its own spec says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_operator.commands.render import children_of
+from kuberoll_operator.settings import Settings
+from kuberoll_workers.collection.run_files import RunFiles
+from tests.charts.rendering import rendered
+from tests.cluster.control_plane import make_certificates
+from tests.cluster.services import copy_stream
+from tests.containers import kuberay
+from tests.containers.node import ContainerNode, ended, is_ready, phase, pod_of, waiting
+from tests.containers.runtime import ContainerPod
+from tests.operator.emulator import Emulator
+
+Object = dict[str, Any]
+Images = Callable[[str], str]
+
+pytestmark = [pytest.mark.timeout(1800)]
+
+NAMESPACE = "rollouts"
+MODEL = "/opt/kuberoll/models/tiny-policy"
+ANSWERS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
+VLLM = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
+SECONDS = 60.0
+ENGINE_SECONDS = 300.0
+"""Until an engine is ready: of a machine that has other things to do."""
+
+
+# ---- the operator
+
+
+@contextlib.asynccontextmanager
+async def api_server(node: ContainerNode, directory: Path) -> AsyncIterator[Emulator]:
+    """The emulator of an API server where pods find one, with what they need to trust it."""
+    emulator = Emulator()
+    certificates = make_certificates(directory, node.address)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    async with emulator.running(directory):
+        port = int(emulator.url.rpartition(":")[2])
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            back, forth = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(copy_stream(reader, forth), copy_stream(back, writer))
+            writer.close()
+
+        async with await asyncio.start_server(forward, node.address, 0, ssl=context) as server:
+            number = server.sockets[0].getsockname()[1]
+            node.runtime.environment |= {
+                "KUBERNETES_SERVICE_HOST": node.address,
+                "KUBERNETES_SERVICE_PORT": str(number),
+            }
+            authority = {"ca.crt": certificates.authority.read_text()}
+            await node.put(
+                {"kind": "ConfigMap", "metadata": {"name": "kube-root-ca.crt"}, "data": authority},
+                {
+                    "kind": "ServiceAccountToken",
+                    "metadata": {"name": "kuberoll-operator"},
+                    "data": {"token": "c2VjcmV0"},
+                },
+            )
+            yield emulator
+
+
+async def test_the_operator_starts_leads_and_ends(node: ContainerNode, images: Images, tmp_path: Path) -> None:
+    image = images("operator")
+    chart = rendered()
+    [deployment] = [item for item in chart if item["kind"] == "Deployment"]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == image
+    await node.put(*(item for item in chart if item["kind"] in ("ConfigMap", "Secret")))
+    async with api_server(node, tmp_path) as emulator:
+        home = node.run(pod_of(deployment, "operator"))
+        ready = await node.until("operator", is_ready, SECONDS)
+        [status] = ready["status"]["containerStatuses"]
+        assert status["restartCount"] == 0, node.log("operator")
+        [lease] = emulator.all("leases")
+        assert lease["spec"]["holderIdentity"]
+        assert await _identity(home, "operator") == (65532, 65532, "kuberoll", "/home/kuberoll")
+        # It writes to what it has mounted, and nowhere else.
+        for path, code in (("/tmp/x", 0), ("/opt/kuberoll/x", 1), ("/home/kuberoll/x", 1)):
+            assert (await home.execute("operator", ["touch", path]))[0] == code
+        over = await node.delete("operator")
+    assert (ended(over)["exitCode"], ended(over)["reason"]) == (0, "Completed"), node.log("operator")
+
+
+async def _identity(home: ContainerPod, container: str) -> tuple[int, int, str, str]:
+    """User, group, name and home, as a library finds them."""
+    code = "import os, pwd; u = pwd.getpwuid(os.getuid()); print(os.getuid(), os.getgid(), u.pw_name, u.pw_dir)"
+    status, text = await home.execute(container, ["python", "-c", code])
+    assert status == 0, text
+    user, group, name, folder = text.split()
+    return int(user), int(group), name, folder
+
+
+# ---- a job
+
+
+def job(name: str, generation: Mapping[str, Any], *, count: int, repeats: int) -> RolloutJob:
+    spec = {
+        "generation": {"model": {"source": MODEL}, "replicas": 1, **generation},
+        "environments": [{"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "maxMoves": 6}}],
+        "dataset": {"source": {"generator": {"count": count}}, "repeats": repeats},
+        "workers": {"replicas": 1, "resources": {"limits": {"memory": "2Gi"}}},
+        "output": {"uri": f"pvc://store/{name}"},
+    }
+    head = {"apiVersion": "kuberoll.io/v1alpha1", "kind": "RolloutJob"}
+    return RolloutJob.model_validate({**head, "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
+
+
+async def children(node: ContainerNode, made: RolloutJob) -> dict[str, Object]:
+    """The job's children by kind and role; those that pods refer to are put on the node."""
+    settings = Settings(token_key="tests", kuberay=True)  # type: ignore[arg-type]
+    found = [child for _, child in children_of(made, NAMESPACE, settings)]
+    await node.put(*(child for child in found if child["kind"] in ("ConfigMap", "Secret", "Service")))
+    return {
+        f"{child['kind']}/{child['metadata']['name'].removeprefix(made.metadata.name + '-')}": child for child in found
+    }
+
+
+async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object], trajectories: int) -> None:
+    """The worker's pod, then the finish pod, to their ends."""
+    worker, finish = f"{made.metadata.name}-worker-0", f"{made.metadata.name}-finish-0"
+    node.run(pod_of(parts["Job/workers"], worker, index=0))
+    done = await node.until(worker, lambda item: phase(item) in ("Succeeded", "Failed"), ENGINE_SECONDS)
+    assert ended(done)["exitCode"] == 0, f"{ended(done)}\n{node.log(worker)[-6000:]}"
+    told = json.loads(ended(done)["message"])
+    assert (told["trajectories"], told["failed"], told["done"]) == (trajectories, 0, True)
+    node.run(pod_of(parts["Job/finish"], finish))
+    done = await node.until(finish, lambda item: phase(item) in ("Succeeded", "Failed"), SECONDS)
+    assert ended(done)["exitCode"] == 0, f"{ended(done)}\n{node.log(finish)[-6000:]}"
+    told = json.loads(ended(done)["message"])
+    assert (told["trajectories"], told["missing"]) == (trajectories, 0)
+    output = node.claim(NAMESPACE, "store") / made.metadata.name
+    keys = [record.key for record in RunFiles(str(output)).trajectories()]
+    assert len(keys) == len(set(keys)) == trajectories
+    owners = {(path.stat().st_uid, path.stat().st_gid) for path in output.rglob("*")}
+    assert owners == {(65532, 65532)}
+    assert (output / "report.html").exists()
+
+
+@pytest.mark.parametrize("engine", ["Simulated", pytest.param("VLLM", marks=pytest.mark.engine)])
+async def test_a_job_of_native_generation(node: ContainerNode, images: Images, engine: str) -> None:
+    images("worker")
+    images("generation")
+    simulated = {"engine": "Simulated", "simulated": {"responses": ANSWERS}, "engineArgs": {"max_model_len": 512}}
+    real = {"engine": "VLLM", "engineArgs": VLLM, "resources": {"limits": {"memory": "5Gi"}}}
+    generation = {"backend": "Native", **(simulated if engine == "Simulated" else real)}
+    count = 16 if engine == "Simulated" else 2
+    made = job(engine.lower(), generation, count=count, repeats=4)
+    parts = await children(node, made)
+    name = f"{made.metadata.name}-generation-0"
+    home = node.run(pod_of(parts["Deployment/generation"], name))
+    ready = await node.until(name, is_ready, ENGINE_SECONDS)
+    assert ready["status"]["containerStatuses"][0]["restartCount"] == 0
+    assert await _identity(home, "generation") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    await play(node, made, parts, 4 * count)
+    over = await node.delete(name)
+    assert ended(over)["exitCode"] == 0, node.log(name)[-6000:]
+
+
+# ---- KubeRay's pods
+
+
+async def test_a_job_of_kuberays_pods(node: ContainerNode, images: Images) -> None:
+    images("worker")
+    images("generation")
+    generation = {"backend": "KubeRay", "engine": "Simulated", "simulated": {"responses": ANSWERS}}
+    made = job("ray", {**generation, "engineArgs": {"max_model_len": 512}}, count=16, repeats=4)
+    parts = await children(node, made)
+    service = parts["RayService/gen"]
+    await node.put(kuberay.secret_of(service, "ray-token"), kuberay.head_service(service))
+    head, engine = "ray-head", "ray-engines-0"
+    home = node.run(pod_of(service, head, template=kuberay.head_template(service)))
+    started = await node.until(head, is_ready, ENGINE_SECONDS)
+    assert await _identity(home, "head") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    node.run(pod_of(service, engine, template=kuberay.worker_template(service)))
+    # What KubeRay's operator does when the head's dashboard answers.
+    url = f"http://{started['status']['podIP']}:{kuberay.DASHBOARD_PORT}/api/serve/applications/"
+    config = service["spec"]["serveConfigV2"].encode()
+    await _until_accepted(lambda: _put(url, config, "ray-token"))
+    ready = await node.until(engine, is_ready, ENGINE_SECONDS)
+    assert ready["status"]["containerStatuses"][0]["restartCount"] == 0
+    await play(node, made, parts, 64)
+    assert is_ready(node.pod(engine))
+    assert is_ready(node.pod(head))
+    for name in (engine, head):
+        await node.delete(name)
+
+
+def _put(url: str, body: bytes, token: str) -> bool:
+    headers = {"Content-Type": "application/json", "x-ray-authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, data=body, method="PUT", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+async def _until_accepted(ask: Callable[[], bool]) -> None:
+    async with asyncio.timeout(ENGINE_SECONDS):
+        while True:
+            if await asyncio.to_thread(ask):
+                return
+            await asyncio.sleep(1)
+
+
+# ---- what the pods tell when something is wrong
+
+
+async def test_a_refused_job_says_why_in_its_pods_message(node: ContainerNode, images: Images) -> None:
+    images("worker")
+    made = job("wrong", {"backend": "Native"}, count=1, repeats=1)
+    made.spec.environments[0].config["size"] = "large"
+    parts = await children(node, made)
+    node.run(pod_of(parts["Job/workers"], "wrong-0", index=0))
+    done = await node.until("wrong-0", lambda item: phase(item) == "Failed", SECONDS)
+    assert ended(done)["exitCode"] == 78
+    assert "size" in json.loads(ended(done)["message"])["cause"]
+
+
+async def test_a_worker_that_takes_too_much_is_said_to_be_out_of_memory(node: ContainerNode, images: Images) -> None:
+    images("worker")
+    made = job("small", {"backend": "Native"}, count=1, repeats=1)
+    made.spec.workers.resources.limits["memory"] = "32Mi"
+    parts = await children(node, made)
+    node.run(pod_of(parts["Job/workers"], "small-0", index=0))
+    done = await node.until("small-0", lambda item: phase(item) == "Failed", SECONDS)
+    assert (ended(done)["exitCode"], ended(done)["reason"]) == (137, "OOMKilled")
+
+
+async def test_an_image_that_is_not_there(node: ContainerNode, images: Images) -> None:
+    made = job("nowhere", {"backend": "Native", "image": "missing/model:1"}, count=1, repeats=1)
+    parts = await children(node, made)
+    node.run(pod_of(parts["Deployment/generation"], "nowhere"))
+    seen = await node.until("nowhere", lambda item: waiting(item).get("reason") == "ImagePullBackOff", SECONDS)
+    assert "missing/model:1" in waiting(seen)["message"]
