@@ -1,8 +1,7 @@
-"""A small real cluster: a control plane and a kubelet whose containers are local processes."""
+"""A small real cluster: a control plane and a kubelet, whose containers are containers or local processes."""
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -15,7 +14,9 @@ import pytest_asyncio
 from kuberoll_workers.local.watchdog import end_processes
 from tests.cluster.api import Api, ApiError
 from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server, start_controller_manager
-from tests.cluster.kubelet import Kubelet, process_runtime, running_kubelet
+from tests.cluster.kubelet import Kubelet, running_kubelet
+from tests.cluster.pods import PODS_VARIABLE, MakeRuntime, containers, processes
+from tests.containers.containerd import MissingTools, require_tools
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +62,28 @@ def session_id() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def kubelet(control_plane: ApiServer, session_id: str) -> Iterator[Kubelet]:
-    with running_kubelet(control_plane, functools.partial(process_runtime, session_id)) as kubelet:
+def make_runtime(control_plane: ApiServer, session_id: str, request: pytest.FixtureRequest) -> MakeRuntime:
+    """What starts pods, as KUBEROLL_TEST_PODS says; the images are built where pods are containers."""
+    given = os.environ.get(PODS_VARIABLE, "")
+    if given not in ("", "containers", "processes"):
+        raise ValueError(f"{PODS_VARIABLE} is containers or processes, not {given!r}")
+    if given != "processes":
+        try:
+            require_tools()
+        except MissingTools as missing:
+            if given:
+                pytest.skip(str(missing))
+        else:
+            made = containers(request.getfixturevalue("containerd"))
+            for role in ("worker", "generation"):
+                request.getfixturevalue("images")(role)
+            return made
+    return processes(session_id)
+
+
+@pytest.fixture(scope="session")
+def kubelet(control_plane: ApiServer, make_runtime: MakeRuntime) -> Iterator[Kubelet]:
+    with running_kubelet(control_plane, make_runtime) as kubelet:
         yield kubelet
 
 

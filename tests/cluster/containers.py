@@ -32,6 +32,7 @@ class Container:
     home: PodHome
     probe_seconds: float
     changed: Callable[[], Awaitable[None]]
+    grace: float
     variables: Mapping[str, str] = field(default_factory=dict)
     state: Object = field(default_factory=lambda: {"waiting": {"reason": "ContainerCreating"}})
     last_state: Object = field(default_factory=dict)
@@ -117,7 +118,7 @@ class Container:
                 tasks.create_task(self._liveness(session))
 
     def _restart(self) -> None:
-        self.stop(self.spec.get("terminationGracePeriodSeconds", 30))
+        self.stop(self.grace)
 
     async def _passes(self, session: aiohttp.ClientSession, probe: Object) -> bool:
         seconds, failures = self._pace(probe)

@@ -9,8 +9,11 @@ from typing import Any
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.data.record import TrajectoryRecord
 from tests.cluster.api import Api, Object
+from tests.cluster.pods import MODELS
+from tests.containers.images import name_of
 
-TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
+TINY = MODELS / "tiny-policy"
+WORKER = name_of("worker")
 CLAIM = "store"
 ANSWERS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
 CHILD_KINDS = ("ConfigMap", "Deployment", "Service", "Job", "NetworkPolicy", "Pod", "ReplicaSet")
@@ -21,7 +24,7 @@ def light_engine() -> Object:
     command = ["python", "-m", "tests.cluster.engine_pod", "--config", "/etc/kuberoll/job.json"]
     # All pods share the machine's addresses: each has to keep to its own.
     address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    return {"spec": {"containers": [{"name": "generation", "command": command, "env": [address]}]}}
+    return {"spec": {"containers": [{"name": "generation", "image": WORKER, "command": command, "env": [address]}]}}
 
 
 def rollout_job(

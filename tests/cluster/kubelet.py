@@ -1,14 +1,12 @@
 """A kubelet and a scheduler for tests: one node, whose containers a runtime starts.
 
-That is `process_runtime`, or `tests.containers.runtime` where KUBEROLL_TEST_PODS asks for it. NetworkPolicies are not
-enforced by either.
+They are containers, or processes of this machine (`tests.cluster.pods`). NetworkPolicies are not enforced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import tempfile
 import threading
@@ -18,23 +16,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from tests.cluster.api import Api, ApiError, Object
 from tests.cluster.containers import Container, now
 from tests.cluster.control_plane import ApiServer
-from tests.cluster.process_runtime import ProcessRuntime
 from tests.cluster.runtime import Launch, Runtime
 from tests.cluster.scheduling import in_use, why_not
 from tests.cluster.services import Services
 from tests.cluster.volumes import NotYet, variables
+from tests.containers.runtime import ContainerRuntime
 
 T = TypeVar("T")
-
-POD_VARIABLES = {
-    # A worker whose engine went before it has nothing that it could finish, and would wait for its default.
-    "KUBEROLL_DRAIN_SECONDS": "3",
-}
-"""In the environment of every container."""
 
 NODE = "test-node"
 _RETRY_SECONDS = 0.2
@@ -98,7 +89,8 @@ class PodRunner:
         self.end: asyncio.Task[None] | None = None
 
     def _container(self, spec: Object) -> Container:
-        return Container(spec, self.home, self._node.probe_seconds, self.publish)
+        grace = self.pod["spec"].get("terminationGracePeriodSeconds", 30)
+        return Container(spec, self.home, self._node.probe_seconds, self.publish, grace)
 
     # The pod's life.
 
@@ -443,13 +435,6 @@ def _key(item: Object) -> tuple[str, str]:
     return item["metadata"]["namespace"], item["metadata"]["name"]
 
 
-def process_runtime(session_id: str, logs: Path) -> ProcessRuntime:
-    """A runtime whose processes carry the tests' identity, and run the same code as these."""
-    code = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {RUN_ID_VARIABLE: session_id, "PYTHONPATH": os.pathsep.join(code), **POD_VARIABLES}
-    return ProcessRuntime(environment, logs)
-
-
 @contextlib.contextmanager
 def running_kubelet(server: ApiServer, make_runtime: Callable[[Path], Runtime]) -> Iterator[Kubelet]:
     """One node with 8 GPUs.
@@ -558,6 +543,11 @@ class Kubelet:
         path = self.directory / "claims" / namespace / name
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    @property
+    def in_containers(self) -> bool:
+        """Whether pods are containers."""
+        return isinstance(self.node.runtime, ContainerRuntime)
 
     def resolve(self, text: str) -> str:
         """The text with names of Services as addresses of this machine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,8 +22,9 @@ from tests.cluster.control_plane import (
     start_controller_manager,
 )
 from tests.cluster.jobs import CLAIM, children, make_claim, read_output, rollout_job
-from tests.cluster.kubelet import Kubelet, process_runtime, running_kubelet
+from tests.cluster.kubelet import Kubelet, running_kubelet
 from tests.cluster.operator_process import OperatorProcess, token_of
+from tests.cluster.pods import processes
 from tests.cluster.test_crd import DRY
 from tests.operator import support
 from tests.operator.test_render import GOLDEN
@@ -152,7 +152,7 @@ async def test_installed_upgraded_uninstalled_and_installed_again(
 def node(server: ApiServer, session_id: str) -> Iterator[Kubelet]:
     """A node for the pods of the chart, and of the jobs of its operator."""
     start_controller_manager(server)
-    with running_kubelet(server, functools.partial(process_runtime, session_id)) as kubelet:
+    with running_kubelet(server, processes(session_id)) as kubelet:
         yield kubelet
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.api import Api, Object, condition, is_true
+from tests.cluster.jobs import CLAIM, make_claim
 from tests.cluster.kubelet import Kubelet
 from tests.cluster.volumes import expand, substitute
+from tests.containers.images import PYTHON
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,7 +39,7 @@ ADDRESS = [{"name": "POD_IP", **field_ref("status.podIP")}, {"name": "POD_NAME",
 
 
 def container(code: str, **more: Any) -> Object:
-    return {"name": "main", "image": "python", "command": ["python", "-c", code], "env": ADDRESS, **more}
+    return {"name": "main", "image": PYTHON, "command": ["python3", "-c", code], "env": ADDRESS, **more}
 
 
 def pod(namespace: str, name: str, *containers: Object, labels: Object | None = None, **spec: Any) -> Object:
@@ -74,7 +75,8 @@ def running(item: Object | None) -> bool:
 
 async def test_a_pod_runs_to_its_end(api: Api, kubelet: Kubelet, namespace: str) -> None:
     code = (
-        "import os; open(os.environ['KUBEROLL_TERMINATION_LOG'], 'w').write('by ' + os.environ['WHO']);"
+        "import os; log = os.environ.get('KUBEROLL_TERMINATION_LOG', '/dev/termination-log');"
+        "open(log, 'w').write('by ' + os.environ['WHO']);"
         "print(os.environ['POD_IP'])"
     )
     env = [*ADDRESS, {"name": "WHO", "value": "$(POD_NAME)"}]
@@ -146,9 +148,7 @@ async def test_a_claim_must_be_there_and_is_shared(api: Api, kubelet: Kubelet, n
     assert (kubelet.claim(namespace, "store") / "out").read_text() == "xx"
 
 
-async def test_config_maps_are_mounted_with_paths_and_addresses_of_here(
-    api: Api, kubelet: Kubelet, namespace: str
-) -> None:
+async def test_config_maps_are_mounted(api: Api, kubelet: Kubelet, namespace: str) -> None:
     content = f'{{"endpoint": "http://web.{namespace}.svc:8000", "scratch": "/var/scratch/turns"}}'
     code = "import json, pathlib, sys; c = json.load(open(sys.argv[1])); pathlib.Path(c['scratch']).mkdir(); print(c)"
     mounts = [{"name": "config", "mountPath": "/etc/app"}, {"name": "scratch", "mountPath": "/var/scratch"}]
@@ -160,8 +160,12 @@ async def test_config_maps_are_mounted_with_paths_and_addresses_of_here(
     await api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"job.json": content}})
     await api.wait("Pod", namespace, "reads", lambda item: phase(item) == "Succeeded")
     said = kubelet.logs(namespace, "reads")
-    assert "http://127." in said
-    assert str(kubelet.directory) in said
+    if kubelet.in_containers:
+        assert f"http://web.{namespace}.svc:8000" in said
+        assert "/var/scratch/turns" in said
+    else:
+        assert "http://127." in said
+        assert str(kubelet.directory) in said
 
 
 async def test_an_image_that_cannot_be_pulled(api: Api, kubelet: Kubelet, namespace: str) -> None:
@@ -176,14 +180,18 @@ async def test_an_image_that_cannot_be_pulled(api: Api, kubelet: Kubelet, namesp
     assert phase(seen) == "Pending"
 
 
-async def test_services_lead_to_ready_pods(api: Api, kubelet: Kubelet, namespace: str, tmp_path: Path) -> None:
+async def test_services_lead_to_ready_pods(api: Api, kubelet: Kubelet, namespace: str) -> None:
     import aiohttp
 
-    gate = tmp_path / "gate"
-    env = [*ADDRESS, {"name": "GATE", "value": str(gate)}]
+    await make_claim(api, namespace)
+    gate = kubelet.claim(namespace, CLAIM) / "gate"
+    env = [*ADDRESS, {"name": "GATE", "value": "/gates/gate"}]
+    volumes = [{"name": "gates", "persistentVolumeClaim": {"claimName": CLAIM}}]
+    mounts = [{"name": "gates", "mountPath": "/gates"}]
     probe = {"httpGet": {"path": "/gate", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1}
-    main = container(SERVER, env=env, readinessProbe=probe, ports=[{"name": "http", "containerPort": 8000}])
-    server = pod(namespace, "web-0", main, labels={"app": "web"}, terminationGracePeriodSeconds=1)
+    listens = [{"name": "http", "containerPort": 8000}]
+    main = container(SERVER, env=env, readinessProbe=probe, ports=listens, volumeMounts=mounts)
+    server = pod(namespace, "web-0", main, labels={"app": "web"}, volumes=volumes, terminationGracePeriodSeconds=1)
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     service = {
         "metadata": {"name": "web", "namespace": namespace},
@@ -210,7 +218,8 @@ async def test_a_dead_container_is_restarted_by_its_liveness(api: Api, kubelet: 
     main = container(SERVER, env=env, livenessProbe=probe)
     await api.create(pod(namespace, "stuck", main, restartPolicy="Always", terminationGracePeriodSeconds=1))
     seen = await api.wait("Pod", namespace, "stuck", lambda item: state(item).get("restartCount", 0) >= 1)
-    assert state(seen)["lastState"]["terminated"]["exitCode"] == 143
+    # SIGTERM does nothing to a container's first process that has not asked for it.
+    assert state(seen)["lastState"]["terminated"]["exitCode"] == (137 if kubelet.in_containers else 143)
 
 
 async def test_deletion_waits_for_the_grace_period(api: Api, kubelet: Kubelet, namespace: str) -> None:

@@ -18,7 +18,7 @@ async def node(containerd: Containerd, tmp_path: Path) -> AsyncIterator[Containe
     # Pods of any user pass through.
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
-    found = ContainerNode(ContainerRuntime(containerd, {}, tmp_path / "logs"), tmp_path)
+    found = ContainerNode(ContainerRuntime(containerd, tmp_path / "logs"), tmp_path)
     await found.start()
     try:
         yield found

@@ -24,8 +24,6 @@ Object = dict[str, Any]
 # One line of a log as runtimes write it: time, stream, whole or part of a line, and what was written.
 _LINE = re.compile(rb"^\S+ (?:stdout|stderr) ([FP]) (.*)$", re.MULTILINE)
 _FORCED_SECONDS = 30.0
-_TESTS = Path(__file__).parents[1]
-_TESTS_MOUNT = "/opt/tests"
 
 
 def written(log: bytes) -> bytes:
@@ -38,14 +36,23 @@ class ContainerRuntime:
 
     Args:
         containerd: What runs them.
-        environment: Variables of every container.
         logs: Directory of the containers' logs.
+        environment: Variables of every container.
+        folders: Directories of this machine that every container sees, by where it sees them.
     """
 
     port_offset = 0
 
-    def __init__(self, containerd: Containerd, environment: Mapping[str, str], logs: Path) -> None:
-        self.containerd, self.environment, self.logs = containerd, dict(environment), logs
+    def __init__(
+        self,
+        containerd: Containerd,
+        logs: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        folders: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.containerd, self.logs = containerd, logs
+        self.environment, self.folders = dict(environment or {}), dict(folders or {})
         self.address = containerd.gateway
         self._cri: Cri | None = None
         self._names: asyncio.DatagramTransport | None = None
@@ -113,16 +120,20 @@ class ContainerPod:
         log = f"{metadata['namespace']}_{metadata['name']}_{name}_{attempt}.log"
         words = [[expand(word, variables) for word in container.get(part, ())] for part in ("command", "args")]
         mounts = self._volumes.mounts(container, termination_log)
-        environment = {**self.runtime.environment, **variables}
-        if any(word.startswith("tests.") for part in words for word in part):
-            # Pods of tests run modules of theirs, which are in no image.
-            mounts.append(cri.Mount(container_path=f"{_TESTS_MOUNT}/tests", host_path=str(_TESTS), readonly=True))
-            environment["PYTHONPATH"] = _TESTS_MOUNT
+        for path, folder in self.runtime.folders.items():
+            mounts.append(cri.Mount(container_path=path, host_path=str(folder), readonly=True))
         try:
             config = container_config(
-                self.pod, container, image=image, command=words[0], args=words[1], environment=environment,
-                mounts=mounts, log=log, attempt=attempt,
-            )  # fmt: skip
+                self.pod,
+                container,
+                image=image,
+                command=words[0],
+                args=words[1],
+                environment={**self.runtime.environment, **variables},
+                mounts=mounts,
+                log=log,
+                attempt=attempt,
+            )
         except Refused as error:
             raise NotYet(str(error)) from error
         return ContainerLaunch(self, name, config, termination_log, self.runtime.logs / log)
