@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,16 +42,27 @@ def containerd() -> Iterator[Containerd]:
         pytest.skip(str(missing))
 
 
-@pytest.fixture(scope="session")
-def images(containerd: Containerd) -> Callable[[str], str]:
-    """Builds an image of the Dockerfile ("operator", "worker", "generation") and gives it to containerd; its name."""
+def _image(containerd: Containerd, role: str) -> str:
     from tests.containers.images import IMAGES, builder, name_of
 
     found = builder()
+    found.hand_over(found.build(IMAGES[role]), containerd, name_of(role))
+    return name_of(role)
 
-    @functools.cache
-    def build(role: str) -> str:
-        found.hand_over(found.build(IMAGES[role]), containerd, name_of(role))
-        return name_of(role)
 
-    return build
+@pytest.fixture(scope="session")
+def operator_image(containerd: Containerd) -> str:
+    """The operator's image, built and given to containerd; its name."""
+    return _image(containerd, "operator")
+
+
+@pytest.fixture(scope="session")
+def worker_image(containerd: Containerd) -> str:
+    """The worker's image, built and given to containerd; its name."""
+    return _image(containerd, "worker")
+
+
+@pytest.fixture(scope="session")
+def generation_image(containerd: Containerd) -> str:
+    """The image of generation on CPUs, built and given to containerd; its name."""
+    return _image(containerd, "generation")

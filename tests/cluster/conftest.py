@@ -63,7 +63,7 @@ def session_id() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def make_runtime(control_plane: ApiServer, session_id: str, request: pytest.FixtureRequest) -> MakeRuntime:
-    """What starts pods, as KUBEROLL_TEST_PODS says; the images are built where pods are containers."""
+    """What starts pods, as KUBEROLL_TEST_PODS says."""
     given = os.environ.get(PODS_VARIABLE, "")
     if given not in ("", "containers", "processes"):
         raise ValueError(f"{PODS_VARIABLE} is containers or processes, not {given!r}")
@@ -74,10 +74,7 @@ def make_runtime(control_plane: ApiServer, session_id: str, request: pytest.Fixt
             if given:
                 pytest.skip(str(missing))
         else:
-            made = containers(request.getfixturevalue("containerd"))
-            for role in ("worker", "generation"):
-                request.getfixturevalue("images")(role)
-            return made
+            return containers(request.getfixturevalue("containerd"))
     return processes(session_id)
 
 
@@ -85,6 +82,14 @@ def make_runtime(control_plane: ApiServer, session_id: str, request: pytest.Fixt
 def kubelet(control_plane: ApiServer, make_runtime: MakeRuntime) -> Iterator[Kubelet]:
     with running_kubelet(control_plane, make_runtime) as kubelet:
         yield kubelet
+
+
+@pytest.fixture(scope="session")
+def job_images(kubelet: Kubelet, request: pytest.FixtureRequest) -> None:
+    """The images of jobs' pods, where those are containers."""
+    if kubelet.in_containers:
+        for name in ("worker_image", "generation_image"):
+            request.getfixturevalue(name)
 
 
 @pytest_asyncio.fixture

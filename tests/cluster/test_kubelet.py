@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from tests.cluster.kubelet import Kubelet
 from tests.cluster.volumes import expand, substitute
 from tests.containers.images import PYTHON
 
-pytestmark = pytest.mark.timeout(120)
+# Where pods are containers, what they need is made before, in fixtures.
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 SERVER = """
 import http.server, os, pathlib

@@ -26,7 +26,8 @@ from tests.cluster.jobs import (
 from tests.cluster.kubelet import Kubelet
 from tests.cluster.operator_process import CRD, OperatorProcess, install
 
-pytestmark = pytest.mark.timeout(300)
+# Where pods are containers, their images are built before, in fixtures.
+pytestmark = pytest.mark.timeout(300, func_only=True)
 PATIENCE = 150.0
 
 # Events included; the last ones may be more than there are, and are skipped then.
@@ -136,6 +137,7 @@ async def cluster(
     api: Api,
     control_plane: ApiServer,
     kubelet: Kubelet,
+    job_images: None,
     namespace: str,
     tmp_path: Path,
     installed: dict[str, str],

@@ -26,9 +26,9 @@ from tests.containers.runtime import ContainerPod
 from tests.operator.emulator import Emulator
 
 Object = dict[str, Any]
-Images = Callable[[str], str]
 
-pytestmark = [pytest.mark.timeout(1800)]
+# Images are built before, in fixtures.
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 NAMESPACE = "rollouts"
 MODEL = "/opt/kuberoll/models/tiny-policy"
@@ -75,11 +75,10 @@ async def api_server(node: ContainerNode, directory: Path) -> AsyncIterator[Emul
             yield emulator
 
 
-async def test_the_operator_starts_leads_and_ends(node: ContainerNode, images: Images, tmp_path: Path) -> None:
-    image = images("operator")
+async def test_the_operator_starts_leads_and_ends(node: ContainerNode, operator_image: str, tmp_path: Path) -> None:
     chart = rendered()
     [deployment] = [item for item in chart if item["kind"] == "Deployment"]
-    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == image
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == operator_image
     await node.put(*(item for item in chart if item["kind"] in ("ConfigMap", "Secret")))
     async with api_server(node, tmp_path) as emulator:
         home = node.run(pod_of(deployment, "operator"))
@@ -152,9 +151,9 @@ async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object
 
 
 @pytest.mark.parametrize("engine", ["Simulated", pytest.param("VLLM", marks=pytest.mark.engine)])
-async def test_a_job_of_native_generation(node: ContainerNode, images: Images, engine: str) -> None:
-    images("worker")
-    images("generation")
+async def test_a_job_of_native_generation(
+    node: ContainerNode, worker_image: str, generation_image: str, engine: str
+) -> None:
     simulated = {"engine": "Simulated", "simulated": {"responses": ANSWERS}, "engineArgs": {"max_model_len": 512}}
     real = {"engine": "VLLM", "engineArgs": VLLM, "resources": {"limits": {"memory": "5Gi"}}}
     generation = {"backend": "Native", **(simulated if engine == "Simulated" else real)}
@@ -174,9 +173,7 @@ async def test_a_job_of_native_generation(node: ContainerNode, images: Images, e
 # ---- KubeRay's pods
 
 
-async def test_a_job_of_kuberays_pods(node: ContainerNode, images: Images) -> None:
-    images("worker")
-    images("generation")
+async def test_a_job_of_kuberays_pods(node: ContainerNode, worker_image: str, generation_image: str) -> None:
     generation = {"backend": "KubeRay", "engine": "Simulated", "simulated": {"responses": ANSWERS}}
     made = job("ray", {**generation, "engineArgs": {"max_model_len": 512}}, count=16, repeats=4)
     parts = await children(node, made)
@@ -221,8 +218,7 @@ async def _until_accepted(ask: Callable[[], bool]) -> None:
 # ---- what the pods tell when something is wrong
 
 
-async def test_a_refused_job_says_why_in_its_pods_message(node: ContainerNode, images: Images) -> None:
-    images("worker")
+async def test_a_refused_job_says_why_in_its_pods_message(node: ContainerNode, worker_image: str) -> None:
     made = job("wrong", {"backend": "Native"}, count=1, repeats=1)
     made.spec.environments[0].config["size"] = "large"
     parts = await children(node, made)
@@ -232,8 +228,7 @@ async def test_a_refused_job_says_why_in_its_pods_message(node: ContainerNode, i
     assert "size" in json.loads(ended(done)["message"])["cause"]
 
 
-async def test_a_worker_that_takes_too_much_is_said_to_be_out_of_memory(node: ContainerNode, images: Images) -> None:
-    images("worker")
+async def test_a_worker_that_takes_too_much_is_said_to_be_out_of_memory(node: ContainerNode, worker_image: str) -> None:
     made = job("small", {"backend": "Native"}, count=1, repeats=1)
     made.spec.workers.resources.limits["memory"] = "32Mi"
     parts = await children(node, made)
@@ -242,7 +237,7 @@ async def test_a_worker_that_takes_too_much_is_said_to_be_out_of_memory(node: Co
     assert (ended(done)["exitCode"], ended(done)["reason"]) == (137, "OOMKilled")
 
 
-async def test_an_image_that_is_not_there(node: ContainerNode, images: Images) -> None:
+async def test_an_image_that_is_not_there(node: ContainerNode) -> None:
     made = job("nowhere", {"backend": "Native", "image": "missing/model:1"}, count=1, repeats=1)
     parts = await children(node, made)
     node.run(pod_of(parts["Deployment/generation"], "nowhere"))

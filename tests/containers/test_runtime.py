@@ -14,7 +14,7 @@ from tests.containers.node import ContainerNode, ended, is_ready, phase, pod_of,
 
 Object = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(120, func_only=True)
 SECONDS = 60.0
 
 RESTRICTED = {
