@@ -5,7 +5,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-IMAGES ?= docker build
+
+# make images: with docker, podman or buildah; into this registry, by the names that the chart has by default.
+BUILDER ?= docker
+REGISTRY ?= docker.io
+TAG ?= $(VERSION)
+# gpu or cpu: what the generation image runs on.
+ENGINE ?= gpu
+# Base images, and an index, other than the Dockerfile's.
+comma := ,
+BUILD_ARGUMENTS := $(foreach name,PYTHON_IMAGE GPU_IMAGE PIP_INDEX_URL,$(if $($(name)),--build-arg $(name)=$($(name))))
+# Files that only the build sees: a pip.conf, and certificates that it may name as /run/secrets/ca.
+PIP_CONF ?=
+CA_FILE ?=
+SECRETS := $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) $(if $(CA_FILE),--secret id=ca$(comma)src=$(CA_FILE))
+# Anything else for the builder: --network host, --volume /wheels:/wheels:ro, --platform linux/arm64.
+BUILD_FLAGS ?=
+BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
+	--build-arg VERSION=$(VERSION) --build-arg REVISION=$(REVISION)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
@@ -35,10 +52,11 @@ crd: install ## Make from the model: the CRD, the reference of its fields, the c
 	$(BIN)/python scripts/dashboards.py
 	$(BIN)/python scripts/metrics.py
 
-images: ## Build the three images; IMAGES="podman build" or "buildah bud" where there is no Docker.
-	$(IMAGES) --target operator --build-arg REVISION=$(REVISION) -t kuberoll/operator:$(VERSION) .
-	$(IMAGES) --target worker --build-arg REVISION=$(REVISION) -t kuberoll/worker:$(VERSION) .
-	$(IMAGES) --target serve --build-arg REVISION=$(REVISION) -t kuberoll/generation:$(VERSION) .
+images: ## Build the three images with BUILDER=docker (podman, buildah), for ENGINE=gpu (cpu): docs/images.md.
+	$(BUILD) --target operator -t $(REGISTRY)/kuberoll/operator:$(TAG) .
+	$(BUILD) --target worker -t $(REGISTRY)/kuberoll/worker:$(TAG) .
+	$(BUILD) --target serve --build-arg ENGINE=$(ENGINE) -t $(REGISTRY)/kuberoll/generation:$(TAG) \
+		$(if $(filter cpu,$(ENGINE)),-t $(REGISTRY)/kuberoll/generation:$(TAG)-cpu) .
 
 test: install lint ## Check and test everything.
 	$(BIN)/pytest

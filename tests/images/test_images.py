@@ -1,26 +1,17 @@
-"""The Dockerfile: what it says, and, where a rootless builder and a Python image are at hand, what it makes."""
+"""What the Dockerfile and `make images` say; what they make is looked at in tests/containers."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
+import itertools
 import re
-import shutil
 import subprocess
 import tomllib
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes
-from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
-from tests.pods.support import address
-from tests.pods.test_generation_pod import config
+from tests.charts.rendering import rendered
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -31,8 +22,6 @@ STAGES = {
         r"^FROM \S+ AS (?P<name>\S+)\n(?P<body>.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL
     )
 }
-BASE_VARIABLE = "KUBEROLL_PYTHON_IMAGE"
-"""Environment variable: a Python image that the builder has already, in place of the Dockerfile's."""
 
 
 def argument(name: str) -> str:
@@ -50,6 +39,72 @@ def test_targets_are_there_and_nobody_is_root() -> None:
         assert "USER" not in STAGES[name]
 
 
+def test_everybody_has_a_name_and_a_home() -> None:
+    for name in ("base", "serve-gpu"):
+        assert "groupadd --gid 65532 kuberoll" in STAGES[name]
+        assert "useradd --uid 65532 --gid 65532 --no-log-init --create-home" in STAGES[name]
+        assert re.search(r"^ENV .*\bHOME=/tmp\b", STAGES[name], re.MULTILINE)
+
+
+def test_pip_is_asked_with_the_builds_secrets() -> None:
+    runs = re.findall(r"^RUN (?:.*\\\n)*.*$", DOCKERFILE, re.MULTILINE)
+    asking = [run for run in runs if re.search(r"\bpip install\b|install\.py", run)]
+    assert len(asking) == 8
+    for run in asking:
+        assert "--mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca " in run
+
+
+def made_by(*arguments: str) -> list[list[str]]:
+    """The builds of `make images`, in words."""
+    command = ["make", "--dry-run", "images", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.replace("\\\n", " ").splitlines() if " build " in line]
+
+
+def tags(builds: list[list[str]]) -> set[str]:
+    return {word for build in builds for option, word in itertools.pairwise(build) if option == "-t"}
+
+
+@pytest.mark.parametrize(
+    ("registry", "values"), [(None, {}), ("reg.example.com", {"image": {"registry": "reg.example.com"}})]
+)
+def test_images_are_made_under_the_names_that_the_chart_has(registry: str | None, values: dict[str, Any]) -> None:
+    [deployment] = [item for item in rendered(values) if item["kind"] == "Deployment"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    wanted = {container["image"], env["KUBEROLL_GENERATION_IMAGE"], env["KUBEROLL_WORKER_IMAGE"]}
+    # What a runtime makes of a name without a registry.
+    full = {name if registry else f"docker.io/{name}" for name in wanted}
+    given = [f"REGISTRY={registry}"] if registry else []
+    assert tags(made_by(*given)) == full
+    cpu = tags(made_by("ENGINE=cpu", *given))
+    assert cpu > full
+    assert {name.removesuffix("-cpu") for name in cpu} == full
+
+
+def test_images_are_made_with_what_the_machine_needs() -> None:
+    given = {
+        "BUILDER": "buildah",
+        "PYTHON_IMAGE": "mirror.example.com/python:3.12",
+        "PIP_INDEX_URL": "https://mirror.example.com/simple",
+        "PIP_CONF": "/home/me/pip.conf",
+        "CA_FILE": "/etc/ssl/own.pem",
+        "BUILD_FLAGS": "--network host",
+    }
+    builds = made_by(*(f"{name}={value}" for name, value in given.items()))
+    assert len(builds) == 3
+    for build in builds:
+        assert build[:4] == ["buildah", "build", "--network", "host"]
+        options = set(itertools.pairwise(build))
+        for option in (
+            ("--build-arg", "PYTHON_IMAGE=mirror.example.com/python:3.12"),
+            ("--build-arg", "PIP_INDEX_URL=https://mirror.example.com/simple"),
+            ("--secret", "id=pip,src=/home/me/pip.conf"),
+            ("--secret", "id=ca,src=/etc/ssl/own.pem"),
+        ):
+            assert option in options
+
+
 def test_versions_are_those_of_the_distribution() -> None:
     assert argument("VERSION") == PROJECT["version"]
     [engine] = PROJECT["optional-dependencies"]["gpu"]
@@ -65,117 +120,3 @@ def test_the_context_has_what_is_copied() -> None:
     assert {"pyproject.toml", "README.md", "LICENSE", "scripts", "examples/models"} <= kept
     for name in kept:
         assert (ROOT / name).exists()
-
-
-ENVIRONMENT = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
-
-
-def buildah(*arguments: str, timeout: float = 900) -> str:
-    """Runs buildah without privileges of its own."""
-    command = ["buildah", *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def python_image() -> str:
-    if shutil.which("buildah") is None:
-        pytest.skip("no buildah")
-    image = os.environ.get(BASE_VARIABLE) or argument("PYTHON_IMAGE")
-    try:
-        buildah("pull", "--policy", "missing", image, timeout=120)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"{image} is not at hand; {BASE_VARIABLE} may name another: {error}")
-    return image
-
-
-@pytest.fixture(scope="module", params=["operator", "worker", pytest.param("serve", marks=pytest.mark.long)])
-def container(request: pytest.FixtureRequest, python_image: str) -> Iterator[tuple[str, str, str]]:
-    """Target, image and a container of it."""
-    target = str(request.param)
-    image = f"localhost/kuberoll-test/{target}"
-    # What pip is told on this machine is what it must be told in the build.
-    settings = [f"--env={name}" for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]
-    folders = [f"--volume={path}:{path}:ro" for path in ("/etc/pip.conf", "/etc/ssl/certs") if Path(path).exists()]
-    more = os.environ.get("KUBEROLL_BUILD_ARGUMENTS", "").split()
-    buildah(
-        "bud", "--layers", "--network", "host", *settings, *folders, *more,
-        "--build-arg", f"PYTHON_IMAGE={python_image}", "--build-arg", "ENGINE=cpu", "--target", target, "--tag", image,
-        str(ROOT), timeout=1700,
-    )  # fmt: skip
-    made = buildah("from", image).strip()
-    try:
-        yield target, image, made
-    finally:
-        buildah("rm", made)
-
-
-@pytest.mark.timeout(1800)
-def test_an_image_runs_as_nobody_and_holds_no_tools(container: tuple[str, str, str]) -> None:
-    target, image, made = container
-    module = {
-        "operator": "kuberoll_operator",
-        "worker": "kuberoll_workers.pod",
-        "serve": "kuberoll_workers.policy.pod",
-    }[target]
-    assert "--" in buildah("run", made, "--", "python", "-m", module, "--help")
-    assert buildah("run", made, "--", "id", "-u").strip() == "65532"
-    for tool in ("gcc", "cc", "make", "git"):
-        with pytest.raises(RuntimeError):
-            buildah("run", made, "--", "sh", "-c", f"command -v {tool}")
-    for module in {"operator": ("torch", "vllm", "pip", "ray"), "worker": ("torch", "vllm"), "serve": ("pip",)}[target]:
-        with pytest.raises(RuntimeError):
-            buildah("run", made, "--", "python", "-c", f"import {module}")
-    with pytest.raises(RuntimeError):
-        buildah("run", made, "--", "touch", "/opt/kuberoll/written")
-    labels = json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]["Labels"]
-    assert labels["org.opencontainers.image.version"] == PROJECT["version"]
-    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
-
-
-def write_job(directory: Path) -> None:
-    """The file of a job with the tiny policy that is in the image."""
-    told = config({})
-    generation = told["job"]["spec"]["generation"]
-    generation |= {"engine": "VLLM", "replicas": 1, "model": {"source": "/opt/kuberoll/models/tiny-policy"}}
-    del generation["simulated"]
-    (directory / "job.json").write_text(json.dumps(told))
-    # The user in the image is another one.
-    directory.chmod(0o755)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("container", ["serve"], indirect=True)
-@pytest.mark.engine
-@pytest.mark.long
-async def test_the_generation_image_generates(container: tuple[str, str, str], tmp_path: Path) -> None:
-    """With vLLM for CPUs; no more than 1,024 open files are allowed in buildah's container, so without HAProxy."""
-    _, _, made = container
-    write_job(tmp_path)
-    run_id, ip = uuid.uuid4().hex, address()
-    command = [
-        "buildah", "run", "--network", "host", "--env", f"POD_IP={ip}", "--env", f"{RUN_ID_VARIABLE}={run_id}",
-        "--env", "KUBEROLL_TERMINATION_LOG=/tmp/termination", "--volume", f"{tmp_path}:/etc/kuberoll:ro", made, "--",
-        "python3", "-m", "kuberoll_workers.policy.pod", "--config", "/etc/kuberoll/job.json",
-    ]  # fmt: skip
-    log = tmp_path / "log"
-    with log.open("wb") as words:
-        process = await asyncio.create_subprocess_exec(*command, stdout=words, stderr=words, env=ENVIRONMENT)
-    try:
-        async with asyncio.timeout(300), ServeClient(f"http://{ip}:8000", limit=2) as client:
-            ready = asyncio.create_task(client.wait_ready(290))
-            ended = asyncio.create_task(process.wait())
-            await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
-            assert not ended.done(), log.read_text()[-4000:]
-            assert (await ready).max_model_len == 512
-            request = GenerationRequest(
-                request_id="1", session_id="1", token_ids=token_array([1, 2]), sampling=SamplingParameters(max_tokens=5)
-            )
-            result = await client.generate(request)
-            assert 0 < len(result.token_ids) == len(result.logprobs) <= 5
-            ended.cancel()
-    finally:
-        end_processes(run_id)
-        await process.wait()

@@ -1,0 +1,68 @@
+"""What is in the images, and what is not, seen from inside."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+
+import pytest
+
+from tests.containers.images import IMAGES, ROOT, builder
+from tests.containers.node import ContainerNode, phase
+from tests.containers.test_runtime import pod
+
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+MODULES = {
+    "operator": "kuberoll_operator",
+    "worker": "kuberoll_workers.pod",
+    "generation": "kuberoll_workers.policy.pod",
+}
+"""What runs in each."""
+ABSENT: Mapping[str, tuple[str, ...]] = {
+    "operator": ("torch", "vllm", "pip", "ray"),
+    "worker": ("torch", "vllm"),
+    "generation": ("pip", "triton"),
+}
+
+
+@pytest.mark.parametrize("role", IMAGES)
+async def test_an_image_holds_what_runs_and_no_tools(
+    node: ContainerNode, request: pytest.FixtureRequest, role: str
+) -> None:
+    image = request.getfixturevalue(f"{role}_image")
+    # As a pod whose spec says nothing of users.
+    home = node.run(pod(role, "", image=image, command=["sleep", "infinity"]))
+    await node.until(role, lambda item: phase(item) == "Running", 60)
+
+    async def run(*command: str) -> tuple[int, str]:
+        return await home.execute("main", command, 120)
+
+    code, text = await run("python", "-m", MODULES[role], "--help")
+    assert code == 0, text
+    assert (await run("id"))[1].split() == ["uid=65532(kuberoll)", "gid=65532(kuberoll)", "groups=65532(kuberoll)"]
+    for tool in ("gcc", "cc", "make", "git"):
+        assert (await run("sh", "-c", f"command -v {tool}"))[0] != 0
+    check = "import importlib.util as u, sys; print([name for name in sys.argv[1:] if u.find_spec(name)])"
+    assert (await run("python", "-c", check, *ABSENT[role]))[1].strip() == "[]"
+    for path in ("/opt/kuberoll/written", "/etc/written"):
+        assert (await run("touch", path))[0] != 0
+    for path in ("/tmp/written", "/home/kuberoll/written"):
+        assert (await run("touch", path))[0] == 0
+    # Nobody compiles them again at every start.
+    compiled = "import email, kuberoll_api, pathlib; print(pathlib.Path(kuberoll_api.__cached__).exists())"
+    assert (await run("python", "-c", compiled))[1].strip() == "True"
+    # Nothing of the machine that it was built on.
+    assert (await run("sh", "-c", "cat /etc/pip.conf /run/secrets/*; env | grep -i -E '^(pip|https?_proxy)'"))[0] != 0
+
+
+@pytest.mark.parametrize("role", IMAGES)
+def test_an_image_says_what_it_is(request: pytest.FixtureRequest, role: str) -> None:
+    request.getfixturevalue(f"{role}_image")
+    found = builder()
+    inspected = json.loads(found.buildah("inspect", "--type", "image", found.build(IMAGES[role])))
+    labels = inspected["OCIv1"]["config"]["Labels"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert labels["org.opencontainers.image.version"] == project["version"]
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
