@@ -104,7 +104,6 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "overlayfs"
     default_runtime_name = "runc"
-    discard_unpacked_layers = true
     [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
 """
@@ -135,6 +134,8 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
     def load(self, archive: subprocess.Popen[bytes]) -> None:
         """Takes images from the output of a process that writes an archive as `docker save` does."""
         self.ctr("images", "import", "-", stdin=archive)
+        # Its layers are unpacked; the archives of them are not needed any more.
+        self.ctr("content", "prune", "references")
 
     def ctr(self, *arguments: str, stdin: subprocess.Popen[bytes] | None = None) -> str:
         """Runs containerd's own client."""

@@ -7,6 +7,7 @@ build: as secrets and mounts, which leave nothing in an image.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 import re
@@ -161,7 +162,19 @@ class Builder:
                 "--build-arg", f"PYTHON_IMAGE={base}", "--build-arg", "ENGINE=cpu", "--target", target,
                 "--iidfile", str(identity), ".",
             )  # fmt: skip
-            return identity.read_text().strip().removeprefix("sha256:")
+            made = identity.read_text().strip().removeprefix("sha256:")
+            self._keep(made, f"localhost/kuberoll-tests/{target}:{hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]}")
+            return made
+
+    def _keep(self, image: str, name: str) -> None:
+        """Names what was built of this checkout, and removes what had the name before: gigabytes, of every change."""
+        before = self.buildah("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").split()
+        self.buildah("tag", image, name)
+        for other in before:
+            if image not in other:
+                # Another checkout may have built the same.
+                with contextlib.suppress(RuntimeError):
+                    self.buildah("rmi", other)
 
     def build_pause(self) -> str:
         """The image of pods' namespaces; its id."""
