@@ -105,7 +105,9 @@ class Services:
             return
         await self._close(key)
         self._listeners[key] = [
-            await self._listen(key, port) for port in service["spec"].get("ports", ()) if port.get("protocol", "TCP") == "TCP"
+            await self._listen(key, port)
+            for port in service["spec"].get("ports", ())
+            if port.get("protocol", "TCP") == "TCP"
         ]
 
     async def removed(self, namespace: str, name: str) -> None:

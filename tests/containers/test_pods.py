@@ -34,7 +34,7 @@ NAMESPACE = "rollouts"
 MODEL = "/opt/kuberoll/models/tiny-policy"
 ANSWERS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
 VLLM = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
-SECONDS = 60.0
+SECONDS = 90.0
 ENGINE_SECONDS = 300.0
 """Until an engine is ready: of a machine that has other things to do."""
 
@@ -129,8 +129,19 @@ async def children(node: ContainerNode, made: RolloutJob) -> dict[str, Object]:
     }
 
 
+async def check(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object]) -> None:
+    """The pod that looks at what workers need, to its end."""
+    name = f"{made.metadata.name}-check-0"
+    node.run(pod_of(parts["Job/check"], name))
+    done = await node.until(name, lambda item: phase(item) in ("Succeeded", "Failed"), SECONDS)
+    assert ended(done)["exitCode"] == 0, f"{ended(done)}\n{node.log(name)[-6000:]}"
+
+
 async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object], trajectories: int) -> None:
     """The worker's pod, then the finish pod, to their ends."""
+    # A pod that is new here is one that nobody has run in a container.
+    pods = {name for name, child in parts.items() if child["kind"] in ("Deployment", "Job", "RayService")}
+    assert pods - {"Deployment/generation", "RayService/gen"} == {"Job/check", "Job/workers", "Job/finish"}
     worker, finish = f"{made.metadata.name}-worker-0", f"{made.metadata.name}-finish-0"
     node.run(pod_of(parts["Job/workers"], worker, index=0))
     done = await node.until(worker, lambda item: phase(item) in ("Succeeded", "Failed"), ENGINE_SECONDS)
@@ -160,6 +171,7 @@ async def test_a_job_of_native_generation(
     count = 16 if engine == "Simulated" else 2
     made = job(engine.lower(), generation, count=count, repeats=4)
     parts = await children(node, made)
+    await check(node, made, parts)
     name = f"{made.metadata.name}-generation-0"
     home = node.run(pod_of(parts["Deployment/generation"], name))
     ready = await node.until(name, is_ready, ENGINE_SECONDS)
@@ -223,9 +235,11 @@ async def test_a_refused_job_says_why_in_its_pods_message(node: ContainerNode, w
     made.spec.environments[0].config["size"] = "large"
     parts = await children(node, made)
     node.run(pod_of(parts["Job/workers"], "wrong-0", index=0))
-    done = await node.until("wrong-0", lambda item: phase(item) == "Failed", SECONDS)
-    assert ended(done)["exitCode"] == 78
-    assert "size" in json.loads(ended(done)["message"])["cause"]
+    node.run(pod_of(parts["Job/check"], "wrong-check"))
+    for name in ("wrong-0", "wrong-check"):
+        done = await node.until(name, lambda item: phase(item) == "Failed", SECONDS)
+        assert ended(done)["exitCode"] == 78
+        assert "size" in json.loads(ended(done)["message"])["cause"]
 
 
 async def test_a_worker_that_takes_too_much_is_said_to_be_out_of_memory(node: ContainerNode, worker_image: str) -> None:
