@@ -85,11 +85,17 @@ def kubelet(control_plane: ApiServer, make_runtime: MakeRuntime) -> Iterator[Kub
 
 
 @pytest.fixture(scope="session")
-def job_images(kubelet: Kubelet, request: pytest.FixtureRequest) -> None:
-    """The images of jobs' pods, where those are containers."""
+def light_pods(kubelet: Kubelet, request: pytest.FixtureRequest) -> None:
+    """What the pods of jobs with light engines need: the workers' image, where they are containers."""
     if kubelet.in_containers:
-        for name in ("worker_image", "generation_image"):
-            request.getfixturevalue(name)
+        request.getfixturevalue("worker_image")
+
+
+@pytest.fixture(scope="session")
+def ray_pods(kubelet: Kubelet, request: pytest.FixtureRequest) -> None:
+    """What generation pods with Ray need: their image, where they are containers."""
+    if kubelet.in_containers:
+        request.getfixturevalue("generation_image")
 
 
 @pytest_asyncio.fixture

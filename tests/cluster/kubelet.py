@@ -274,7 +274,7 @@ class Node:
         self.pods: dict[str, Object] = {}
         self.runners: dict[str, PodRunner] = {}
         self.address = runtime.address
-        self.services = Services(runtime.service_address, runtime.port_offset, lambda: list(self.pods.values()))
+        self.services = Services(runtime, lambda: list(self.pods.values()))
         self._count = 0
         self._reschedule = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

@@ -60,6 +60,9 @@ class ProcessRuntime:
     def service_address(self, number: int) -> str:
         return f"127.{self._network}.{128 + number % 127}.{1 + number // 127 % 254}"
 
+    def listen(self, address: str, port: int) -> socket.socket:
+        return socket.create_server((address, port))
+
     def text(self, log: Path) -> str:
         return log.read_text(errors="replace")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -130,6 +131,9 @@ class Runtime(Protocol):
 
     def service_address(self, number: int) -> str:
         """One of the addresses of Services; the same for the same number."""
+
+    def listen(self, address: str, port: int) -> socket.socket:
+        """A socket at an address of a Service."""
 
     def text(self, log: Path) -> str:
         """What a container wrote, of its log."""

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.cluster.runtime import Runtime
+
 Object = dict[str, Any]
 
 _NAME = re.compile(
@@ -51,13 +53,12 @@ class Services:
     """Listeners for Services.
 
     Args:
-        address_of: Gives one of the addresses that this machine has for Services.
-        port_offset: Added to their ports.
+        runtime: Has addresses for Services.
         pods: All pods, as last seen.
     """
 
-    def __init__(self, address_of: Callable[[int], str], port_offset: int, pods: Callable[[], list[Object]]) -> None:
-        self._address_of, self._port_offset, self._pods = address_of, port_offset, pods
+    def __init__(self, runtime: Runtime, pods: Callable[[], list[Object]]) -> None:
+        self._runtime, self._pods = runtime, pods
         self._services: dict[tuple[str, str], Object] = {}
         self._listeners: dict[tuple[str, str], list[asyncio.Server]] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -65,7 +66,7 @@ class Services:
     def address(self, namespace: str, name: str) -> str:
         """The same for the same name, so that a Service that is made again is where it was."""
         number = int.from_bytes(hashlib.sha256(f"{namespace}/{name}".encode()).digest()[:4], "big")
-        return self._address_of(number)
+        return self._runtime.service_address(number)
 
     def resolve(self, text: str) -> str:
         """The text with names of Services, and their ports, replaced; a headless one by a pod of it if there is one."""
@@ -77,7 +78,7 @@ class Services:
                 pods.sort(key=is_ready, reverse=True)
                 port = f":{match['port']}" if match["port"] else ""
                 return pods[0]["status"]["podIP"] + port if pods else match[0]
-            port = f":{int(match['port']) + self._port_offset}" if match["port"] else ""
+            port = f":{int(match['port']) + self._runtime.port_offset}" if match["port"] else ""
             return self.address(match["namespace"], match["service"]) + port
 
         return _NAME.sub(address, text)
@@ -143,9 +144,8 @@ class Services:
             finally:
                 self._connections.discard(task)
 
-        return await asyncio.start_server(
-            accept, self.address(*key), port["port"] + self._port_offset, reuse_address=True
-        )
+        bound = self._runtime.listen(self.address(*key), port["port"] + self._runtime.port_offset)
+        return await asyncio.start_server(accept, sock=bound)
 
     async def _forward(
         self, key: tuple[str, str], port: Object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

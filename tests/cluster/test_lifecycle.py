@@ -137,7 +137,7 @@ async def cluster(
     api: Api,
     control_plane: ApiServer,
     kubelet: Kubelet,
-    job_images: None,
+    light_pods: None,
     namespace: str,
     tmp_path: Path,
     installed: dict[str, str],
@@ -218,7 +218,7 @@ async def test_a_job_from_apply_to_complete(cluster: Cluster) -> None:
     await cluster.nothing_left()
 
 
-async def test_a_job_with_ray_serve(cluster: Cluster) -> None:
+async def test_a_job_with_ray_serve(cluster: Cluster, ray_pods: None) -> None:
     cluster.operator()
     await cluster.create(rollout_job(cluster.namespace, light=False, count=4))
     check_complete(cluster, await cluster.job(complete), 8)
@@ -304,7 +304,7 @@ async def test_an_image_that_is_not_there(cluster: Cluster) -> None:
     assert "missing/engine:1" in message(item, "GenerationReady")
 
 
-async def test_an_engine_that_does_not_start(cluster: Cluster) -> None:
+async def test_an_engine_that_does_not_start(cluster: Cluster, ray_pods: None) -> None:
     """The real pod, for it is its own words that are to come through."""
     cluster.operator()
     generation = {"model": {"source": "/no/such/model"}}
@@ -316,7 +316,7 @@ async def test_an_engine_that_does_not_start(cluster: Cluster) -> None:
 
 
 @pytest.mark.engine
-async def test_an_argument_that_vllm_does_not_know(cluster: Cluster) -> None:
+async def test_an_argument_that_vllm_does_not_know(cluster: Cluster, ray_pods: None) -> None:
     cluster.operator()
     generation: Object = {"engine": "VLLM", "simulated": None, "engineArgs": {"max_modle_len": 64}}
     await cluster.create(rollout_job(cluster.namespace, light=False, generation=generation))

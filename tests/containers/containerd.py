@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import ipaddress
 import json
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,8 @@ class Containerd:
     Attributes:
         socket: Of its CRI service.
         gateway: The machine's address as pods see it.
-        services: Addresses for Services: the machine answers at every one of them.
+        name_server: Address of the cluster's DNS server.
+        services: Addresses for Services.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -70,7 +74,7 @@ class Containerd:
         self.socket = self.state / "s"
         network = _free_network()
         pods, self.services = network.subnets()
-        self.gateway = str(next(pods.hosts()))
+        self.gateway, self.name_server = str(pods[1]), str(pods[2])
         self._bridge = f"krt{network.network_address.packed[1]}"
         self._network(pods)
         config = directory / "config.toml"
@@ -113,23 +117,46 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
         folder.mkdir(parents=True)
         address = {
             "type": "host-local",
-            "ranges": [[{"subnet": str(pods), "gateway": self.gateway}]],
+            "ranges": [[{"subnet": str(pods), "gateway": self.gateway, "rangeStart": str(pods[3])}]],
             "dataDir": str(self.directory / "ipam"),
         }
         plugin = {
             "type": "bridge",
             "bridge": self._bridge,
             "isGateway": True,
-            # A container may reach itself by the address of a Service.
-            "hairpinMode": True,
-            "ipam": {**address, "routes": [{"dst": "0.0.0.0/0"}]},
+            "ipam": {**address, "routes": [{"dst": str(self.services), "gw": self.name_server}, {"dst": "0.0.0.0/0"}]},
         }
         text = json.dumps({"cniVersion": "1.0.0", "name": "kuberoll-tests", "plugins": [plugin]})
         (folder / "10-tests.conflist").write_text(text)
         _run("ip", "link", "add", self._bridge, "type", "bridge")
         _run("ip", "addr", "add", f"{self.gateway}/{pods.prefixlen}", "dev", self._bridge)
         _run("ip", "link", "set", self._bridge, "up")
-        _run("ip", "route", "add", "local", str(self.services), "dev", "lo")
+        # Services and names have a namespace of their own: whatever port they take, nobody on the machine has it.
+        space, inner = self._bridge, f"{self._bridge}i"
+        _run("ip", "netns", "add", space)
+        _run("ip", "link", "add", f"{space}o", "type", "veth", "peer", "name", inner, "netns", space)
+        _run("ip", "link", "set", f"{space}o", "master", self._bridge, "up")
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+        _run("ip", "-n", space, "addr", "add", f"{self.name_server}/{pods.prefixlen}", "dev", inner)
+        _run("ip", "-n", space, "link", "set", inner, "up")
+        _run("ip", "-n", space, "route", "add", "local", str(self.services), "dev", "lo")
+        _run("ip", "route", "add", str(self.services), "via", self.name_server)
+
+    def socket_of(self, address: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+        """A socket that is bound to an address of a Service, or of the name server."""
+
+        def make() -> socket.socket:
+            # Of this thread alone, which then ends.
+            with Path(f"/run/netns/{self._bridge}").open() as space:
+                if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), "setns")
+            made = socket.socket(socket.AF_INET, kind)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((address, port))
+            return made
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make).result()
 
     def load(self, archive: subprocess.Popen[bytes]) -> None:
         """Takes images from the output of a process that writes an archive as `docker save` does."""
@@ -153,10 +180,7 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
         for mount in sorted((item.mountpoint for item in psutil.disk_partitions(all=True)), key=len, reverse=True):
             if Path(mount).is_relative_to(self.state) or Path(mount).is_relative_to(self.directory):
                 subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
-        for command in (
-            ["ip", "route", "del", "local", str(self.services), "dev", "lo"],
-            ["ip", "link", "del", self._bridge],
-        ):
+        for command in (["ip", "netns", "del", self._bridge], ["ip", "link", "del", self._bridge]):
             subprocess.run(command, check=False, capture_output=True)
         shutil.rmtree(self.state, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -187,8 +211,8 @@ def _free_network() -> ipaddress.IPv4Network:
 class Cri:
     """The runtime's CRI service, for one event loop."""
 
-    def __init__(self, socket: Path) -> None:
-        self._channel = grpc.aio.insecure_channel(f"unix://{socket}")
+    def __init__(self, path: Path) -> None:
+        self._channel = grpc.aio.insecure_channel(f"unix://{path}")
         self._runtime = _services.RuntimeServiceStub(self._channel)
         self._images = _services.ImageServiceStub(self._channel)
 

@@ -54,8 +54,8 @@ class _Server(asyncio.DatagramProtocol):
         self._transport.sendto(answer(data, self._lookup), addr)
 
 
-async def serve(address: str, lookup: Lookup) -> asyncio.DatagramTransport:
-    """A server at port 53 of an address; whoever started it closes it."""
-    loop = asyncio.get_running_loop()
-    made = await loop.create_datagram_endpoint(lambda: _Server(lookup), local_addr=(address, 53), family=socket.AF_INET)
+async def serve(bound: socket.socket, lookup: Lookup) -> asyncio.DatagramTransport:
+    """A server at a socket; whoever started it closes it."""
+    bound.setblocking(False)
+    made = await asyncio.get_running_loop().create_datagram_endpoint(lambda: _Server(lookup), sock=bound)
     return made[0]

@@ -32,9 +32,7 @@ class ContainerNode:
     def __init__(self, runtime: ContainerRuntime, directory: Path, *, probe_seconds: float = 0.5) -> None:
         self.runtime, self.directory, self.probe_seconds = runtime, directory, probe_seconds
         self.address = runtime.address
-        self.services = Services(
-            runtime.service_address, runtime.port_offset, lambda: [runner.pod for runner in self._runners.values()]
-        )
+        self.services = Services(runtime, lambda: [runner.pod for runner in self._runners.values()])
         self._objects: dict[tuple[str, str], Object] = {}
         self._runners: dict[str, PodRunner] = {}
         self._changed = asyncio.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ class ContainerRuntime:
     async def start(self, resolve: Callable[[str], str], lookup: Callable[[str], list[str] | None]) -> None:
         self._cri = Cri(self.containerd.socket)
         await self._cri.wait_ready()
-        self._names = await name_server.serve(self.containerd.gateway, lookup)
+        self._names = await name_server.serve(self.listen(self.containerd.name_server, 53, socket.SOCK_DGRAM), lookup)
 
     def pod(self, pod: Object, root: Path, claims: Path) -> ContainerPod:
         return ContainerPod(self, pod, root, claims)
@@ -74,6 +75,9 @@ class ContainerRuntime:
     def service_address(self, number: int) -> str:
         services = self.containerd.services
         return str(services[1 + number % (services.num_addresses - 2)])
+
+    def listen(self, address: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+        return self.containerd.socket_of(address, port, kind)
 
     def text(self, log: Path) -> str:
         return written(log.read_bytes()).decode(errors="replace")
@@ -101,7 +105,7 @@ class ContainerPod:
 
     async def open(self) -> None:
         self.runtime.logs.mkdir(exist_ok=True)
-        self._config = pod_config(self.pod, logs=self.runtime.logs, dns=self.runtime.containerd.gateway)
+        self._config = pod_config(self.pod, logs=self.runtime.logs, dns=self.runtime.containerd.name_server)
         self._id, self.address = await self.runtime.cri.run_pod(self._config)
 
     async def has_image(self, name: str) -> bool:
