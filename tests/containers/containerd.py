@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 
 from tests.cluster.control_plane import ServerProcess
 
+ROOT = Path(__file__).parents[2]
 PROTO = "tests/containers/cri.proto"
 cri: Any = grpc.protos(PROTO)
 _services: Any = grpc.services(PROTO)
@@ -76,15 +77,25 @@ class Containerd:
         pods, self.services = network.subnets()
         self.gateway, self.name_server = str(pods[1]), str(pods[2])
         self._bridge = f"krt{network.network_address.packed[1]}"
-        self._network(pods)
-        config = directory / "config.toml"
-        config.write_text(self._config())
-        self._process = ServerProcess(["containerd", "--config", str(config)], directory / "containerd.log")
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-m", "tests.containers.watchdog", str(self.state), str(directory), self._bridge],
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self._process: ServerProcess | None = None
         try:
-            self._process.wait_until(self.socket.exists, 60)
+            self._start(pods)
         except BaseException:
             self.stop()
             raise
+
+    def _start(self, pods: ipaddress.IPv4Network) -> None:
+        self._network(pods)
+        config = self.directory / "config.toml"
+        config.write_text(self._config())
+        self._process = ServerProcess(["containerd", "--config", str(config)], self.directory / "containerd.log")
+        self._process.wait_until(self.socket.exists, 60)
 
     def _config(self) -> str:
         return f"""
@@ -174,16 +185,12 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
         return done.stdout
 
     def stop(self) -> None:
-        """Ends it; pods are to be gone by then."""
-        self._process.stop()
-        # What its shims still hold.
-        for mount in sorted((item.mountpoint for item in psutil.disk_partitions(all=True)), key=len, reverse=True):
-            if Path(mount).is_relative_to(self.state) or Path(mount).is_relative_to(self.directory):
-                subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
-        for command in (["ip", "netns", "del", self._bridge], ["ip", "link", "del", self._bridge]):
-            subprocess.run(command, check=False, capture_output=True)
-        shutil.rmtree(self.state, ignore_errors=True)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Ends it, with what is left of its pods."""
+        if self._process is not None:
+            self._process.stop()
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.close()
+        self._watchdog.wait()
 
 
 def _run(*command: str) -> None:
