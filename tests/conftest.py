@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.containers.containerd import Containerd
+
+# Read when gRPC is imported. Its handlers crash what is forked beside its threads; nobody here forks to use it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # On a busy machine the clock says nothing about the code.
 settings.register_profile("kuberoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,7 +16,6 @@ from tests.cluster.api import Api, ApiError
 from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server, start_controller_manager
 from tests.cluster.kubelet import Kubelet, running_kubelet
 from tests.cluster.pods import PODS_VARIABLE, MakeRuntime, containers, processes
-from tests.containers.containerd import MissingTools, require_tools
 
 
 @pytest.fixture(scope="session")
@@ -64,18 +63,12 @@ def session_id() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def make_runtime(control_plane: ApiServer, session_id: str, request: pytest.FixtureRequest) -> MakeRuntime:
     """What starts pods, as KUBEROLL_TEST_PODS says."""
-    given = os.environ.get(PODS_VARIABLE, "")
-    if given not in ("", "containers", "processes"):
+    given = os.environ.get(PODS_VARIABLE, "processes")
+    if given == "processes":
+        return processes(session_id)
+    if given != "containers":
         raise ValueError(f"{PODS_VARIABLE} is containers or processes, not {given!r}")
-    if given != "processes":
-        try:
-            require_tools()
-        except MissingTools as missing:
-            if given:
-                pytest.skip(str(missing))
-        else:
-            return containers(request.getfixturevalue("containerd"))
-    return processes(session_id)
+    return containers(request.getfixturevalue("containerd"))
 
 
 @pytest.fixture(scope="session")

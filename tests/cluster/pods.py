@@ -14,7 +14,7 @@ from tests.containers.containerd import Containerd
 from tests.containers.runtime import ContainerRuntime
 
 PODS_VARIABLE = "KUBEROLL_TEST_PODS"
-"""Environment variable: `containers` or `processes`; absent: containers where this machine can run them."""
+"""Environment variable: `containers` or `processes`; absent: processes."""
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
