@@ -326,6 +326,9 @@ class Node:
 
     async def write_status(self, pod: Object, status: Object) -> Object:
         metadata = pod["metadata"]
+        if (known := self.pods.get(metadata["uid"])) is not None:
+            # Services lead to a pod when a test can see that it is ready, not when the watch has told of it.
+            self.pods[metadata["uid"]] = {**known, "status": status}
         body = {"metadata": {"uid": metadata["uid"]}, "status": status}
         try:
             return await self.api.patch(
