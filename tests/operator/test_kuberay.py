@@ -152,7 +152,8 @@ def test_what_kuberay_gave_up_is_made_anew() -> None:
     decided = plan(ray_job(), raw(), observed(going), support.SETTINGS, at(1))
     assert not decided.delete
     assert "RayService" not in {item["kind"] for item in decided.apply}
-    decided = plan(ray_job(), raw(), observed(), support.SETTINGS, at(2))
+    checked = {"conditions": [condition("WorkersChecked", True, "Checked")]}
+    decided = plan(ray_job(), raw(checked), observed(), support.SETTINGS, at(2))
     assert "RayService" in {item["kind"] for item in decided.apply}
     # Not when the job's own deadline was first.
     begun = {"startTime": support.stamp(0), "conditions": [condition("GenerationReady", False, "Starting")]}

@@ -31,6 +31,7 @@ def test_all_children_are_printed_with_when_they_are_created() -> None:
         "Service",
         "Service",
         "Service",
+        "Job",
         "Deployment",
         "Job",
         "Job",
