@@ -89,8 +89,13 @@ def ray_environment(token: str | None = None) -> dict[str, str]:
     Its control plane takes only those who know its token, which is kept in no file.
 
     Args:
-        token: None: a random one, of this run's own.
+        token: Of a Ray that spans pods; None: a random one, of a Ray that is on this machine alone.
     """
+    alone = {
+        # The one way to have Ray listen on loopback alone: otherwise it takes the machine's address, and all of them,
+        # even where it is told 127.0.0.1. Off, everything of it must be on this machine.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token or secrets.token_hex(32),
@@ -99,9 +104,7 @@ def ray_environment(token: str | None = None) -> dict[str, str]:
         # environments, and on a busy machine Serve does not even start within its own time limits.
         "RAY_worker_niceness": "0",
         "RAY_DEDUP_LOGS": "0",
-        # The one way to have Ray listen on loopback alone: otherwise it takes the machine's address, and all of them,
-        # even where it is told 127.0.0.1. Off, everything of it must be on this machine, which is so here.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **(alone if token is None else {}),
     }
 
 
