@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ _ARGUMENTS = {
 
 _PROBE_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
 
 
 def engine_arguments(
@@ -294,12 +295,14 @@ class VLLMEngine:
     async def _probe(self) -> None:
         try:
             async with asyncio.timeout(None if self._last_result == 0.0 else _PROBE_SECONDS):
-                await self.generate(
-                    GenerationRequest(
-                        request_id="probe",
-                        session_id="probe",
-                        token_ids=token_array([0]),
-                        sampling=SamplingParameters(max_tokens=1),
+                await self._unless_dead(
+                    self.generate(
+                        GenerationRequest(
+                            request_id="probe",
+                            session_id="probe",
+                            token_ids=token_array([0]),
+                            sampling=SamplingParameters(max_tokens=1),
+                        )
                     )
                 )
         except TimeoutError as error:
@@ -321,6 +324,20 @@ class VLLMEngine:
             engine, self._engine = self._engine, None
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(engine.shutdown)
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, GenerationResult]) -> None:
+        """Wait for an answer, and no longer than the engine's process lives.
+
+        vLLM tells a dead engine to the requests that it has; one that is being handed over then waits for ever.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                if (death := self._death()) is not None:
+                    raise PolicyUnavailable(death)
+            task.result()
+        finally:
+            task.cancel()
 
     def _death(self) -> str | None:
         return death_by_signal({process.name: process.exitcode for process in self._processes})
