@@ -23,7 +23,13 @@ from kuberoll_workers.policy.app import (
 )
 from kuberoll_workers.policy.causes import death_by_signal, death_in, root_cause
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
-from kuberoll_workers.policy.ray_settings import HAPROXY_OPEN_FILES, free_ports, serve_environment, why_no_haproxy
+from kuberoll_workers.policy.ray_settings import (
+    HAPROXY_OPEN_FILES,
+    free_ports,
+    ray_environment,
+    serve_environment,
+    why_no_haproxy,
+)
 
 ENGINE_LOG = """\
 :actor_name:ServeReplica:kuberoll:Generation
@@ -270,3 +276,11 @@ def test_haproxy_is_left_out_where_it_would_not_start(
     reason = why_no_haproxy()
     assert (reason is None) == (words is None)
     assert (words or "") in (reason or "")
+
+
+def test_ray_keeps_to_loopback_unless_other_machines_are_to_join_it() -> None:
+    alone, group = ray_environment(), ray_environment("of-the-group")
+    # Ray refuses machines that want to join one which has this.
+    assert alone.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0"
+    assert group == {**alone, "RAY_AUTH_TOKEN": "of-the-group"}
+    assert alone["RAY_AUTH_TOKEN"] != ray_environment()["RAY_AUTH_TOKEN"]
