@@ -284,3 +284,24 @@ def test_ray_keeps_to_loopback_unless_other_machines_are_to_join_it() -> None:
     assert alone.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0"
     assert group == {**alone, "RAY_AUTH_TOKEN": "of-the-group"}
     assert alone["RAY_AUTH_TOKEN"] != ray_environment()["RAY_AUTH_TOKEN"]
+
+
+CHAIN_LOG = """\
+ERROR 2026-01-01 10:00:00,000 controller 1 -- Exception in Replica(id='x'), the replica will be stopped.
+Traceback (most recent call last):
+  File "deployment_state.py", line 1, in check_ready
+    await ready
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -4}
+
+The above exception was the direct cause of the following exception:
+
+ray::ServeReplica:kuberoll:Generation.initialize() (pid=1, ip=127.0.0.1)
+  File "app.py", line 2, in __init__
+    await self._engine.start()
+"""
+
+
+def test_a_death_is_found_where_no_exception_tells_of_it() -> None:
+    words = "the engine's process EngineCore was killed by signal 4 (SIGILL)"
+    assert (root_cause([CHAIN_LOG]) or "").startswith(words)
+    assert root_cause(["no traceback", f"RuntimeError: {words}\nnext line\n"]) == words

@@ -16,6 +16,8 @@ _HINTS = {
 }
 _FAILED_PROCESSES = re.compile(r"Failed core proc\(s\): (\{[^}]*\})")
 
+_DEATH = re.compile(r"the engine's process \S+ was killed by signal [^\n]*")
+
 _TRACEBACK = "Traceback (most recent call last):"
 # The line below a traceback's frames, which are indented.
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
@@ -68,13 +70,16 @@ def root_cause(texts: Iterable[str]) -> str | None:
     Returns:
         Its name and message in one line; None if there is none.
     """
+    texts = list(texts)
     for text in texts:
         found = [
             words for words in _exceptions(text.splitlines()) if not any(known in words for known in _CONSEQUENCES)
         ]
         if found:
             return found[-1][:MESSAGE_CHARACTERS]
-    return None
+    # Ray writes a chain of exceptions with one heading only, and what kills a process is no exception at all.
+    deaths = (match[0] if (match := _DEATH.search(text)) else death_in(text) for text in texts)
+    return next((death[:MESSAGE_CHARACTERS] for death in deaths if death), None)
 
 
 def _exceptions(lines: list[str]) -> Iterator[str]:
