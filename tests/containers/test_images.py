@@ -27,11 +27,15 @@ ABSENT: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("role", IMAGES)
-async def test_an_image_holds_what_runs_and_no_tools(
-    node: ContainerNode, request: pytest.FixtureRequest, role: str
-) -> None:
-    image = request.getfixturevalue(f"{role}_image")
+@pytest.fixture(scope="session", params=IMAGES)
+def built(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A role and its image."""
+    role = str(request.param)
+    return role, request.getfixturevalue(f"{role}_image")
+
+
+async def test_an_image_holds_what_runs_and_no_tools(node: ContainerNode, built: tuple[str, str]) -> None:
+    role, image = built
     # As a pod whose spec says nothing of users.
     home = node.run(pod(role, "", image=image, command=["sleep", "infinity"]))
     await node.until(role, lambda item: phase(item) == "Running", 60)
@@ -57,9 +61,8 @@ async def test_an_image_holds_what_runs_and_no_tools(
     assert (await run("sh", "-c", "cat /etc/pip.conf /run/secrets/*; env | grep -i -E '^(pip|https?_proxy)'"))[0] != 0
 
 
-@pytest.mark.parametrize("role", IMAGES)
-def test_an_image_says_what_it_is(request: pytest.FixtureRequest, role: str) -> None:
-    request.getfixturevalue(f"{role}_image")
+def test_an_image_says_what_it_is(built: tuple[str, str]) -> None:
+    role, _ = built
     found = builder()
     inspected = json.loads(found.buildah("inspect", "--type", "image", found.build(IMAGES[role])))
     labels = inspected["OCIv1"]["config"]["Labels"]
