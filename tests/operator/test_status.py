@@ -376,10 +376,10 @@ ROWS = [
         observed(),
         "Failed",
         ["FailureTarget=True/InvalidSpec"],
-        "tensor_parallel_size 4 x pipeline_parallel_size 1 = 4 GPUs a replica; pods have 2",
+        "tensor_parallel_size 3 x pipeline_parallel_size 1 = 3 GPUs a replica; pods have 2",
         spec={
             "generation": {
-                "engineArgs": {"tensor_parallel_size": 4},
+                "engineArgs": {"tensor_parallel_size": 3},
                 "resources": {"limits": {"nvidia.com/gpu": "2"}},
             }
         },

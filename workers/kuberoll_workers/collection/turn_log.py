@@ -113,12 +113,20 @@ class TurnLog:
         if self._journal is not None and self._segments[-1].size < self._segment_bytes:
             return self._journal, self._segments[-1]
         self._retire()
-        self._directory.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(s.path.stem.rpartition("-")[2]) for s in self._segments), default=0)
         segment = _Segment(self._directory / f"shard-{self._shard:05d}-{number:06d}.jsonl", written=False)
+        self._make(segment.path)
         self._segments.append(segment)
         self._journal = FileJournal(segment.path, seconds=self._seconds, sync=False)
         return self._journal, segment
+
+    def _make(self, path: Path) -> None:
+        """Make the file at once: another shard that ends removes the directory where it is empty."""
+        while True:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                path.touch()
+                return
 
     def _retire(self) -> None:
         if self._journal is not None:
