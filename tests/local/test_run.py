@@ -229,7 +229,10 @@ def test_failures_beyond_the_budget(slow_generation: dict[str, Any], tmp_path: P
         ({"dataset": {"source": {"rows": [{"prompt": "x", "task_name": "chess"}]}}}, "found 'chess'"),
         ({"dataset": {"source": {"uri": "missing.jsonl"}}}, "missing.jsonl: No such file"),
         ({"workers": {"replicas": 1000}}, "spec.workers.replicas: 1000 worker processes are too many"),
-        ({"environments": [{"name": "a", "entrypoint": "leaving:Leaving"}]}, "its code called sys.exit(4)"),
+        (
+            {"environments": [{"name": "a", "entrypoint": "leaving:Leaving"}]},
+            "leaving:Leaving cannot be imported: SystemExit: 4",
+        ),
         (
             {
                 "environments": [{"name": "a", "entrypoint": "leaving_later:Leaving"}],
