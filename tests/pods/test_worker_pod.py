@@ -17,6 +17,8 @@ from kuberoll_workers.collection import records
 from kuberoll_workers.collection.run_directory import MANIFEST
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.storage import open_storage
+from kuberoll_workers.collection.turn_log import TurnLog
+from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.policy.ray_settings import free_ports
 from tests.collection.s3 import S3Server, s3, s3_server
@@ -218,8 +220,16 @@ async def test_a_second_signal_ends_a_drain(place: Place, endpoint: Endpoint) ->
 async def test_a_killed_pod_is_replaced_by_another(place: Place, endpoint: Endpoint) -> None:
     place.turns = place.output
     hold_third_turns(endpoint)
+
+    def at_third_turns() -> bool:
+        """Whether each of the shard's trajectories is stored or waits for its third turn, the first two in the log."""
+        keys = [TrajectoryKey(*map(int, session.split("-")[:2])) for session in endpoint.waiting]
+        log = TurnLog(Path(place.output), 1, seconds=lambda seconds: None).partials
+        at_third = [key for key in keys if key in log and len(log[key].turns) == 2]
+        return len(at_third) == len(keys) == 9 - len(place.contents())
+
     async with place.pod(1) as killed:
-        await killed.until(lambda: len(endpoint.waiting) > 3)
+        await killed.until(lambda: len(endpoint.waiting) > 3 and at_third_turns())
         killed.signal(signal.SIGKILL)
         assert await killed.end() == -signal.SIGKILL
         with pytest.raises(FileNotFoundError):
