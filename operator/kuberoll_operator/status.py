@@ -57,8 +57,8 @@ _PHASES: Final[Mapping[Stage, str]] = {
 
 _UNDER_WAY: Final = frozenset({Stage.STARTING, Stage.RUNNING})
 
-# How much a new estimate of the remaining time counts beside the old one.
-_NEW_WEIGHT: Final = 0.4
+# The pace is a mean over so much of the past, in seconds.
+_PACE_SECONDS: Final = 900.0
 
 _LARGEST: Final = 1e300
 
@@ -490,7 +490,9 @@ def _progress(old: Json, observed: Observed, here: Situation, now: datetime) -> 
         known = here.check.planned is not None or is_true(old, conditions.WORKERS_CHECKED)
         found = _counted(before, _tallies(observed), before["trajectories"] if known else None, here.shards.count)
     if here.stage is Stage.RUNNING:
-        remaining = _remaining(old.get("progress") or {}, found, now)
+        ready = condition(old, conditions.WORKERS_READY)
+        since = parse_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None
+        remaining = _remaining(old.get("progress") or {}, found, since, now)
         found |= {} if remaining is None else {"estimatedSecondsRemaining": remaining}
     return found
 
@@ -556,18 +558,30 @@ def _tallies(observed: Observed) -> list[_Tally]:
     return [max(known[shard], key=lambda tally: (tally.ended, tally.turns, tally.tokens)) for shard in sorted(known)]
 
 
-def _remaining(before: Mapping[str, Any], found: Json, now: datetime) -> int | None:
-    """Seconds until everything planned has ended at the rate of late; the old estimate while nothing ends."""
+def _remaining(before: Mapping[str, Any], found: Json, running_since: datetime | None, now: datetime) -> int | None:
+    """Seconds until everything planned has ended, at the mean pace since workers run, of a quarter of an hour at most.
+
+    What is averaged is the pace, which the old estimate tells, and not the estimate: the first trajectories, which come
+    late, would make that long for the rest of the run.
+    """
     earlier, since = before.get("estimatedSecondsRemaining"), parse_time(before.get("lastUpdated"))
-    gained = sum(found[key] - before.get(key, 0) for key in ("completed", "failed"))
-    seconds = (now - since).total_seconds() if since else 0.0
-    if gained <= 0 or seconds <= 0:
+    if all(before.get(key) == value for key, value in found.items()):
+        # It is not written again by time alone.
         return None if earlier is None else number(earlier)
-    left = max(0, found["trajectories"] - found["completed"] - found["failed"])
-    estimate: float = left * seconds / gained
-    if earlier is not None:
-        estimate = _NEW_WEIGHT * estimate + (1 - _NEW_WEIGHT) * max(0.0, earlier - seconds)
-    return number(round(estimate))
+    seconds = (now - since).total_seconds() if since else 0.0
+    if seconds <= 0 or running_since is None:
+        return None if earlier is None else number(earlier)
+    ran = max(seconds, (now - running_since).total_seconds())
+    weight = seconds / min(ran, max(seconds, _PACE_SECONDS))
+    pace = 0.0 if earlier is None else _left(before) / max(0.5, number(earlier))
+    gained = sum(found[key] - before.get(key, 0) for key in ("completed", "failed"))
+    pace += weight * (gained / seconds - pace)
+    return number(round(_left(found) / pace)) if pace > 0 else None
+
+
+def _left(progress: Mapping[str, Any]) -> int:
+    planned, completed, failed = (number(progress.get(key)) for key in ("trajectories", "completed", "failed"))
+    return max(0, planned - completed - failed)
 
 
 def _percentage(ended: int, planned: int) -> int:

@@ -755,18 +755,55 @@ def test_the_finish_pod_settles_the_numbers() -> None:
     assert found["summary"]["progress"] == "30/40"
 
 
-def test_the_remaining_time_follows_the_pace() -> None:
-    first = run(WITH_WORKERS, running((0, 10, 100)), 60, workers={"shards": 1})
-    facts = [running((0, 20, 100)), running((0, 30, 100))]
-    for item in facts:
+def at_pace(*looks: tuple[float, int], status: dict[str, Any] = WITH_WORKERS) -> dict[str, Any]:
+    """The status after looks at one shard of 100 trajectories: (seconds, those that are done)."""
+    for seconds, done in looks:
+        item = running((0, done, 100))
         item.children["Job", "puzzle-workers"]["spec"]["completions"] = 1
-    second = run(first, facts[0], 80)
-    # 380 of 400 remain in the first look's estimate of four shards; of one shard, 80 at 10 in 20 seconds.
-    assert second["progress"]["estimatedSecondsRemaining"] == 160
-    third = run(second, facts[1], 100)
-    assert third["progress"]["estimatedSecondsRemaining"] == 140
-    assert run(third, facts[1], 500) == third
-    assert "estimatedSecondsRemaining" not in run(third, facts[1], 501, suspend=True)["progress"]
+        status = run(status, item, seconds, workers={"shards": 1})
+    return status
+
+
+def remaining(*looks: tuple[float, int]) -> int | None:
+    found: int | None = at_pace(*looks)["progress"].get("estimatedSecondsRemaining")
+    return found
+
+
+def test_the_remaining_time_follows_the_pace() -> None:
+    assert remaining((20, 0)) is None
+    assert remaining((20, 0), (40, 10)) == 360
+    # 30 in 60 seconds, whenever it was looked at.
+    assert remaining((20, 0), (40, 10), (60, 30)) == 140
+    # It is not written again by time alone.
+    assert remaining((20, 0), (40, 10), (60, 30), (1060, 30)) == 140
+    third = at_pace((20, 0), (40, 10), (60, 30))
+    facts = running((0, 30, 100))
+    facts.children["Job", "puzzle-workers"]["spec"]["completions"] = 1
+    assert run(third, facts, 500, workers={"shards": 1}) == third
+    assert "estimatedSecondsRemaining" not in run(third, facts, 501, suspend=True)["progress"]
+
+
+def test_a_slow_start_is_forgotten_as_soon_as_it_is_made_up_for() -> None:
+    """The first of many that run at once come after all of their turns; seen on a cluster: 42 minutes for one."""
+    assert remaining((15, 0), (30, 1), (45, 20), (60, 40)) == pytest.approx(60 * 60 / 40, abs=3)
+
+
+def test_the_remaining_time_grows_while_turns_are_played_and_nothing_ends() -> None:
+    before = at_pace((20, 0), (40, 40))
+    facts = running((0, 40, 100))
+    facts.children["Job", "puzzle-workers"]["spec"]["completions"] = 1
+    live = facts.progress[0]
+    facts = replace(facts, progress={0: replace(live, turns=live.turns + 9)})
+    after = run(before, facts, 80, workers={"shards": 1})
+    assert (before["progress"]["estimatedSecondsRemaining"], after["progress"]["estimatedSecondsRemaining"]) == (
+        60,
+        120,
+    )
+
+
+def test_a_pace_is_forgotten_in_a_quarter_of_an_hour() -> None:
+    looks = [(900.0 * number, 10 * number) for number in range(1, 4)]
+    assert remaining(*looks, (3600.0, 60)) == pytest.approx(40 / 30 * 900, abs=2)
 
 
 def test_what_departed_workers_said_is_counted() -> None:
