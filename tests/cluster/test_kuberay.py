@@ -26,7 +26,7 @@ from tests.cluster.api import Api, ApiError, Object, condition, is_true
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.operator_process import OperatorProcess, install
 from tests.operator import published_crds
-from tests.operator.support import SETTINGS, manifest
+from tests.operator.support import SETTINGS, checked_manifest, manifest
 
 pytestmark = pytest.mark.timeout(180)
 PATIENCE = 60.0
@@ -183,9 +183,9 @@ HEALTHY: Object = {"kuberoll": {"status": "RUNNING", "serveDeploymentStatuses": 
 
 
 async def test_applying_over_kuberays_update(api: Api, api_server: ApiServer, room: str) -> None:
-    raw = manifest(generation={"backend": "KubeRay"}, weights={"uri": "/models/1", "version": "1"})
-    raw["metadata"]["namespace"] = room
-    raw = await api.create(raw)
+    given = checked_manifest(generation={"backend": "KubeRay"}, weights={"uri": "/models/1", "version": "1"})
+    given["metadata"]["namespace"] = room
+    raw = {**await api.create(given), "status": given["status"]}
 
     def wanted(job: Object, live: Object | None = None) -> Object:
         children = {} if live is None else {("RayService", "puzzle-gen"): live}
@@ -221,6 +221,18 @@ async def test_applying_over_kuberays_update(api: Api, api_server: ApiServer, ro
         for group, old in zip(after["workerGroupSpecs"], before["workerGroupSpecs"], strict=True):
             # KubeRay hashes these after its defaults: no second cluster.
             assert {**group, **old} == group | old == {**old, **{key: group[key] for key in group}}
+
+
+async def _pass_check(api: Api, namespace: str) -> None:
+    """Ends the check of what workers need, which no pod runs here, well: engines come after it."""
+    await api.wait("Job", namespace, "puzzle-check", lambda item: item is not None, seconds=PATIENCE)
+    time = "2026-03-01T12:00:00Z"
+    conditions = [
+        {"type": kind, "status": "True", "lastProbeTime": time, "lastTransitionTime": time}
+        for kind in ("SuccessCriteriaMet", "Complete")
+    ]
+    status = {"startTime": time, "completionTime": time, "succeeded": 1, "conditions": conditions}
+    await api.patch("Job", namespace, "puzzle-check", {"status": status}, subresource="status")
 
 
 @pytest_asyncio.fixture
@@ -264,6 +276,7 @@ async def test_a_job_with_kuberay_from_the_first_look_to_its_engines(
     def generation(item: Object) -> Object:
         return condition(item, "GenerationReady") or {}
 
+    await _pass_check(api, room)
     found = await job(lambda item: "generation" in item.get("status", {}))
     assert found["status"]["generation"]["backend"] == "KubeRay"
     # Serve's own words.
