@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,20 @@ async def test_files_that_cannot_be_read_stop_nobody(tmp_path: Path, caplog: pyt
     await again.append(turn(4, 1))
     await again.close()
     assert set(numbers(log(tmp_path))) == {4}
+
+
+def test_a_log_is_opened_while_another_shard_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And removes the directory, once it was seen and before it is listed."""
+    directory, list_directory = tmp_path / "turns", os.scandir
+    directory.mkdir()
+
+    def end_and_list(path: str) -> Iterator[os.DirEntry[str]]:
+        directory.rmdir()
+        return list_directory(path)
+
+    monkeypatch.setattr(os, "scandir", end_and_list)
+    assert log(tmp_path).partials == {}
+    assert not directory.exists()
 
 
 async def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:

@@ -52,8 +52,14 @@ class TurnLog:
         self._closing: set[asyncio.Task[None]] = set()
         self._pending = 0
         self.partials: dict[TrajectoryKey, Partial] = {}
-        for path in sorted(self._directory.glob(f"shard-{shard:05d}-{'[0-9]' * 6}.jsonl")):
+        for path in self._files():
             self._read(path)
+
+    def _files(self) -> list[Path]:
+        # Another shard that ends may remove the directory while it is listed, and then nothing of this one is in it.
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(self._directory.glob(f"shard-{self._shard:05d}-{'[0-9]' * 6}.jsonl"))
+        return []
 
     def _read(self, path: Path) -> None:
         segment = _Segment(path)
