@@ -32,7 +32,7 @@ from tests.cluster.api import Api
 from tests.cluster.conftest import api, api_server  # noqa: F401
 from tests.cluster.control_plane import ApiServer, kubeconfig
 from tests.cluster.operator_process import install
-from tests.operator.support import SETTINGS, manifest
+from tests.operator.support import SETTINGS, checked_manifest, manifest
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
@@ -77,10 +77,15 @@ async def job(client: Client, api: Api) -> AsyncIterator[Object]:  # noqa: F811
 
 
 def children_of(raw: Object) -> list[Object]:
-    """Everything of the first reconcile."""
-    found = plan(RolloutJob.model_validate(raw), raw, Observed(), SETTINGS, datetime.now(UTC)).apply
-    assert {item["kind"] for item in found} >= {"ConfigMap", "Deployment", "Service", "NetworkPolicy"}
-    return [item for item in found if item["kind"] != "Secret"]
+    """Everything of the first reconcile, and of the one after the check of what workers need."""
+    checked = {**raw, "status": checked_manifest()["status"]}
+    found = {
+        (item["kind"], item["metadata"]["name"]): item
+        for now in (raw, checked)
+        for item in plan(RolloutJob.model_validate(now), now, Observed(), SETTINGS, datetime.now(UTC)).apply
+    }
+    assert {kind for kind, _ in found} >= {"ConfigMap", "Deployment", "Job", "Service", "NetworkPolicy"}
+    return [item for (kind, _), item in found.items() if kind != "Secret"]
 
 
 def secret_of(raw: Object) -> Object:
