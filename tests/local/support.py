@@ -90,7 +90,7 @@ class Endpoint:
         )
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[Endpoint]:
+    async def serving(self, port: int = 0, *, host: str = "127.0.0.1") -> AsyncIterator[Endpoint]:
         await self._engine.start()
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
@@ -98,10 +98,10 @@ class Endpoint:
         app.router.add_post("/v1/generate", self._generate)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        site = web.TCPSite(runner, host, port)
         await site.start()
         assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self.url = f"http://{host}:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
         try:
             yield self
         finally:
