@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,29 +50,43 @@ async def test_an_engine_that_dies_in_its_first_request_says_of_what(number: sig
         await engine.shutdown()
 
 
-def kill_engine_core(host: StartingHost, ended: threading.Event) -> None:
-    """Kill the engine's process as soon as there is one."""
+def kill(host: StartingHost, title: str, number: signal.Signals, ended: threading.Event) -> None:
+    """Kill the process of that title as soon as there is one."""
     while not ended.wait(0.02):
         for process in processes_of(host.run_id):
             try:
-                if "EngineCore" in " ".join([process.name(), *process.cmdline()]):
-                    process.send_signal(signal.SIGILL)
+                if title in " ".join([process.name(), *process.cmdline()]):
+                    process.send_signal(number)
                     return
             except psutil.Error:
                 continue
 
 
-@pytest.mark.xfail(reason="the host's logs do not always have the engine's last words when it gives up", strict=False)
-async def test_a_host_whose_engine_is_killed_as_it_starts_says_of_what() -> None:
+async def last_event(host: StartingHost, title: str, number: signal.Signals) -> dict[str, Any]:
+    """What a host says at last if one of its processes is killed."""
     ended = threading.Event()
-    with starting(model=TINY, tokenizer=TINY, engine="VLLM", engine_args=ARGUMENTS) as host:
-        killing = asyncio.create_task(asyncio.to_thread(kill_engine_core, host, ended))
-        try:
-            while (event := await asyncio.to_thread(host.event)) is not None and event["event"] == "phase":
-                pass
-        finally:
-            ended.set()
-            await killing
+    killing = asyncio.create_task(asyncio.to_thread(kill, host, title, number, ended))
+    try:
+        while (event := await asyncio.to_thread(host.event)) is not None and event["event"] == "phase":
+            pass
+    finally:
+        ended.set()
+        await killing
     assert event is not None
+    return event
+
+
+@pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGKILL])
+async def test_a_host_whose_engine_is_killed_as_it_starts_says_of_what(number: signal.Signals) -> None:
+    with starting(model=TINY, tokenizer=TINY, engine="VLLM", engine_args=ARGUMENTS) as host:
+        event = await last_event(host, "EngineCore", number)
     assert event["event"] == "failed"
-    assert "killed by signal 4 (SIGILL)" in event["message"]
+    assert f"EngineCore was killed by signal {number:d} ({number.name})" in event["message"]
+
+
+async def test_a_host_whose_replica_is_killed_as_it_starts_says_of_what() -> None:
+    with starting(model=TINY, tokenizer=TINY, engine="VLLM", engine_args=ARGUMENTS) as host:
+        event = await last_event(host, "ray::ServeReplica", signal.SIGKILL)
+    assert event["event"] == "failed"
+    assert "ServeReplica:kuberoll:Generation" in event["message"]
+    assert "SIGKILL" in event["message"]

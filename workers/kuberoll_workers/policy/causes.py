@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +13,11 @@ _HINTS = {
     signal.SIGILL: "; this processor lacks an instruction that it needs: try another dtype (float32), or another build",
     signal.SIGBUS: "; most often /dev/shm is full: give it more",
 }
-_FAILED_PROCESSES = re.compile(r"Failed core proc\(s\): (\{[^}]*\})")
-
 _DEATH = re.compile(r"the engine's process \S+ was killed by signal [^\n]*")
+# Ray's own words, in the log of a process that it started, about signals that can be caught.
+_CRASH = re.compile(r":actor_name:(\S+).*?^\*\*\* (SIG[A-Z]+) received at time=", re.MULTILINE | re.DOTALL)
+# Ray's words about an actor whose connection has ended, for whatever reason.
+_LOST_ACTOR = re.compile(r"class_name: (\S+).{0,600}?Worker exit type: SYSTEM_ERROR", re.DOTALL)
 
 _TRACEBACK = "Traceback (most recent call last):"
 # The line below a traceback's frames, which are indented.
@@ -30,6 +31,12 @@ _CONSEQUENCES = (
     "EngineCore encountered an issue",
     "Engine process failed to start",
     "Deploying application",
+    "WorkerProc initialization failed",
+    "Worker exit type: SYSTEM_ERROR",
+    "The actor died because its node has died",
+    # The others of a group when one of them dies.
+    "Connection closed by peer",
+    "Connection reset by peer",
 )
 
 
@@ -51,21 +58,13 @@ def death_by_signal(exit_codes: Mapping[str, int | None]) -> str | None:
     return None
 
 
-def death_in(message: str) -> str | None:
-    """The same from vLLM's words about an engine that did not start."""
-    match = _FAILED_PROCESSES.search(message)
-    try:
-        codes = ast.literal_eval(match[1]) if match else {}
-    except (ValueError, SyntaxError):
-        return None
-    return death_by_signal({str(name): code for name, code in codes.items() if isinstance(code, int)})
-
-
-def root_cause(texts: Iterable[str]) -> str | None:
-    """The last exception, of the first text that has one, that is not the consequence of another.
+def root_cause(texts: Iterable[str], killed: Mapping[str, int] | None = None) -> str | None:
+    """The last exception, of the first text that has one, that is not the consequence of another; or a death.
 
     Args:
         texts: Logs with tracebacks, the most telling first.
+        killed: Exit codes of the processes that were seen to end by a signal, by name, the first to die first. That
+            may be in the wake of an exception, so an exception comes first.
 
     Returns:
         Its name and message in one line; None if there is none.
@@ -78,8 +77,22 @@ def root_cause(texts: Iterable[str]) -> str | None:
         if found:
             return found[-1][:MESSAGE_CHARACTERS]
     # Ray writes a chain of exceptions with one heading only, and what kills a process is no exception at all.
-    deaths = (match[0] if (match := _DEATH.search(text)) else death_in(text) for text in texts)
-    return next((death[:MESSAGE_CHARACTERS] for death in deaths if death), None)
+    logged = next((match[0] for text in texts if (match := _DEATH.search(text))), None)
+    death = logged or death_by_signal(killed or {}) or _lost_actor(texts)
+    return death[:MESSAGE_CHARACTERS] if death else None
+
+
+def _lost_actor(texts: Iterable[str]) -> str | None:
+    """A sentence about an actor whose process died, from what Ray says of it."""
+    for text in texts:
+        crash = _CRASH.search(text)
+        if crash is not None and (number := signal.Signals.__members__.get(crash[2])) is not None:
+            return death_by_signal({crash[1]: -number})
+    for text in texts:
+        if (match := _LOST_ACTOR.search(text)) is not None:
+            # Any other signal leaves Ray's words in the log.
+            return f"the process of {match[1]} ended without a word, as by SIGKILL{_HINTS[signal.SIGKILL]}"
+    return None
 
 
 def _exceptions(lines: list[str]) -> Iterator[str]:

@@ -44,6 +44,7 @@ from kuberoll_workers.policy.ray_settings import (
     serve_environment,
     why_no_haproxy,
 )
+from kuberoll_workers.policy.witness import DeathWitness
 
 _log = logging.getLogger(__name__)
 _PROXY_SECONDS = 60.0
@@ -82,9 +83,11 @@ class Host:
         self._events = events
         self._scratch = Path(config.scratch)
         self._ready = False
+        self._witness = DeathWitness()
 
     def start(self) -> None:
         """Start everything and say so; raises what Ray or Serve raised."""
+        self._witness.start()
         config = self._config
         free, *others = free_ports(4)
         port = config.port or free
@@ -174,6 +177,7 @@ class Host:
             if self._ready:
                 serve.shutdown()
             ray.shutdown()
+        self._witness.stop()
         end_descendants()
 
     def failure(self, error: BaseException) -> str:
@@ -184,7 +188,7 @@ class Host:
         # Serve's controller has the exception of the engine's constructor; what kills a process below the engine is
         # only in the log of that process.
         logs.sort(key=lambda log: ":actor_name:ServeController" not in log)
-        cause = root_cause([*logs, "".join(traceback.format_exception(error))])
+        cause = root_cause([*logs, "".join(traceback.format_exception(error))], self._witness.killed())
         return cause or f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
     def say_failed(self, message: str) -> None:

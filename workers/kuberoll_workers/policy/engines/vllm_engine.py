@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
-from kuberoll_workers.policy.causes import death_by_signal, death_in
+from kuberoll_workers.policy.causes import death_by_signal
 from kuberoll_workers.policy.engines.checkpoint import check_fit
+from kuberoll_workers.policy.engines.children import exit_codes, started_children
 from kuberoll_workers.policy.engines.fetching import fetch, is_remote
 from kuberoll_workers.policy.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.policy.interface import (
@@ -75,6 +76,7 @@ _ARGUMENTS = {
 _PROBE_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
 
 
 def engine_arguments(
@@ -188,16 +190,17 @@ class VLLMEngine:
             settings.parallel_config.placement_group = get_current_placement_group()
         extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
         self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
-        try:
-            self._engine = AsyncLLM.from_vllm_config(
-                settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
-            )
-        except RuntimeError as error:
-            if (death := death_in(str(error))) is not None:
-                raise RuntimeError(death) from error
-            raise
         # Kept: when one dies vLLM forgets them, and with them what they died of.
-        self._processes = list(getattr(self._engine.engine_core.resources.engine_manager, "processes", ()))
+        with started_children() as self._processes:
+            try:
+                self._engine = AsyncLLM.from_vllm_config(
+                    settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
+                )
+            except Exception as error:
+                codes = await asyncio.to_thread(exit_codes, self._processes, seconds=_END_SECONDS)
+                if (death := death_by_signal(codes)) is not None:
+                    raise RuntimeError(death) from error
+                raise
         await self._engine.update_weight_version(OWN_VERSION)
         config = self._engine.vllm_config.model_config
         self._window = int(config.max_model_len)
@@ -340,7 +343,7 @@ class VLLMEngine:
             task.cancel()
 
     def _death(self) -> str | None:
-        return death_by_signal({process.name: process.exitcode for process in self._processes})
+        return death_by_signal(exit_codes(self._processes))
 
     def _started(self) -> AsyncLLM:
         if self._engine is None:

@@ -1,0 +1,51 @@
+"""Processes that a library starts by `multiprocessing` and whose exit codes it does not pass on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+
+_LOOK_SECONDS = 0.05
+
+
+@contextmanager
+def started_children() -> Iterator[list[BaseProcess]]:
+    """Children of this process that are started meanwhile; the list grows while they are."""
+    before = set(multiprocessing.active_children())
+    children: list[BaseProcess] = []
+
+    def look() -> None:
+        children.extend(
+            child for child in multiprocessing.active_children() if child not in before and child not in children
+        )
+
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            look()
+
+    thread = threading.Thread(target=run, name="kuberoll-children", daemon=True)
+    thread.start()
+    try:
+        yield children
+    finally:
+        ended.set()
+        thread.join()
+        look()
+
+
+def exit_codes(children: Sequence[BaseProcess], *, seconds: float = 0.0) -> dict[str, int | None]:
+    """By name, as `multiprocessing` has them: a signal's number is negative, None is of one that runs.
+
+    Args:
+        seconds: To wait for each that runs. The pipe by which its parent hears of its end closes before there is an
+            exit code.
+    """
+    for child in children:
+        if seconds:
+            child.join(seconds)
+    return {child.name: child.exitcode for child in children}

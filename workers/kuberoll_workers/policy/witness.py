@@ -1,0 +1,135 @@
+"""How the processes below this one ended, whosever children they are.
+
+Ray starts a replica, the replica starts vLLM's engine, the engine its workers. Each learns the exit status of its own
+children only, and neither Ray nor vLLM passes on all that it learns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import struct
+import threading
+from pathlib import Path, PurePath
+
+import psutil
+
+_SCAN_SECONDS = 0.5
+
+# `struct pidfd_info` of linux/pidfd.h in its first version: mask, cgroup, 11 ids, wait status. Linux 6.15 and later
+# fill in the status once the process is reaped.
+_INFO = struct.Struct("=QQ11Ii")
+_INFO_EXIT = 1 << 3
+_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
+
+
+class DeathWitness:
+    """Follows all descendants of this process from a thread, and keeps which of them signals ended.
+
+    On Linux before 6.15 an exit status can be read only until the parent has taken it, so that some are missed there;
+    elsewhere all are.
+    """
+
+    def __init__(self) -> None:
+        self._followed: dict[int, _Followed] = {}
+        self._killed: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+        # The thread ends when the one side is closed.
+        self._end, self._ending = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="kuberoll-witness", daemon=True)
+
+    def start(self) -> None:
+        """Begin; does nothing where the system has no handles of processes."""
+        if hasattr(os, "pidfd_open"):
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what it knows stays."""
+        self._stopped = True
+        os.close(self._ending)
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._end)
+        for followed in self._followed.values():
+            os.close(followed.handle)
+        self._followed.clear()
+
+    def look(self) -> None:
+        """Follow those too that have been started since the last look."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                # Titles change: a worker of Ray has none until it is given an actor.
+                name = _name(process)
+                with self._lock:
+                    if (followed := self._followed.get(process.pid)) is None:
+                        self._followed[process.pid] = _Followed(os.pidfd_open(process.pid), name)
+                    else:
+                        followed.name = name
+
+    def killed(self) -> dict[str, int]:
+        """Exit codes of those that signals ended, negative numbers of signals, by name, the first to die first."""
+        if not self._stopped:
+            self._take(0)
+        with self._lock:
+            return dict(self._killed)
+
+    def _run(self) -> None:
+        while not self._take(_SCAN_SECONDS):
+            self.look()
+
+    def _take(self, seconds: float) -> bool:
+        """Wait for deaths and note them; whether it is to end."""
+        with self._lock:
+            handles = {followed.handle: pid for pid, followed in self._followed.items()}
+        poll = select.poll()
+        for handle in (self._end, *handles):
+            poll.register(handle, select.POLLIN)
+        ready = {handle for handle, _ in poll.poll(seconds * 1000)}
+        for handle in ready - {self._end}:
+            self._note(handles[handle], handle)
+        return self._end in ready
+
+    def _note(self, pid: int, handle: int) -> None:
+        with self._lock:
+            followed = self._followed.get(pid)
+            if followed is None or followed.handle != handle:
+                return
+            del self._followed[pid]
+            code = _exit_code(pid, handle)
+            os.close(handle)
+            if code is not None and code < 0:
+                self._killed.setdefault(followed.name, code)
+
+
+class _Followed:
+    """A process that lives; `handle` is a file descriptor that becomes readable at its end."""
+
+    def __init__(self, handle: int, name: str) -> None:
+        self.handle = handle
+        self.name = name
+
+
+def _exit_code(pid: int, handle: int) -> int | None:
+    """Of a process that has ended, as `subprocess` has it; None: nobody says."""
+    # First, because its parent is about to take it.
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+    info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
+    with contextlib.suppress(OSError, ValueError):
+        fcntl.ioctl(handle, _GET_INFO, info)
+        mask, *_, status = _INFO.unpack(info)
+        if mask & _INFO_EXIT:
+            return os.waitstatus_to_exitcode(status)
+    return None
+
+
+def _name(process: psutil.Process) -> str:
+    """The title without what Ray and vLLM put around it (`ray::Actor.method`, `VLLM::EngineCore`), or the program."""
+    program = (process.cmdline() or [process.name()])[0]
+    title = program.rpartition("::")[2]
+    return title.partition(".")[0] if title != program else PurePath(program).name
