@@ -75,6 +75,46 @@ def test_a_worker_without_its_run_and_watchdog_ends_and_the_run_goes_on_at_once(
     assert len(set(found)) == 400
 
 
+@pytest.mark.parametrize("how", ["two interrupts", "a kill"])
+def test_what_a_stopped_run_started_is_gone_as_soon_as_its_watchdog_is(how: str, tmp_path: Path) -> None:
+    environments = [
+        {"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "maxMoves": 6}, "isolation": "Process"}
+    ]
+    job = manifest(tmp_path / "job.yaml", dataset=DATASET, rollout={"concurrency": 4}, environments=environments)
+    document = json.loads(job.read_text())
+    document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = 0.5
+    job.write_text(json.dumps(document))
+    output = tmp_path / "out"
+    with running(job, "--output", output, "--metrics-port", "0") as run:
+        wait_for_trajectories(run, output, 2)
+        run_id = run.run_id()
+        below = psutil.Process(run.process.pid).children(recursive=True)
+        (watchdog,) = [process for process in below if "kuberoll_workers.local.watchdog" in process.cmdline()]
+        titles = [" ".join(process.cmdline()) for process in below]
+        assert any("environments.keeper" in title for title in titles)
+        assert any("DashboardAgent" in title for title in titles)
+        of_ray = [process for process in below if process in set(processes_of(run_id))]
+        if how == "a kill":
+            run.process.kill()
+        else:
+            run.process.send_signal(signal.SIGINT)
+            run.until("press Ctrl-C again")
+            run.process.send_signal(signal.SIGINT)
+        run.finish()
+        psutil.wait_procs([watchdog], timeout=60)
+        assert not watchdog.is_running()
+        assert [process for process in of_ray if _lives(process)] == []
+        # Those of environments end when their worker does.
+        assert [process for process in psutil.wait_procs(below, timeout=60)[1] if _lives(process)] == []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.long)])
 def test_runs_whose_processes_are_killed_lose_and_double_nothing(

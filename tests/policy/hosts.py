@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
+from kuberoll_workers.local.watchdog import end_processes, processes_of, run_variables
 from kuberoll_workers.policy.auth import Tokens
 
 PATIENCE_SECONDS = 120
@@ -38,7 +38,7 @@ class StartingHost:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, RUN_ID_VARIABLE: self.run_id, "TMPDIR": str(scratch)},
+                env={**os.environ, **run_variables(self.run_id), "TMPDIR": str(scratch)},
             )
 
     def event(self) -> dict[str, Any] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 
+import psutil
 import pytest
 
 from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
 from tests.policy.hosts import PATIENCE_SECONDS, starting, until_ready
@@ -21,6 +23,16 @@ def test_a_failed_start_says_why_and_leaves_nothing() -> None:
         assert "Traceback" not in events[-1]["message"]
         assert host.process.wait(timeout=PATIENCE_SECONDS) == 1
         assert host.left() == []
+
+
+def test_every_process_of_a_host_is_found_by_the_id_of_its_run() -> None:
+    with starting() as host:
+        until_ready(host)
+        below = psutil.Process(host.process.pid).children(recursive=True)
+        found = set(processes_of(host.run_id))
+        assert len(below) > 5
+        lost = [process for process in below if process not in found and process.is_running()]
+        assert [process.cmdline() for process in lost if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize("how", ["signal", "closed input"])

@@ -41,7 +41,7 @@ from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.local.scratch import scratch_directory
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.local.watchdog import run_variables
 from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
 from kuberoll_workers.policy.app import app_args
 from kuberoll_workers.policy.auth import SCOPES, Tokens
@@ -221,7 +221,7 @@ class _LocalRun:
     async def _run(self, run_id: str, scratch: Path) -> None:
         metrics_directory = scratch / "metrics"
         metrics_directory.mkdir()
-        environment = {RUN_ID_VARIABLE: run_id}
+        environment = run_variables(run_id)
         async with AsyncExitStack() as stack:
             port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
             self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")

@@ -21,6 +21,15 @@ from kuberoll_workers.policy.processes import kill_all
 RUN_ID_VARIABLE = "KUBEROLL_RUN_ID"
 
 
+def run_variables(run_id: str) -> dict[str, str]:
+    """Environment variables of every process of a run, by which it is found."""
+    return {
+        RUN_ID_VARIABLE: run_id,
+        # Ray's agents and vLLM write their titles by setproctitle, over their variables if they are let.
+        "SPT_NOENV": "1",
+    }
+
+
 def processes_of(run_id: str) -> Iterator[psutil.Process]:
     """All processes of a run except this one."""
     for process in psutil.process_iter():
