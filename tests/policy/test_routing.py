@@ -35,14 +35,23 @@ class Requests(RuleBasedStateMachine):
         self.homes: dict[str, str] = {}
         self.ever: set[Member] = set()
         self.new: set[Ticket] = set()
+        # Collected, because what is raised in the midst of a change leaves it half done, and then `teardown` complains
+        # of that.
+        self.faults: list[str] = []
 
     def names(self) -> list[str]:
         return [name for name, member in self.admission.members.items() if member.listed]
 
     def moved(self, cause: str) -> None:
-        # Only one that asks anew may be moved for the load's sake, and only a young one.
-        assert cause != "overload" or 0 < self.tokens < YOUNG_TOKENS
+        # Only one that looks for a place may be moved for the load's sake, and only a young one: it asks anew, or it
+        # has lost its home while it waited, which may be back.
+        looking = [self.tokens] if self.tokens else [ticket.tokens for ticket in self.asking]
+        self.check(cause != "overload" or min(looking, default=YOUNG_TOKENS) < YOUNG_TOKENS, "moved by load")
         self.moves.append(cause)
+
+    def check(self, condition: bool, fault: str) -> None:
+        if not condition:
+            self.faults.append(fault)
 
     def ask(self, session: str, tokens: int) -> None:
         ticket = Ticket(session, tokens)
@@ -65,14 +74,14 @@ class Requests(RuleBasedStateMachine):
     def granted(self, ticket: Ticket, *, moved: bool) -> None:
         member = ticket.member
         assert member is not None
-        assert member.usable
-        assert self.now >= member.window.resume_at
+        self.check(member.usable, "sent to one that is not usable")
+        self.check(self.now >= member.window.resume_at, "sent to one that wants to be left alone")
         home = self.homes.get(ticket.session_id)
         if ticket in self.new:
             # A new one fits, or is the only one that is answered there.
-            assert member.resident <= BUDGET or member.window.in_flight == 1
+            self.check(member.resident <= BUDGET or member.window.in_flight == 1, "sent where it does not fit")
         elif home is not None and not moved:
-            assert home == member.id
+            self.check(home == member.id, "sent elsewhere than home")
         self.homes[ticket.session_id] = member.id
         self.sent.append(ticket)
 
@@ -153,6 +162,10 @@ class Requests(RuleBasedStateMachine):
             self.admission.pump(member, self.now)
 
     @invariant()
+    def nothing_was_done_that_may_not_be(self) -> None:
+        assert not self.faults
+
+    @invariant()
     def counts_are_true(self) -> None:
         admission = self.admission
         assert admission.waiting == len(self.asking)
@@ -190,6 +203,7 @@ class Requests(RuleBasedStateMachine):
                 ticket = self.sent.pop()
                 self.idle[ticket.session_id] = ticket.tokens
                 self.admission.answered(ticket, ticket.tokens, self.now)
+        assert not self.faults
         assert not self.asking
         for session in list(self.idle):
             self.admission.ended(session, self.now)
