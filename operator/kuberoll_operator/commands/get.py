@@ -5,16 +5,37 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kuberoll_operator.console.connection import Place, connected, find_job, job_name, place_options, run
+from kuberoll_operator.console.connection import (
+    Place,
+    connected,
+    find_job,
+    job_name,
+    place_options,
+    run,
+    seconds_option,
+)
 from kuberoll_operator.console.errors import ConsoleError
 
 if TYPE_CHECKING:
     from kuberoll_operator.model import Object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says beside the job and its place; see the command's help."""
+
+    output: Path | None
+    stream: bool
+    include: tuple[str, ...]
+    force: bool
+    image: str | None
+    start_timeout: float
 
 
 @click.command()
@@ -27,24 +48,8 @@ if TYPE_CHECKING:
 )
 @click.option("--force", is_flag=True, help="Replace files that are here and are others.")
 @click.option("--image", help="Image of the reader pod, for a job that has no Jobs to take it from.")
-@click.option(
-    "--start-timeout",
-    type=click.FloatRange(min=1),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long the reader pod may take to start.",
-)
-def get(
-    job: str,
-    place: Place,
-    output: Path | None,
-    stream: bool,
-    include: tuple[str, ...],
-    force: bool,
-    image: str | None,
-    start_timeout: float,
-) -> None:
+@seconds_option("--start-timeout", default=300.0, at_least=1, help="How long the reader pod may take to start.")
+def get(job: str, place: Place, **given: Any) -> None:
     """Copy the output of a RolloutJob: shards, failures, aggregates, report, manifest.
 
     A short-lived pod in the job's namespace reads the claim or the object store, with the workers' image, credentials
@@ -54,23 +59,15 @@ def get(
 
     The exit code is 2 where nothing was begun: no such job, a missing right, other files in the way.
     """
-    if stream and (output or include or force):
+    options = Options(**given)
+    if options.stream and (options.output or options.include or options.force):
         raise click.UsageError(
             "--stream writes trajectories to standard output, without --output, --include and --force"
         )
-    run(_get(job_name(job), place, output, stream, include, force, image, start_timeout))
+    run(_get(job_name(job), place, options))
 
 
-async def _get(
-    name: str,
-    place: Place,
-    output: Path | None,
-    stream: bool,
-    include: tuple[str, ...],
-    force: bool,
-    image: str | None,
-    start_timeout: float,
-) -> int:
+async def _get(name: str, place: Place, options: Options) -> int:
     from kuberoll_operator.console.copying import Copy, Stream
     from kuberoll_operator.console.progress_bar import progress_of
     from kuberoll_operator.console.reader_session import ReaderSession
@@ -83,21 +80,25 @@ async def _get(
         if snapshot:
             note(f"rlj/{name} is {phase}: this is a snapshot, of whole lines; the same command brings the rest later")
         session = ReaderSession(
-            connection, job, spare=lambda: rendered_template(job, image), start_seconds=start_timeout, note=note
+            connection,
+            job,
+            spare=lambda: rendered_template(job, options.image),
+            start_seconds=options.start_timeout,
+            note=note,
         )
         async with session:
-            if stream:
+            if options.stream:
                 await Stream(sys.stdout.buffer, note=note).run(session.connect)
                 return 0
-            path = output or Path(name)
+            path = options.output or Path(name)
             try:
                 with progress_of(sys.stderr) as progress:
                     copy = Copy(
                         path,
                         run=f"{namespace}/{name} {job['metadata']['uid']}",
                         snapshot=snapshot,
-                        include=include,
-                        force=force,
+                        include=options.include,
+                        force=options.force,
                         progress=progress,
                     )
                     outcome = await copy.run(session.connect)

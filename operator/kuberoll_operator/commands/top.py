@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kuberoll_operator.console.connection import Place, connected, place_options, run
+from kuberoll_operator.console.connection import Place, connected, place_options, run, seconds_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,14 +24,7 @@ _PIPE_WIDTH = 240
 @place_options
 @click.option("--all-namespaces", "-A", "everywhere", is_flag=True, help="Jobs of all namespaces.")
 @click.option("--once", is_flag=True, help="Print the table once and end; the same where there is no terminal.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.5),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Between two looks.",
-)
+@seconds_option("--interval", default=2.0, at_least=0.5, help="Between two looks.")
 def top(place: Place, everywhere: bool, once: bool, interval: float) -> None:
     """Show the RolloutJobs of a namespace and how fast they go.
 

@@ -137,3 +137,15 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(place=Place(namespace, context, kubeconfig), **options)
 
     return wrapped
+
+
+def seconds_option(name: str, *, default: float, at_least: float, help: str) -> Callable[[Callable[..., Any]], Any]:
+    """An option that takes a number of seconds."""
+    return click.option(
+        name,
+        type=click.FloatRange(min=at_least),
+        default=default,
+        show_default=True,
+        metavar="SECONDS",
+        help=help,
+    )
