@@ -55,7 +55,11 @@ def run(
 ) -> None:
     """Run all shards of a job; each generation takes about so many seconds."""
     os.environ.update(environment or {})
-    config = WorkerConfig(
+    asyncio.run(_run(_config(document, output, turns), seconds))
+
+
+def _config(document: dict[str, Any], output: str, turns: str | None, **of_inputs: Any) -> WorkerConfig:
+    return WorkerConfig(
         job=document,
         base="/",
         tokenizer=str(TINY),
@@ -65,8 +69,8 @@ def run(
         turns=turns,
         shards=list(range(SHARDS)),
         shard_count=SHARDS,
+        **of_inputs,
     )
-    asyncio.run(_run(config, seconds))
 
 
 async def _run(config: WorkerConfig, seconds: float, progress: Progress | None = None) -> None:
@@ -164,20 +168,7 @@ def run_whole(
     directory = RunDirectory(storage)
     inputs = scan(made, base=Path("/"), environment=environment_source(made))
     directory.open(new_manifest(made, shards=SHARDS, inputs=inputs.as_json()), resume=True)
-    config = WorkerConfig(
-        job=document,
-        base="/",
-        tokenizer=str(TINY),
-        endpoint="",
-        max_model_len=512,
-        output=output,
-        turns=output,
-        shards=list(range(SHARDS)),
-        shard_count=SHARDS,
-        tasks=inputs.tasks,
-        rollouts=inputs.rollouts,
-        blocks=list(inputs.blocks),
-    )
+    config = _config(document, output, output, tasks=inputs.tasks, rollouts=inputs.rollouts, blocks=list(inputs.blocks))
     asyncio.run(_run(config, 0.0, _Acknowledged(acknowledged)))
     for journal in (FAILURES, DROPPED):
         storage.compact(journal)

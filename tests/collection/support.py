@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Any
 
+from kuberoll_workers.collection.storage import DirectoryStorage
+from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Timing, TokenCounts, TrajectoryRecord
 
@@ -21,6 +24,19 @@ class Observed:
 
     def failed(self) -> None:
         self.failures += 1
+
+
+def store_at(place: Path, **changes: Any) -> ResultStore:
+    """A store of one shard in a directory."""
+    fields: dict[str, Any] = {
+        "shards": [0],
+        "shard_count": 1,
+        "repeats": {"env": 1},
+        "turns": place,
+        "seconds": Observed(),
+        "stored": lambda _: None,
+    }
+    return ResultStore(DirectoryStorage(place), **{**fields, **changes})
 
 
 def record(task_index: int, rollout_index: int = 0, **changes: Any) -> TrajectoryRecord:

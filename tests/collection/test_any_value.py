@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.storage import DirectoryStorage
-from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.plain import MAX_MESSAGE
 from kuberoll_workers.data.record import (
@@ -30,7 +29,7 @@ from kuberoll_workers.data.record import (
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
-from tests.collection.support import Observed, dropped, failure, record
+from tests.collection.support import dropped, failure, record, store_at
 from tests.data.test_plain import same
 from tests.rollouts.fakes import rollout_of, runners, sample
 from tests.values import anything, texts
@@ -78,15 +77,7 @@ returns = st.builds(
 
 
 async def _play(made: EnvironmentReturn, raised: BaseException | None, place: Path) -> None:
-    store = ResultStore(
-        DirectoryStorage(place),
-        shards=[0],
-        shard_count=1,
-        repeats={"env": 1},
-        turns=place,
-        seconds=Observed(),
-        stored=lambda _: None,
-    )
+    store = store_at(place)
     samples = [sample(index, metadata={"bad": index == 1}) for index in range(4)]
     async with runners({"env": Whatever(made, raised)}) as environments:
         rollout = rollout_of(
@@ -204,15 +195,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], words: str) -> None:
 
 async def test_a_record_that_no_line_can_hold_is_stored_as_a_failure(tmp_path: Path) -> None:
     told: list[Any] = []
-    store = ResultStore(
-        DirectoryStorage(tmp_path),
-        shards=[0],
-        shard_count=1,
-        repeats={"env": 1},
-        turns=None,
-        seconds=Observed(),
-        stored=told.append,
-    )
+    store = store_at(tmp_path, turns=None, stored=told.append)
     bad = Message("\ud800", "\ud801", token_array([1]))
     await store.result(record(0))
     await store.result(record(1, total_reward=math.inf))

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.collection.journal import BatchJournal, FileJournal, JournalBroken
 from kuberoll_workers.collection.parts import PartJournal, PartLimits
-from kuberoll_workers.collection.storage import DirectoryStorage
-from kuberoll_workers.collection.store import ResultStore
-from tests.collection.support import Observed, record
+from tests.collection.support import Observed, record, store_at
 
 
 class Gate:
@@ -78,16 +76,7 @@ async def test_records_that_come_while_a_write_fails_fail_too(
 
 async def test_results_that_wait_for_room_hear_of_the_failure(tmp_path: Path) -> None:
     gate = Gate()
-    store = ResultStore(
-        DirectoryStorage(tmp_path),
-        shards=[0],
-        shard_count=1,
-        repeats={"env": 1},
-        turns=None,
-        seconds=Observed(),
-        stored=lambda _: None,
-        pending_bytes=0,
-    )
+    store = store_at(tmp_path, turns=None, pending_bytes=0)
     store._journals["shard-00000"]._write_and_sync = gate  # type: ignore[attr-defined]
     first = asyncio.create_task(store.result(record(0)))
     await asyncio.to_thread(gate.entered.wait, 60)

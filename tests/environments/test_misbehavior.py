@@ -12,14 +12,13 @@ import pytest
 
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.storage import DirectoryStorage
-from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.plain import MAX_MESSAGE
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
-from tests.collection.support import Observed
+from tests.collection.support import store_at
 from tests.environments import misbehaving
 from tests.environments.misbehaving import (
     HANGING,
@@ -62,15 +61,7 @@ IN_WORDS = {
 async def play(tmp_path: Path, kind: str | list[str], isolation: str, *, seconds: float) -> tuple[list[Any], list[Any]]:
     """Nine good episodes and one bad, or several bad ones, with all that a worker does: what is stored, what failed."""
     kinds = [kind] if isinstance(kind, str) else kind
-    store = ResultStore(
-        DirectoryStorage(tmp_path),
-        shards=[0],
-        shard_count=1,
-        repeats={"env": 1},
-        turns=tmp_path,
-        seconds=Observed(),
-        stored=lambda _: None,
-    )
+    store = store_at(tmp_path)
     runner = EnvironmentRunner(make_executor(SPEC, isolation=isolation, processes=1, timeout=seconds), max_batch=64)
     bad = dict(enumerate(kinds, start=BAD))
     samples = [

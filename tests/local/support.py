@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
@@ -127,6 +128,13 @@ class Endpoint:
         return web.Response(
             body=wire.encode_result(await self._engine.generate(asked), wire.MSGPACK), content_type=wire.MSGPACK
         )
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    """An endpoint of a test's own; who wants it imports it."""
+    async with Endpoint().serving() as served:
+        yield served
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesLost
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, dataset_source, work
-from tests.local.support import TINY, Endpoint
+from tests.local.support import TINY, Endpoint, endpoint
 from tests.rollouts.fakes import until
+
+__all__ = ["endpoint"]
 
 
 def job(**spec: Any) -> dict[str, Any]:
@@ -94,12 +95,6 @@ def contents(records: dict[Any, TrajectoryRecord]) -> dict[Any, Any]:
 
 def turns_of(endpoint: Endpoint) -> list[int]:
     return [int(request.split("-")[3]) for request in endpoint.requests]
-
-
-@pytest.fixture
-async def endpoint() -> AsyncIterator[Endpoint]:
-    async with Endpoint().serving() as served:
-        yield served
 
 
 @pytest.fixture
