@@ -22,10 +22,11 @@ from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.policy.ray_settings import free_ports
 from tests.collection.s3 import S3Server, s3, s3_server
-from tests.local.support import TINY, Endpoint
+from tests.collection.support import Observed
+from tests.local.support import TINY, Endpoint, endpoint
 from tests.pods.support import Pod, pod
 
-__all__ = ["s3", "s3_server"]
+__all__ = ["endpoint", "s3", "s3_server"]
 
 MODULE = "kuberoll_workers.pod"
 SHARDS = 2
@@ -97,12 +98,6 @@ class Place:
         return {
             record.key: ([list(message.token_ids) for message in record.messages], record.rewards) for record in found
         }
-
-
-@pytest.fixture
-async def endpoint() -> AsyncIterator[Endpoint]:
-    async with Endpoint().serving() as served:
-        yield served
 
 
 @pytest.fixture
@@ -224,7 +219,7 @@ async def test_a_killed_pod_is_replaced_by_another(place: Place, endpoint: Endpo
     def at_third_turns() -> bool:
         """Whether each of the shard's trajectories is stored or waits for its third turn, the first two in the log."""
         keys = [TrajectoryKey(*map(int, session.split("-")[:2])) for session in endpoint.waiting]
-        log = TurnLog(Path(place.output), 1, seconds=lambda seconds: None).partials
+        log = TurnLog(Path(place.output), 1, seconds=Observed()).partials
         at_third = [key for key in keys if key in log and len(log[key].turns) == 2]
         return len(at_third) == len(keys) == 9 - len(place.contents())
 
@@ -390,6 +385,18 @@ async def somebody_elses() -> AsyncIterator[str]:
         yield str(server.make_url(""))
     finally:
         await server.close()
+
+
+async def test_a_pod_that_cannot_reach_the_policy_says_so_while_it_waits(place: Place) -> None:
+    (port,) = free_ports(1)
+    place.endpoint = f"http://127.0.0.1:{port}"
+    async with place.pod(0) as started:
+        await started.until(lambda: "waiting for the policy: " in started.log)
+        line = next(line for line in started.log.splitlines() if "waiting for the policy" in line)
+        assert place.endpoint in line
+        assert "Connect call failed" in line
+        started.signal(signal.SIGTERM)
+        assert await started.end() != 0
 
 
 def external_job(url: str, **rollout: Any) -> dict[str, Any]:

@@ -276,11 +276,11 @@ class ShardPod:
             window = self._job.spec.rollout.max_sequence_length
             try:
                 async with external_client(external, external.url, limit=1, token=token, window=window) as foreign:
-                    return (await foreign.wait_ready(patience)).max_model_len
+                    return (await foreign.wait_ready(patience, trouble=_waiting)).max_model_len
             except (PolicyRefused, ValueError) as error:
                 raise ConfigRefused(f"spec.generation.external: {error}") from error
         async with ServeClient(self._config.endpoint, limit=1, token=token) as client:
-            return (await client.wait_ready(patience)).max_model_len
+            return (await client.wait_ready(patience, trouble=_waiting)).max_model_len
 
     async def _work(self, max_model_len: int) -> bool:
         config = self._config
@@ -321,6 +321,10 @@ class ShardPod:
         while True:
             await asyncio.sleep(_LOG_SECONDS)
             _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+
+
+def _waiting(trouble: str) -> None:
+    _log.warning("waiting for the policy: %s", trouble)
 
 
 async def _healthy() -> str | None:

@@ -346,7 +346,9 @@ class _LocalRun:
             async with external_client(
                 external, external.url, limit=1, window=window, environment=environment
             ) as client:
-                info = await client.wait_ready(deadline)
+                info = await client.wait_ready(
+                    deadline, trouble=lambda trouble: self._reporter.note(f"waiting for the policy: {trouble}")
+                )
         except (PolicyUnavailable, PolicyRefused, ValueError) as error:
             raise RunFailed(f"spec.generation.external.url: {error}") from error
         self._seconds["endpoint"] = time.perf_counter() - began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +18,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
+from kuberoll_workers.policy.waiting import until_ready
 
 SESSION_HEADER = "x-session-id"
 """Requests with the same value go to the same replica, where their prefix is cached."""
@@ -144,26 +145,28 @@ class ServeClient:
             raise PolicyUnavailable(f"{self._url}/replicas: {error}") from error
         raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
-    async def wait_ready(self, seconds: float, *, interval: float = 0.25) -> EngineInfo:
+    async def wait_ready(
+        self, seconds: float, *, interval: float = 0.25, trouble: Callable[[str], None] | None = None
+    ) -> EngineInfo:
         """Wait until the endpoint can generate.
+
+        Args:
+            trouble: Told meanwhile why it cannot.
 
         Raises:
             PolicyUnavailable: It could not within so many seconds; says what it answered last.
         """
-        last = "no answer"
+        return await until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
+
+    async def _ready(self) -> EngineInfo:
         try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    try:
-                        answer = await self._send("GET", "/healthz")
-                        if answer.status == 200:
-                            return await self.info()
-                        last = str(_refusal(self._url, answer))
-                    except PolicyUnavailable as error:
-                        last = str(error)
-                    await asyncio.sleep(interval)
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                answer = await self._send("GET", "/healthz")
+                if answer.status != 200:
+                    raise PolicyUnavailable(str(_refusal(self._url, answer)))
+                return await self.info()
         except TimeoutError as error:
-            raise PolicyUnavailable(f"{self._url} was not ready within {seconds:g} s: {last}") from error
+            raise PolicyUnavailable(f"{self._url}: no answer within {_HEALTH_SECONDS:g} s") from error
 
     async def _send(self, method: str, path: str, **options: Any) -> _Answer:
         if self._session is None:

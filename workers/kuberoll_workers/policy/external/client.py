@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +31,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
+from kuberoll_workers.policy.waiting import until_ready
 
 Api = Literal["Auto", "KubeRoll", "OpenAI"]
 
@@ -218,27 +219,25 @@ class ExternalClient:
             model=found.model, engine=found.engine, max_model_len=found.window, vocab_size=0, policy_version=""
         )
 
-    async def wait_ready(self, seconds: float, *, interval: float = 0.25) -> EngineInfo:
+    async def wait_ready(
+        self, seconds: float, *, interval: float = 0.25, trouble: Callable[[str], None] | None = None
+    ) -> EngineInfo:
         """Wait until the endpoint can generate.
+
+        Args:
+            trouble: Told meanwhile why it cannot.
 
         Raises:
             PolicyUnavailable: It could not within so many seconds; says what it answered last.
             PolicyRefused: Waiting would not help: see `info`.
         """
-        last = "no answer"
-        try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    try:
-                        info = await self.info()
-                        if await self.healthy():
-                            return info
-                        last = "it is not healthy"
-                    except PolicyUnavailable as error:
-                        last = str(error)
-                    await asyncio.sleep(interval)
-        except TimeoutError as error:
-            raise PolicyUnavailable(f"{self._url} was not ready within {seconds:g} s: {last}") from error
+        return await until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
+
+    async def _ready(self) -> EngineInfo:
+        info = await self.info()
+        if not await self.healthy():
+            raise PolicyUnavailable(f"{self._url}: it is not healthy")
+        return info
 
     async def _found(self) -> ServeClient | _Server:
         found = self._ours or self._server

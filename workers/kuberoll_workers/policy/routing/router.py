@@ -79,7 +79,8 @@ class RoutedPolicy:
         self._quarantine = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stir = asyncio.Event()
-        self._trouble = ""
+        # By replica, and of all of them by "": what was said last.
+        self._troubles: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop
 
     async def __aenter__(self) -> Self:
@@ -269,10 +270,12 @@ class RoutedPolicy:
         try:
             addresses = await self._discovery.addresses()
         except PolicyUnavailable as error:
-            self._say(str(error))
+            self._say("", str(error))
             return
-        self._say("" if addresses else "there is no replica; waiting for one")
-        self._admission.list([address.id for address in addresses], self._loop.time())
+        self._say("", "" if addresses else "there is no replica; waiting for one")
+        listed = {address.id for address in addresses}
+        self._admission.list(listed, self._loop.time())
+        self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
         for address in addresses:
             if address.id not in self._admission.members and address.id not in self._joining:
                 self._joining.add(address.id)
@@ -288,9 +291,10 @@ class RoutedPolicy:
                 budget, window = int(info.kv_cache_tokens * self._share), info.max_ongoing_requests or WINDOW
             except PolicyRefused as error:
                 # Whoever runs it has to change something, and may.
-                self._say(str(error))
+                self._say(address.id, str(error))
                 return
-            except PolicyUnavailable:
+            except PolicyUnavailable as error:
+                self._say(address.id, str(error))
                 if not await client.healthy():
                     return
                 budget, window = 0, WINDOW
@@ -299,6 +303,7 @@ class RoutedPolicy:
             self._clients[address.id] = client
             self._connections[address.id] = stack.pop_all()
             self._admission.join(Member(address.id, budget=budget, window=window), self._loop.time())
+            self._troubles.pop(address.id, None)
             _log.info("replica %s at %s", address.id, address.url)
         finally:
             self._joining.discard(address.id)
@@ -316,10 +321,11 @@ class RoutedPolicy:
         if stack is not None:
             await stack.aclose()
 
-    def _say(self, trouble: str) -> None:
-        if trouble and trouble != self._trouble:
+    def _say(self, name: str, trouble: str) -> None:
+        """Log a trouble of a replica's, or of finding them, unless it was the last."""
+        if trouble and trouble != self._troubles.get(name):
             _log.warning("replicas: %s", trouble)
-        self._trouble = trouble
+        self._troubles[name] = trouble
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
