@@ -144,6 +144,8 @@ class Requests(RuleBasedStateMachine):
     def is_withdrawn(self, data: Any) -> None:
         ticket = self.asking.pop(data.draw(st.integers(0, len(self.asking) - 1)))
         self.admission.withdraw(ticket)
+        # While it waited its home may have become another.
+        self.homes.pop(ticket.session_id, None)
         if self.admission.sessions.find(ticket.session_id) is not None:
             self.idle[ticket.session_id] = ticket.tokens
 
@@ -163,7 +165,7 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def nothing_was_done_that_may_not_be(self) -> None:
-        assert not self.faults
+        assert not self.faults, self.faults
 
     @invariant()
     def counts_are_true(self) -> None:
@@ -203,7 +205,7 @@ class Requests(RuleBasedStateMachine):
                 ticket = self.sent.pop()
                 self.idle[ticket.session_id] = ticket.tokens
                 self.admission.answered(ticket, ticket.tokens, self.now)
-        assert not self.faults
+        assert not self.faults, self.faults
         assert not self.asking
         for session in list(self.idle):
             self.admission.ended(session, self.now)
