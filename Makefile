@@ -26,7 +26,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install demo crd images test test-long lint format clean
+.PHONY: help install demo crd images check test test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -58,11 +58,17 @@ images: ## Build the three images with BUILDER=docker (podman, buildah), for ENG
 	$(BUILD) --target serve --build-arg ENGINE=$(ENGINE) -t $(REGISTRY)/kuberoll/generation:$(TAG) \
 		$(if $(filter cpu,$(ENGINE)),-t $(REGISTRY)/kuberoll/generation:$(TAG)-cpu) .
 
+# As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
+PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
+
+check: install lint ## Check style, types and imports, and run the tests that start nothing: a minute or so.
+	$(BIN)/pytest $(PARALLEL) -m "not (browser or cluster or engine or images or long or processes or ray)"
+
 test: install lint ## Check and test everything.
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL) --durations 25
 
 test-long: install ## The tests that take a minute or more, too: half an hour and more.
-	KUBEROLL_KILLS=100 $(BIN)/pytest --long
+	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long
 
 lint: install ## Check style, types and the import rules.
 	$(BIN)/ruff check

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.environments.local_ray import local_ray
 
 if TYPE_CHECKING:
     from tests.containers.containerd import Containerd
@@ -24,12 +26,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the tests that take a minute or more, too.")
 
 
+MARKS_OF_DIRECTORIES = {
+    "cluster": "cluster",
+    "containers": "images",
+    "local": "processes",
+    "monitoring": "processes",
+    "pods": "processes",
+}
+"""Markers of all tests of a directory."""
+
+MARKS_OF_FIXTURES = {"browser": "browser", "ray": "ray", "simulated_host": "ray"}
+"""Markers that a test has by the fixtures it uses."""
+
+# Tests that start the same heavy parts run one after another in one process of pytest-xdist; these groups come first.
+_GROUPS = ("images", "cluster", "ray")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
     for item in items:
-        if "long" in item.keywords:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes a minute or more: make test-long"))
+        for fixture, name in MARKS_OF_FIXTURES.items():
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(name)
+        if item.path.parent.name in MARKS_OF_DIRECTORIES:
+            item.add_marker(MARKS_OF_DIRECTORIES[item.path.parent.name])
+        if item.get_closest_marker("engine"):
+            item.add_marker("ray")
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_order)
+
+
+def _group(item: pytest.Item) -> str:
+    return next((name for name in _GROUPS if item.get_closest_marker(name)), item.nodeid.partition("::")[0])
+
+
+def _order(item: pytest.Item) -> int:
+    return next((place for place, name in enumerate(_GROUPS) if item.get_closest_marker(name)), len(_GROUPS))
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """The module `ray`, with a Ray of this process for tests with real actors; they ask for no CPU."""
+    with local_ray():
+        import ray
+
+        yield ray
 
 
 @pytest.fixture(scope="session")

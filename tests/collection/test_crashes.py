@@ -25,6 +25,8 @@ KILLS = int(os.environ.get("KUBEROLL_KILLS", "24"))
 TASKS = 400
 LONGEST_LIFE_SECONDS = 0.8
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:

@@ -35,6 +35,11 @@ def jsonl(rows: Iterable[Any]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+def gzipped(data: bytes) -> bytes:
+    # The same in each process of pytest-xdist, as parameters of a test must be.
+    return gzip.compress(data, mtime=0)
+
+
 def zstd(data: bytes) -> bytes:
     return bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
 
@@ -49,7 +54,7 @@ def parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
 
 CONTAINERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "rows.jsonl": jsonl,
-    "rows.jsonl.gz": lambda rows: gzip.compress(jsonl(rows)),
+    "rows.jsonl.gz": lambda rows: gzipped(jsonl(rows)),
     "rows.jsonl.zst": lambda rows: zstd(jsonl(rows)),
     "rows.parquet": parquet,
 }
@@ -109,7 +114,7 @@ def test_what_a_file_is_is_said_by_its_contents(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", [name for name in CONTAINERS if "jsonl" in name])
 def test_rows_know_their_lines(name: str, tmp_path: Path) -> None:
     data = b'\n{"prompt": "two"}\r\n   \n{"prompt": "four"}'
-    packs: dict[str, Callable[[bytes], bytes]] = {".jsonl": bytes, ".gz": gzip.compress, ".zst": zstd}
+    packs: dict[str, Callable[[bytes], bytes]] = {".jsonl": bytes, ".gz": gzipped, ".zst": zstd}
     pack = packs[Path(name).suffix]
     (tmp_path / name).write_bytes(pack(data))
     assert [str(place) for place, _ in file_rows(name, tmp_path)] == [f"{tmp_path / name}:2", f"{tmp_path / name}:4"]
@@ -126,14 +131,14 @@ def test_byte_order_mark_crlf_and_a_missing_last_newline_are_tolerated(tmp_path:
     assert read("rows.jsonl", tmp_path) == [{"prompt": "x"}] * 2
 
 
-@pytest.mark.parametrize("data", [b"", b"\n \r\n", b"\xef\xbb\xbf", gzip.compress(b""), zstd(b""), parquet([{"a": 1}])])
+@pytest.mark.parametrize("data", [b"", b"\n \r\n", b"\xef\xbb\xbf", gzipped(b""), zstd(b""), parquet([{"a": 1}])])
 def test_files_without_rows(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "rows").write_bytes(data)
     assert read("rows", tmp_path) in ([], [{"a": 1}])
 
 
 def test_compressed_files_that_were_joined_are_one(tmp_path: Path) -> None:
-    for pack in (gzip.compress, zstd):
+    for pack in (gzipped, zstd):
         (tmp_path / "rows").write_bytes(pack(jsonl(ROWS[:2])) + pack(jsonl(ROWS[2:])))
         assert read("rows", tmp_path) == ROWS
 
@@ -152,10 +157,10 @@ def test_compressed_files_that_were_joined_are_one(tmp_path: Path) -> None:
         (b'{"a": "\\ud800"}', "rows:1: not a JSON object: "),
         (b"[" * 10, "rows:1: found a JSON array"),
         (b'{"a":' * 5000, "rows:1: not a JSON object: "),
-        (gzip.compress(jsonl(ROWS))[:-9], "rows: the compressed file is torn or damaged"),
+        (gzipped(jsonl(ROWS))[:-9], "rows: the compressed file is torn or damaged"),
         (zstd(jsonl(ROWS))[:-5], "rows: the compressed file is torn or damaged"),
-        (gzip.compress(jsonl(ROWS))[:-8] + bytes(8), "rows: the compressed file is torn or damaged"),
-        (gzip.compress(b'{"a": 1}\nx'), "rows:2: not a JSON object"),
+        (gzipped(jsonl(ROWS))[:-8] + bytes(8), "rows: the compressed file is torn or damaged"),
+        (gzipped(b'{"a": 1}\nx'), "rows:2: not a JSON object"),
         (parquet(ROWS)[:-9], "rows: not a Parquet file that can be read"),
         (b"PAR1", "rows: not a Parquet file that can be read"),
         (b"BZh91AY", "rows: found a bzip2 file; it can be JSON lines (also .gz, .zst) or Parquet"),

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableR
 from kuberoll_workers.environments.isolation import CoroutineExecutor, InlineExecutor
 from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised, StepTimedOut
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from tests.environments.local_ray import local_ray
 
 
 class Unpicklable(Exception):
@@ -63,14 +62,6 @@ class Obedient:
 
     def release(self) -> None:
         self._release.set()
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    with local_ray():
-        import ray
-
-        yield ray
 
 
 @asynccontextmanager

@@ -33,6 +33,8 @@ from tests.local.support import (
     wait_until_none_is_left,
 )
 
+pytestmark = pytest.mark.ray
+
 __all__ = ["s3", "s3_server"]
 
 

@@ -26,6 +26,8 @@ from tests.local.support import TINY
 from tests.pods.support import Pod, address, pod
 from tests.policy.hosts import TOKENS
 
+pytestmark = pytest.mark.ray
+
 MODULE = "kuberoll_workers.policy.pod"
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.local.support import TINY, manifest, run_to_end, trajectories
 from tests.policy.conftest import ServingHost
+
+pytestmark = pytest.mark.ray
 
 
 def test_external_endpoints(simulated_host: ServingHost, tmp_path: Path) -> None:

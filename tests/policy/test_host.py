@@ -14,6 +14,8 @@ from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
 from tests.policy.hosts import PATIENCE_SECONDS, starting, until_ready
 
+pytestmark = pytest.mark.ray
+
 
 def test_a_failed_start_says_why_and_leaves_nothing() -> None:
     with starting(simulated={"responses": ["x"]}, tokenizer="/nowhere/at-all") as host:

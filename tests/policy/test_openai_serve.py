@@ -17,6 +17,8 @@ from kuberoll_workers.policy.interface import GenerationRequest, SamplingParamet
 from tests.policy.hosts import PATIENCE_SECONDS, starting, until_ready
 from tests.policy.openai_serving import TINY
 
+pytestmark = pytest.mark.ray
+
 ANSWER = "<action>up</action>"
 USER: Any = [{"role": "user", "content": "1 _\n3 2"}]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.storage import DirectoryStorage
@@ -17,6 +18,8 @@ from kuberoll_workers.worker import Progress, WorkerConfig, work
 from tests.local.support import TINY, WAYS
 from tests.policy.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
 from tests.rollouts.fakes import until
+
+pytestmark = pytest.mark.ray
 
 TRAJECTORIES = 96
 

@@ -17,7 +17,7 @@ from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
 from tests.policy.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
 
 
 class Answer(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 from kuberoll_workers.environments import EnvironmentReturn
 from kuberoll_workers.environments.outcome import StepInvalid, StepRaised, StepTimedOut
 from kuberoll_workers.rollouts import RolloutLimits, calculate_rewards
-from tests.environments.local_ray import local_ray
 from tests.rollouts.nemo_rl.fakes import batch_of
 
 
@@ -43,15 +42,7 @@ class Judge:
         return self.calls
 
 
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    with local_ray():
-        import ray
-
-        yield ray
-
-
-@pytest.fixture(params=["object", "actor"])
+@pytest.fixture(params=["object", pytest.param("actor", marks=pytest.mark.ray)])
 def make(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes environments, as objects or as Ray actors; and says how often one was called."""
     if request.param == "object":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from kuberoll_workers.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
 )
-from tests.environments.local_ray import local_ray
 from tests.rollouts.nemo_rl.fakes import FAST, FakePolicy, contents, same
 from tests.rollouts.nemo_rl.nemo_environments import (
     CALL,
@@ -40,12 +39,9 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[dict[str, Any]]:
-    with local_ray():
-        import ray
-
-        made = {"calculator": MultiStepCalculator, "puzzle": SlidingPuzzle}
-        yield {name: ray.remote(kind).options(num_cpus=0).remote() for name, kind in made.items()}
+def actors(ray: Any) -> dict[str, Any]:
+    made = {"calculator": MultiStepCalculator, "puzzle": SlidingPuzzle}
+    return {name: ray.remote(kind).options(num_cpus=0).remote() for name, kind in made.items()}
 
 
 class Player(FakePolicy):

@@ -10,7 +10,6 @@ import torch
 
 from kuberoll_workers.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout
 from kuberoll_workers.rollouts.nemo_rl.tokenizers import ForeignTokenizer, decode_all, pad_token_of, tokenizer_of
-from tests.environments.local_ray import local_ray
 from tests.rollouts.nemo_rl.fakes import FAST, CharacterTokenizer, CountingEnvironment, FakePolicy, batch_of, contents
 
 FACES = pytest.mark.parametrize("run", [run_multi_turn_rollout, run_async_multi_turn_rollout])
@@ -27,14 +26,6 @@ class Actor(CountingEnvironment):
 
     def calls(self) -> list[int]:
         return self.batches
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    with local_ray():
-        import ray
-
-        yield ray
 
 
 @pytest.fixture
