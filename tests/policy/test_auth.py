@@ -50,9 +50,25 @@ def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None
     assert status(f"Bearer {TOKENS.of(shown)}", scope) == (200 if scope in (shown, "read") else 403)
 
 
-def test_a_refusal_says_which_scope_is_needed() -> None:
-    with pytest.raises(Denied, match="scope weights; the one shown is of scope generate"):
-        authorize("Bearer sample-1234", TOKENS, "weights")
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("Bearer sample-1234", "this needs the job's token of scope weights; the one shown is of scope generate"),
+        ("Bearer nothing", "the Authorization header must be: Bearer and one of the job's tokens"),
+    ],
+)
+def test_a_refusal_says_what_is_needed(header: str, message: str) -> None:
+    with pytest.raises(Denied) as caught:
+        authorize(header, TOKENS, "weights")
+    assert str(caught.value) == message
+
+
+def test_tokens_are_named_and_fixed() -> None:
+    """Three texts in a row are easily given in another order, which would open what they are not for."""
+    with pytest.raises(TypeError):
+        Tokens("sample-1234", "publish-1234", "look-1234")  # type: ignore[call-arg, misc]
+    with pytest.raises(AttributeError):
+        TOKENS.read = TOKENS.weights  # type: ignore[misc]
 
 
 @given(text=st.text(max_size=12), scope=st.sampled_from(SCOPES))
