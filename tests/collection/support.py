@@ -9,7 +9,7 @@ from typing import Any
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Timing, TokenCounts, TrajectoryRecord
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Timing, TokenCounts, TrajectoryRecord, TurnRecord
 
 
 class Observed:
@@ -96,3 +96,22 @@ def dropped(task_index: int, rollout_index: int = 0, **changes: Any) -> DroppedR
         "attempt": 0,
     }
     return DroppedRecord(**{**fields, **changes})
+
+
+def turn(task_index: int) -> TurnRecord:
+    return TurnRecord(
+        task_index=task_index,
+        rollout_index=0,
+        attempt=0,
+        turn=1,
+        messages=[Message("assistant", "x", token_array([3]), turn=1), Message("environment", "y", token_array([4]))],
+        reward=1.0,
+        reward_parts={},
+        metadata=None,
+        stop_strings=None,
+        answer=None,
+        generation_seconds=0.0,
+        environment_seconds=0.0,
+        stop_reason=None,
+        token_source="engine",
+    )

@@ -14,7 +14,7 @@ from kuberoll_workers.collection import storage as storage_module
 from kuberoll_workers.collection.journal import JournalBroken
 from kuberoll_workers.collection.parts import PartLimits
 from kuberoll_workers.collection.run_files import NotARun, RunFiles
-from kuberoll_workers.collection.storage import Storage, StorageError, open_storage
+from kuberoll_workers.collection.storage import ObjectStorage, Storage, StorageError, open_storage
 from kuberoll_workers.data.record import encode_line
 from tests.collection.s3 import S3Server, s3, s3_server
 from tests.collection.support import Observed, dropped, failure, record
@@ -264,3 +264,17 @@ def test_a_foreign_lock_object_is_named_and_left_alone(held: bytes, s3: tuple[S3
     with pytest.raises(StorageError, match=r"/\.lock is not a lock of KubeRoll's: remove it"):
         storage.lock()
     assert storage.read(".lock") == held
+
+
+async def test_who_lets_go_of_a_lock_that_somebody_removed_is_not_troubled(location: str) -> None:
+    storage = open_storage(location)
+    storage.lock()
+    if isinstance(storage, ObjectStorage):
+        storage._fs.rm_file(f"{storage._root}/.lock")
+    else:
+        (Path(location) / ".lock").unlink()
+    storage.unlock()
+    storage.unlock()
+    other = open_storage(location)
+    other.lock()
+    other.unlock()
