@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyUnavailable
+from kuberoll_workers.rollouts.scheduling import _Phases
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from tests.rollouts.fakes import ScriptedPolicy, roll, sample
 
@@ -64,3 +65,37 @@ async def test_one_that_fails_is_not_waited_for() -> None:
         retries=RetryPolicy(generation_attempts=1),
     )
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
+
+
+async def _turns_of_the_loop() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_who_leaves_while_waiting_is_not_counted_as_come() -> None:
+    phases = _Phases(3)
+    first = asyncio.create_task(phases.arrive())
+    await _turns_of_the_loop()
+    first.cancel()
+    await asyncio.wait((first,))
+    phases.leave()
+    second = asyncio.create_task(phases.arrive())
+    await _turns_of_the_loop()
+    assert not second.done()
+    async with asyncio.timeout(60):
+        await phases.arrive()
+        await second
+
+
+async def test_who_is_stopped_as_the_barrier_opens_has_come() -> None:
+    phases = _Phases(2)
+    first = asyncio.create_task(phases.arrive())
+    await _turns_of_the_loop()
+    await phases.arrive()
+    # The barrier is open, but the first has not gone on yet.
+    first.cancel()
+    await asyncio.wait((first,))
+    assert first.cancelled()
+    phases.leave()
+    async with asyncio.timeout(60):
+        await phases.arrive()

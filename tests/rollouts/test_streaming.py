@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from kuberoll_workers.data.prompts import Sample, SampleGroup
+from kuberoll_workers.data.record import Partial
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from kuberoll_workers.rollouts.groups import GroupPolicy, rewards_differ
 from kuberoll_workers.rollouts.streaming import stream_groups, stream_trajectories
@@ -119,6 +121,64 @@ async def test_leaving_aborts_and_hands_back_the_complete_turns() -> None:
     assert [(record.turn_count, record.stop_reason, record.total_reward) for record in ended] == [
         (5, "terminated", 5.0)
     ] * 2
+
+
+async def test_who_leaves_a_stream_in_lockstep_is_handed_back_complete_turns() -> None:
+    """Those that wait at the barrier, and the one they wait for."""
+    blocked = asyncio.Event()
+
+    class Policy(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if request.session_id[0] == "1" and request.request_id.split("-")[3] == "3":
+                blocked.set()
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    async with runners(ENVIRONMENTS) as made:
+        policy = Policy()
+        rollout = rollout_of(made, policy=policy, concurrency=2, scheduling="Lockstep")
+        samples = [sample(index, metadata={"turns": 5}) for index in range(2)]
+        async with stream_trajectories(rollout, samples) as stream:
+            await blocked.wait()
+    assert sorted((tuple(p.key), len(p.turns)) for p in stream.partials) == [((0, 0), 2), ((1, 0), 2)]
+
+
+async def test_turns_that_do_not_follow_one_another_are_refused() -> None:
+    def turns(*numbers: int) -> Partial:
+        return Partial([dataclasses.replace(turn, turn=number) for turn, number in zip(made, numbers, strict=False)])
+
+    (whole,) = await _interrupted_after(2)
+    made = whole.turns
+    for partial, number in ((turns(2, 3), 2), (turns(1, 1), 1), (turns(0), 0)):
+        async with runners(ENVIRONMENTS) as environments:
+            with pytest.raises(ValueError, match=rf"trajectory \(0, 0\): turn {number} does not follow turn "):
+                rollout_of(environments).admit(sample(partial=partial))
+
+
+async def test_nothing_follows_the_last_turn() -> None:
+    (whole,) = await _interrupted_after(2)
+    whole.turns[0] = dataclasses.replace(whole.turns[0], stop_reason="terminated")
+    async with runners(ENVIRONMENTS) as environments:
+        with pytest.raises(ValueError, match="turn 2 does not follow turn 1"):
+            rollout_of(environments).admit(sample(partial=whole))
+
+
+async def _interrupted_after(turns: int) -> list[Partial]:
+    """The complete turns of trajectory (0, 0), of which there are so many."""
+    blocked = asyncio.Event()
+
+    class Policy(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            if request.request_id.split("-")[3] == str(turns + 1):
+                blocked.set()
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, policy=Policy())
+        async with stream_trajectories(rollout, [sample(metadata={"turns": 5})]) as stream:
+            await blocked.wait()
+    return stream.partials
 
 
 async def test_groups_come_when_they_are_complete() -> None:
