@@ -168,6 +168,12 @@ def test_the_digest_is_of_what_the_rows_say_in_order(tmp_path: Path) -> None:
     assert digest("d.jsonl", raw[:1], "\n") != plain
 
 
+def test_digests_are_those_that_manifests_hold() -> None:
+    """Another digest of the same rows would refuse every run that an earlier version began."""
+    summary = scan(job({"rows": [{"prompt": "x", "task_name": "a"}]}), base=Path(), environment=no_environment)
+    assert summary.digest == "2c80212d43f28363043a6d3b2617db8a"
+
+
 def test_groups_of_a_file_are_those_of_its_rows(tmp_path: Path) -> None:
     raw: list[dict[str, Any]] = [{"prompt": str(number), "task_name": "ab"[number % 2]} for number in range(1000)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, raw)))

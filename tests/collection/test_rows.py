@@ -160,6 +160,9 @@ def test_null_fields_count_as_absent() -> None:
     }  # fmt: skip
     row, same = parse(given), parse(nulls)
     assert (row.content, row.sampling) == (same.content, same.sampling)
+    # Templates ask whether a message has a field.
+    messages = parse({"messages": [{"role": "user", "content": "x", "name": None, "tool_calls": None}]}).messages
+    assert messages == [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,8 @@ def test_content_is_the_whole_row() -> None:
         ({"task_name": "a", "prompt": "x", "idx": float("nan")}, "the row cannot be written as JSON: found nan"),
         (gym({"agent_ref": {"name": "chess"}}), "agent_ref.name: found 'chess'; the job's environments are a, b"),
         (gym({"agent_ref": {}}), "agent_ref.name is missing"),
+        (gym({"agent_ref": "é"}), 'agent_ref: found text "é"'),
+        (gym({"agent_ref": {"name": None, "type": ""}}), "agent_ref.name is missing"),
         (gym({"agent_ref": "a"}), 'agent_ref: found text "a"'),
         (gym({"task_name": "a", "_ng_task_index": True}), "_ng_task_index: found a boolean true"),
         (gym({"task_name": "a", "level": 1, "metadata": {"level": 2}}), "metadata.level: the row has another level"),

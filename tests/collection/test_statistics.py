@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.collection import statistics as statistics_module
 from kuberoll_workers.collection.statistics import (
     best_of_k,
     describe,
@@ -107,6 +108,18 @@ def test_t_quantiles_leave_the_probability_below_them(probability: float, freedo
     area = steps * (density[0] + density[-1] + 4 * density[1:-1:2].sum() + 2 * density[2:-1:2].sum())
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     assert 0.5 + scale * area == pytest.approx(probability, abs=1e-9)
+
+
+@pytest.mark.parametrize("probability", [0.75, 0.975, 0.999])
+@pytest.mark.parametrize("freedom", [200, 500, 1000])
+def test_the_series_continues_the_exact_quantiles(
+    monkeypatch: pytest.MonkeyPatch, probability: float, freedom: int
+) -> None:
+    exact = t_quantile(probability, freedom)
+    monkeypatch.setattr(statistics_module, "_SERIES_FREEDOM", 100)
+    t_quantile.cache_clear()
+    assert t_quantile(probability, freedom) == pytest.approx(exact, abs=1e-9)
+    t_quantile.cache_clear()
 
 
 @pytest.mark.parametrize(("probability", "freedom"), [(0.5, 3), (1.0, 3), (0.975, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import orjson
@@ -11,9 +12,10 @@ import pytest
 
 from kuberoll_workers.collection.report.browsed import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
 from kuberoll_workers.collection.report.data import ReportData, report_data
-from kuberoll_workers.collection.report.ended import EndedRecord, ended
+from kuberoll_workers.collection.report.ended import EndedRecord, ended, row_of
 from kuberoll_workers.collection.report.page import render
 from kuberoll_workers.collection.report.text import cut, one_line, visible
+from kuberoll_workers.collection.run_directory import RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
 from tests.report.runs import dropped, failure, message, realistic, store, trajectory
 
@@ -96,6 +98,66 @@ def test_groups_beyond_what_can_be_drawn() -> None:
     assert sum(count for _, _, count in groups["points"]) == 900
     assert len(groups["points"]) < 100
     assert all(std > 0 for _, std, _ in groups["points"])
+
+
+def test_points_of_a_grid_are_near_the_groups_that_they_stand_for() -> None:
+    """Means within half a cell of 40; deviations rounded up, so that what has none looks so."""
+    rewards = [(task * 0.001, task * 0.001 + (task % 30) * 0.1) for task in range(900)]
+    records = [
+        trajectory(task, rollout, rewards=[reward])
+        for task, pair in enumerate(rewards)
+        for rollout, reward in enumerate(pair)
+    ]
+    groups = data(*records).numbers["all"]["groups"]
+    assert len(groups["points"]) < 900
+    means, stds = [sum(pair) / 2 for pair in rewards], [stdev(pair) for pair in rewards]
+    wide, high = (max(means) - min(means)) / 40, (max(stds) - min(stds)) / 24
+
+    def near(mean: float, std: float) -> list[tuple[float, float, int]]:
+        return [
+            point
+            for point in groups["points"]
+            if abs(point[0] - mean) <= wide / 2 + 1e-9 and -1e-9 <= point[1] - std < high + 1e-9
+        ]
+
+    assert all(near(mean, std) for mean, std in zip(means, stds, strict=True))
+    assert sum(count for _, std, count in groups["points"] if std == 0) == sum(std == 0 for std in stds) == 30
+
+
+def test_tokens_of_what_failed_are_counted_by_who_wrote_them() -> None:
+    record = failure(0)
+    record.messages = [
+        message("user", "x" * 4, 0),
+        message("assistant", "x" * 8, 1),
+        message("assistant", "x" * 16, 1),
+        message("environment", "x" * 32, 1),
+        message("environment", "x" * 64, 2),
+    ]
+    row = row_of(record)
+    assert (row.prompt_tokens, row.generated_tokens, row.environment_tokens) == (2, 3 + 5, 9 + 17)
+
+
+def test_a_run_s_settings_and_plan_head_the_page() -> None:
+    manifest = RunManifest(
+        format=1,
+        job="first",
+        created="2026-01-01T00:00:00+00:00",
+        shards=2,
+        identity={"dataset.repeats": 8, "generation.model.source": "org/model", "rollout.groups.wanted": None},
+        inputs={"rows": 5, "trajectories": 40},
+        versions={"ray": "2.0"},
+    )
+    head = data(manifest=manifest).head
+    assert head == {
+        "location": "runs/one",
+        "job": "first",
+        "created": "2026-01-01T00:00:00+00:00",
+        "planned": 40,
+        "settings": [("dataset.repeats", "8"), ("generation.model.source", "org/model"), ("versions.ray", "2.0")],
+    }
+    manifest.identity["rollout.groups.wanted"] = 3
+    assert data(manifest=manifest).head["planned"] is None
+    assert data().head == {"location": "runs/one", "job": None, "created": None, "planned": None, "settings": []}
 
 
 def test_causes_are_told_by_count_and_bounded() -> None:

@@ -40,6 +40,15 @@ def test_merged_is_as_if_never_divided(left: list[float], right: list[float]) ->
         assert one[name] == two[name]
 
 
+@given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.lists(st.floats(-1e6, 1e6), max_size=50))
+def test_merged_has_the_moments_of_all_values(left: list[float], right: list[float]) -> None:
+    merged = of(left)
+    merged.merge(of(right))
+    one, two = merged.as_json(), of([*left, *right]).as_json()
+    for name in ("mean", "std", "total"):
+        assert one[name] == (None if two[name] is None else pytest.approx(two[name], rel=1e-6, abs=1e-6))
+
+
 @given(VALUES)
 def test_bars_hold_every_value_and_are_few(values: list[float]) -> None:
     told = of(values).as_json()
