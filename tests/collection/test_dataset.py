@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -265,3 +266,12 @@ def test_a_generator_that_is_not_deterministic_is_refused() -> None:
     groups = prompt_groups(given, base=Path(), environment=lambda name: fickle, blocks=summary.blocks)
     with pytest.raises(DatasetError, match=r"rows 1 to 3 .generated row 0.*generate_dataset has to return the same"):
         next(groups)
+
+
+def test_blocks_are_bounded_by_rows_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(inputs, "_BLOCK_BYTES", 10)
+    sizes = [1, 1, 1, 4, 5, 1, 20, 9, 1, 1]
+    given: Any = [SimpleNamespace(content=b"x" * size) for size in sizes]
+    blocks = [[len(row.content) for row in block] for block in inputs._blocks(given)]
+    assert blocks == [[1, 1, 1], [4, 5, 1], [20], [9, 1], [1]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.collection import records
-from kuberoll_workers.collection.journal import FileJournal, JournalBroken, repair
+from kuberoll_workers.collection.journal import BatchJournal, FileJournal, JournalBroken, repair, whole_lines
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import RecordError, TrajectoryRecord, decode_line, encode_line
 from tests.collection.support import Observed, record
@@ -85,3 +85,41 @@ async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
     assert observed.failures == 1
     with pytest.raises(JournalBroken, match="No space left"):
         await journal.close()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbfone\n\n \n\xef\xbb\xbfthree\ntorn")
+    assert list(whole_lines(path)) == [(f"{path}:1", b"one\n"), (f"{path}:4", b"\xef\xbb\xbfthree\n")]
+    assert list(whole_lines(tmp_path / "none")) == []
+
+
+async def test_a_failure_between_two_writes_is_told_to_the_second() -> None:
+    """The first batch was durable; what fails while the second is gathered is the second's alone."""
+
+    class Journal(BatchJournal):
+        def __init__(self) -> None:
+            super().__init__("somewhere", seconds=Observed())
+            self.gathered = 0
+            self.lines: list[bytes] = []
+
+        async def _gather(self) -> None:
+            self.gathered += 1
+            await asyncio.sleep(0)
+            if self.gathered == 2:
+                raise OSError("no room")
+
+        async def _store(self, data: bytes) -> None:
+            await asyncio.sleep(0)
+            self.lines.append(data)
+            late.append(self.add(record(1))[0])
+
+    late: list[asyncio.Future[None]] = []
+    journal = Journal()
+    await journal.append(record(0))
+    async with asyncio.timeout(60):
+        with pytest.raises(JournalBroken, match="somewhere: no room"):
+            await late[0]
+        with pytest.raises(JournalBroken, match="somewhere: no room"):
+            await journal.close()
+    assert journal.lines == [encode_line(record(0))]

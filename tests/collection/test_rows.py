@@ -294,3 +294,16 @@ def test_the_rows_of_the_docs() -> None:
     assert parse(plain, ("math", "other")).idx == 17
     assert parse(of_gym, ("math", "other")).metadata == {"expected_answer": "4"}
     assert parse(request).idx == "r-1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "background", "include", "logprobs", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
+        "safety_identifier", "service_tier", "store", "stream", "stream_options", "tool_choice", "top_logprobs",
+        "truncation", "user",
+    ],
+)  # fmt: skip
+def test_parameters_that_change_no_token_are_passed_over(name: str) -> None:
+    value: Any = {"x": "y"} if name == "metadata" else "x"
+    assert parse(gym({"task_name": "a"}, **{name: value})).messages == parse(gym({"task_name": "a"})).messages

@@ -13,7 +13,7 @@ import pytest
 
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.journal import partial_name, write_atomically
-from kuberoll_workers.collection.run_directory import RunDirectory, RunRefused, new_manifest
+from kuberoll_workers.collection.run_directory import RunDirectory, RunRefused, differences, new_manifest
 from kuberoll_workers.collection.storage import DirectoryStorage
 
 DOCUMENT: dict[str, Any] = {
@@ -246,3 +246,14 @@ def test_a_new_name_is_made_durable_with_its_directory(tmp_path: Path, monkeypat
     calls.clear()
     DirectoryStorage(tmp_path).upload("a.json", tmp_path / "source")
     assert calls == durably
+
+
+def test_long_values_are_cut_in_what_is_told() -> None:
+    (line,) = differences(
+        manifest("generation.model.source", "x" * 500), manifest("generation.model.source", "y" * 500)
+    )
+    _, _, rest = line.partition(": was ")
+    was, _, now = rest.partition(", is ")
+    assert was == '"' + "x" * 96 + "..."
+    assert now == '"' + "y" * 96 + "..."
+    assert differences(manifest(), manifest(shards=2)) == ["shards: was 1, is 2"]

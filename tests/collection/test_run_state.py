@@ -49,6 +49,15 @@ def test_a_line_of_another_run_is_named(foreign: Any, words: str, tmp_path: Path
     assert str(caught.value).startswith(f"{tmp_path}/shard-00001.jsonl:2: {words}")
 
 
+def test_who_finds_a_line_of_another_run_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RecordError) as caught:
+        state(tmp_path, record(11))
+    assert str(caught.value) == (
+        f"{tmp_path}/shard-00001.jsonl:1: task_index 11 is none of the dataset's 10 tasks: the line is of another run; "
+        "move the file away and resume, or choose another --output"
+    )
+
+
 def test_a_dataset_that_was_forced_may_be_shorter(tmp_path: Path) -> None:
     assert len(state(tmp_path, record(11), tasks=None).stored) == 1
 

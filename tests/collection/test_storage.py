@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kuberoll_workers.collection import parts as parts_module
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection import storage as storage_module
 from kuberoll_workers.collection.journal import JournalBroken
-from kuberoll_workers.collection.parts import PartLimits
+from kuberoll_workers.collection.parts import PartJournal, PartLimits
 from kuberoll_workers.collection.run_files import NotARun, RunFiles
 from kuberoll_workers.collection.storage import ObjectStorage, Storage, StorageError, open_storage
 from kuberoll_workers.data.record import encode_line
@@ -151,6 +154,107 @@ async def test_parts_are_bounded_by_bytes(s3: tuple[S3Server, str]) -> None:
     assert written.done()
     assert len(server.puts) == 2
     assert keys(storage) == [0, 1, 2, 3]
+
+
+class Listed:
+    """A store that lists these names and takes uploads, of which the first ones fail."""
+
+    def __init__(self, *names: str, failing: int = 0) -> None:
+        self.names = names
+        self.failing = failing
+        self.uploads: list[str] = []
+
+    def ls(self, folder: str, *, detail: bool) -> list[str]:
+        return [f"{folder}/{name}" for name in self.names]
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        self.uploads.append(path)
+        if len(self.uploads) <= self.failing:
+            raise OSError("not now")
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ((), 1),
+        (("a-00000001.jsonl", "a-00000009.jsonl", "a-00000003.jsonl"), 10),
+        (("b-00000009.jsonl", "x-a-00000009.jsonl", "a-notes.jsonl", "a-.jsonl", "notes"), 1),
+    ],
+)
+async def test_a_writer_goes_on_after_its_own_parts(names: tuple[str, ...], first: int) -> None:
+    store = Listed(*names)
+    journal = PartJournal(store, "run/shard", owner="a", seconds=Observed(), limits=QUICK)
+    for number in range(2):
+        await journal.append(record(number))
+    await journal.close()
+    assert store.uploads == [f"run/shard/a-{first + number:08d}.jsonl" for number in range(2)]
+
+
+async def test_records_that_come_soon_after_one_another_are_one_part() -> None:
+    store = Listed()
+    limits = PartLimits(max_seconds=3600)
+    journal = PartJournal(store, "run/shard", owner="a", seconds=Observed(), limits=limits)
+    for number in range(3):
+        journal.add(record(number))
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert store.uploads == []
+    await journal.close()
+    assert len(store.uploads) == 1
+
+
+async def test_waits_between_uploads_double_to_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    store, observed = Listed(failing=9), Observed()
+    limits = PartLimits(max_bytes=1, attempts=10, backoff_seconds=1.0)
+    journal = PartJournal(store, "run/shard", owner="a", seconds=observed, limits=limits)
+    monkeypatch.setattr(parts_module.asyncio, "sleep", sleep)
+    await journal.append(record(0))
+    await journal.close()
+    longest = [1, 2, 4, 8, 16, 30, 30, 30, 30]
+    assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=True))
+    assert set(store.uploads) == {"run/shard/a-00000001.jsonl"}
+    assert (observed.count, observed.failures) == (1, 9)
+
+
+def test_a_file_s_uri_is_its_directory(tmp_path: Path) -> None:
+    storage = open_storage(f"file://{tmp_path}")
+    assert storage.location == str(tmp_path)
+    assert storage.where("manifest.json") == f"{tmp_path}/manifest.json"
+    assert storage.where("failures") == f"{tmp_path}/failures.jsonl"
+
+
+def test_workers_of_one_shard_keep_each_other_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks are the processes': the other worker is a process of its own."""
+    monkeypatch.setattr(storage_module, "_SHARD_PATIENCE_SECONDS", 0.0)
+    one = open_storage(str(tmp_path))
+    one.hold_shards([0, 2])
+    program = (
+        "import sys\n"
+        "from kuberoll_workers.collection import storage\n"
+        "storage._SHARD_PATIENCE_SECONDS = 0.0\n"
+        "place = storage.open_storage(sys.argv[1])\n"
+        "place.hold_shards([1, 3])\n"
+        "try:\n"
+        "    place.hold_shards([3, 2])\n"
+        "except storage.StorageError as error:\n"
+        "    print(error)\n"
+    )
+
+    def other() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+
+    assert f"{tmp_path}: another worker" in (refusal := other())
+    assert "is still writing shard 2: end it" in refusal
+    one.release_shards()
+    one.release_shards()
+    assert other() == ""
 
 
 @pytest.mark.parametrize("status", ["503 Slow Down", "500 Internal Server Error"])

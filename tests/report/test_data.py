@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -229,3 +230,32 @@ def test_texts_are_in_the_page_as_they_were() -> None:
     shown = orjson.loads(zlib.decompress(item.text))
     assert shown["messages"] == [{"role": "user", "turn": 0, "text": "hé", "tokens": 1, "truncated": False}]
     assert shown["seed"] == str(2**62)
+
+
+def test_chunks_are_bounded_by_texts_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kuberoll_workers.collection.report import page
+
+    monkeypatch.setattr(page, "_CHUNK_BYTES", 100)
+    texts = [b"a" * size for size in (60, 40, 1, 300, 99, 1, 1, 50, 50, 50)]
+    browsed: Any = [SimpleNamespace(text=zlib.compress(text)) for text in texts]
+    batches = list(page._batches(browsed))
+    assert [text for _, some in batches for text in some] == texts
+    assert [start for start, _ in batches] == [0, 2, 3, 4, 6, 8]
+    monkeypatch.setattr(page, "_CHUNK", 2)
+    assert max(len(some) for _, some in page._batches(browsed)) == 2
+    assert list(page._batches([])) == []
+
+
+def test_the_beginning_and_the_end_of_many_messages_are_shown() -> None:
+    from kuberoll_workers.collection.report.browsed import _MOST_MESSAGES, _kept
+
+    for count in (0, 1, _MOST_MESSAGES, _MOST_MESSAGES + 1, 3 * _MOST_MESSAGES):
+        messages = [message("tool", str(number), number) for number in range(count)]
+        kept, left_out = _kept(messages)
+        assert (len(kept), left_out) == (min(count, _MOST_MESSAGES), max(0, count - _MOST_MESSAGES))
+        assert [item.turn for item in kept[: _MOST_MESSAGES // 2]] == list(range(min(count, _MOST_MESSAGES // 2)))
+        assert count == 0 or kept[-1].turn == count - 1
+
+
+def test_the_numbers_of_all_environments_are_of_none_of_them() -> None:
+    assert data(trajectory(0)).numbers["all"]["name"] == ""

@@ -89,3 +89,25 @@ def test_values_of_every_size() -> None:
     told = of([*map(float, range(100)), 1e300, -1e300, 1e-300]).as_json()
     assert sum(count for _, _, count in told["bars"]) == 103
     json.dumps(told, allow_nan=False)
+
+
+@given(st.integers(33, 511), st.integers(-1000, 1000))
+def test_whole_numbers_that_have_a_bin_each_keep_exact_quantiles(count: int, first: int) -> None:
+    values = [float(first + number) for number in range(count)]
+    histogram = of(values, finest=0)
+    for part in (0.0, 0.25, 0.5, 0.9, 1.0):
+        assert histogram.quantile(part) == values[max(1, math.ceil(part * count)) - 1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 7, 1e6, -1e-3])
+@pytest.mark.parametrize("count", [33, 100, 1000, 5000])
+def test_bars_of_many_values_are_few_and_hold_them(count: int, scale: float) -> None:
+    values = [number * scale for number in range(count)]
+    histogram = of(values)
+    assert len(histogram._bins) <= 512
+    bars = histogram.as_json()["bars"]
+    assert 1 < len(bars) <= 32
+    for low, high, held in bars:
+        assert low < high
+        assert held == sum(low <= value < high for value in values)
+    assert sum(held for _, _, held in bars) == count

@@ -146,3 +146,8 @@ def test_everything_adds_up(drawn: list[Any]) -> None:
             metrics["mean_gen_tokens_per_sample"] + metrics["mean_env_tokens_per_sample"]
         )
         assert metrics["max_turns_per_sample"] >= metrics["turns_per_sample/p99"] >= metrics["turns_per_sample/p95"]
+
+
+def test_percentiles_are_those_that_they_are_named() -> None:
+    metrics = summarize([finished([(1, 1)] * turns) for turns in range(1, 201)])
+    assert (metrics["turns_per_sample/p95"], metrics["turns_per_sample/p99"]) == (190, 198)
