@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kuberoll_workers.data.record import TrajectoryKey
 
 _ROLLOUT_BITS = 32
@@ -22,10 +20,6 @@ class KeySet:
 
     def __contains__(self, key: TrajectoryKey) -> bool:
         return key.task_index << _ROLLOUT_BITS | key.rollout_index in self._packed
-
-    def __iter__(self) -> Iterator[TrajectoryKey]:
-        for packed in self._packed:
-            yield TrajectoryKey(packed >> _ROLLOUT_BITS, packed & (1 << _ROLLOUT_BITS) - 1)
 
     def __len__(self) -> int:
         return len(self._packed)
