@@ -12,8 +12,11 @@ import pytest
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import Partial
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
-from kuberoll_workers.rollouts.groups import GroupPolicy, rewards_differ
+from kuberoll_workers.rollouts.admission import Admission, Drain
+from kuberoll_workers.rollouts.groups import GroupPolicy, GroupRun, rewards_differ
+from kuberoll_workers.rollouts.scheduling import TrajectoriesLost, _Run
 from kuberoll_workers.rollouts.streaming import stream_groups, stream_trajectories
+from kuberoll_workers.rollouts.turns import Flight
 from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample, until
 
 ENVIRONMENTS = {"env": CountingEnvironment()}
@@ -58,6 +61,8 @@ async def test_a_slow_reader_slows_the_rollout() -> None:
             for _ in range(1000):
                 await asyncio.sleep(0)
             assert len(policy.requests) == 1 + 1 + 4
+            # Complete, too: an environment steps in a thread of its own.
+            await until(lambda: stream.tail.kept.trajectories == 1 + 1 + 4)
         assert len(stream.unread) == 1
         # Complete, but there was no room for them: nothing of them is lost.
         assert all(partial.turns[-1].stop_reason == "terminated" for partial in stream.partials)
@@ -153,6 +158,36 @@ async def test_turns_that_do_not_follow_one_another_are_refused() -> None:
         async with runners(ENVIRONMENTS) as environments:
             with pytest.raises(ValueError, match=rf"trajectory \(0, 0\): turn {number} does not follow turn "):
                 rollout_of(environments).admit(sample(partial=partial))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("reward", "turns"), [(1.0, 2), (1.5e38, 2), (3e38, 0), (-3e38, 0), (1e39, 0), (1e300, 0)])
+async def test_turns_whose_rewards_float32_cannot_add_up_are_run_again(reward: float, turns: int) -> None:
+    """Older versions stored them."""
+    (whole,) = await _interrupted_after(2)
+    whole.turns[:] = [dataclasses.replace(turn, reward=reward) for turn in whole.turns]
+    async with runners(ENVIRONMENTS) as environments:
+        flight = rollout_of(environments).admit(sample(partial=whole))
+    assert (flight.trajectory.turn, flight.trajectory.ended) == (turns, None)
+
+
+async def test_what_was_begun_and_came_to_no_end_is_an_error() -> None:
+    """Nothing in the loop does so; a mistake that would is not to be taken for the end of the run."""
+
+    class Losing(_Run):
+        async def _end(self, group: GroupRun, flight: Flight) -> None:
+            if flight.trajectory.sample.prompt.task_index != 1:
+                await super()._end(group, flight)
+
+    async def sink(result: Any) -> None: ...
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made)
+        groups = [group(index, 1) for index in range(3)]
+        run = Losing(rollout, Admission(rollout, groups, GroupPolicy(), Drain()), sink, None, None)
+        await run.concurrent()
+        with pytest.raises(TrajectoriesLost, match=r"^1 of the 3 trajectories that were begun came to no end"):
+            run.check_all_ended()
 
 
 async def test_nothing_follows_the_last_turn() -> None:

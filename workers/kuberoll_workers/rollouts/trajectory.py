@@ -28,6 +28,9 @@ from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.seeds import turn_seed
 from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
 
+# A plain float: compared with NumPy's, a sum is cast to float32 first, with a warning where it does not fit.
+_FLOAT32_MAX = float(numpy.finfo(numpy.float32).max)
+
 
 class PrefixBroken(Exception):
     """A trajectory's context is no longer the concatenation of its messages: somebody changed what was sampled."""
@@ -38,7 +41,7 @@ def _rewards_hold(partial: Partial) -> bool:
     total = 0.0
     for turn in partial.turns:
         total += turn.reward
-        if not abs(total) < numpy.finfo(numpy.float32).max:
+        if not abs(total) < _FLOAT32_MAX:
             return False
     return True
 
