@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kuberoll_workers.collection.aggregate import Aggregates, aggregate
-from kuberoll_workers.collection.aggregate_columns import own_metrics
+from kuberoll_workers.collection.aggregate_columns import own_metrics, plain_metric
 from kuberoll_workers.collection.aggregate_sources import read_contents
 from kuberoll_workers.collection.parquet import write_parquet
 from kuberoll_workers.collection.run_directory import RunManifest, RunRefused
@@ -593,3 +593,18 @@ def test_an_environment_s_own_metrics_have_a_time_limit(tmp_path: Path) -> None:
         released.set()
     error = "global_post_process_and_metrics took longer than 0.05 s and was given up"
     assert found == {"a": {"error": error}, "b": {"count": 1}}
+
+
+def test_metrics_of_any_library_become_json() -> None:
+    assert plain_metric(numpy.float32(0.5)) == 0.5
+    assert plain_metric(numpy.arange(2)) == [0, 1]
+    assert plain_metric({1}) == "{1}"
+
+
+def test_what_a_complete_run_misses_is_nothing(tmp_path: Path) -> None:
+    for planned in (2, 1):
+        document = manifest()
+        document.inputs["trajectories"] = planned
+        files: Files = {"manifest.json": document, "shard-00000.jsonl": [record(0), record(0, 1)]}
+        found = aggregate([stored(tmp_path / str(planned), files)])
+        assert (found.planned, found.missing) == (planned, 0)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.collection.export import writers
 from kuberoll_workers.collection.export.exporting import Exported, export_run, run_name
 from kuberoll_workers.collection.export.formats import FORMATS, ExportError
 from kuberoll_workers.collection.export.selection import Selection
@@ -367,3 +368,19 @@ def test_a_manifest_s_name_is_never_a_path(job: str, name: str, tmp_path: Path) 
     manifest = RunManifest(format=1, job=job, created="", shards=2, identity={}, inputs={}, versions={})
     (tmp_path / "run" / "manifest.json").write_bytes(orjson.dumps(manifest))
     assert run_name(files) == name
+
+
+def test_row_groups_are_bounded_by_rows_and_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_ROWS", 3)
+    monkeypatch.setattr(writers, "_NUMBERS", 10)
+    sizes = [0, 1, 1, 4, 5, 1, 20, 9, 1, 1]
+    rows: list[dict[str, Any]] = [{"ids": [0] * size, "more": array("f", []), "text": "x" * 99} for size in sizes]
+    groups = [[len(row["ids"]) for row in group] for group in writers._row_groups(iter(rows))]
+    assert groups == [[0, 1, 1], [4, 5, 1], [20], [9, 1], [1]]
+    assert list(writers._row_groups(iter(()))) == []
+
+
+def test_nothing_at_all_is_said(tmp_path: Path) -> None:
+    run_of(tmp_path / "run")
+    with pytest.raises(ExportError, match=r"/run: no trajectory is selected \(there are none\); nothing was written$"):
+        export(tmp_path, "sharegpt")

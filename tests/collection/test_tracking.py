@@ -145,6 +145,9 @@ def test_wandb_is_told_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert manifest is not None
     (stored,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id(manifest)}/*.wandb")
     contents = stored.read_bytes()
+    # What a run is looked for by.
+    for words in (b"dataset", b'"rows"', b"versions", b'"kuberoll"'):
+        assert words in contents
     for words in (b"puzzle/fields/total_reward/mean", b"generation.sampling.temperature", b"shard-00001.jsonl"):
         assert words in contents
 
@@ -215,3 +218,36 @@ def test_a_directory_that_mlflow_refuses_is_found_before_the_run(tmp_path: Path)
 def test_tracking_without_a_tracker_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set wandb or mlflow"):
         job(tmp_path, trajectories=True)
+
+
+def test_a_run_that_mlflow_was_told_half_of_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    settings = sqlite(tmp_path)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(tracking, "_artifacts", broken)
+    notes: list[str] = []
+    log_run(job(tmp_path, mlflow=settings), finished_run(tmp_path), note=notes.append)
+    assert notes == ["warning: mlflow was not told of the run: OSError: the disk is full"]
+    client = mlflow.MlflowClient(tracking_uri=settings["trackingUri"])
+    (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
+    assert run.info.status == "FAILED"
+    # Told again, it is the same run, and is finished.
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    log_run(job(tmp_path, mlflow=settings), finished_run(tmp_path), note=notes.append)
+    (again,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
+    assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "mysql", "postgresql+psycopg2", "mssql"])
+def test_databases_of_mlflow_need_their_packages(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(tracking, "_need", lambda *given: needed.append(given))
+    tracking._check_store(f"{scheme}://host/database")
+    field = "spec.output.tracking.mlflow.trackingUri"
+    assert needed == [("sqlalchemy", "mlflow", field), ("alembic", "mlflow", field)]

@@ -211,6 +211,48 @@ async def test_row_overrides_sampling(scheduling: str) -> None:
     assert (by_session["1-0-0"].temperature, by_session["1-0-0"].max_tokens) == (0.5, 50)
 
 
+async def test_stop_strings_of_a_row_s_sampling_are_those_of_its_first_turn(scheduling: str) -> None:
+    policy = ScriptedPolicy()
+    samples = [
+        sample(0, sampling={"stop": ["a", "b"]}),
+        sample(1, sampling={"stop": ["a"]}, stop_strings=("c",)),
+        sample(2),
+    ]
+    await roll(samples, policy=policy, sampling=SamplingParameters(max_tokens=50, stop=("d",)), scheduling=scheduling)
+    stops = {request.request_id: request.sampling.stop for request in policy.requests}
+    assert [stops[f"{task}-0-0-1-0"] for task in range(3)] == [("a", "b"), ("c",), ("d",)]
+    # The environment answers for those of later turns.
+    assert {stops[f"{task}-0-0-2-0"] for task in range(3)} == {()}
+
+
+async def test_retries_are_counted_by_what_was_tried(scheduling: str) -> None:
+    metrics = RolloutMetrics("job")
+    refused: set[str] = set()
+
+    def answer(request: GenerationRequest) -> str | Exception:
+        if request.request_id in {"0-0-0-1-0", "0-0-0-1-1"}:
+            refused.add(request.request_id)
+            return PolicyUnavailable("later")
+        return "x"
+
+    async def sink(result: Any) -> None:
+        assert result.stop_reason == "terminated"
+
+    async with runners({"env": CountingEnvironment()}) as made:
+        rollout = rollout_of(made, policy=ScriptedPolicy(answer), metrics=metrics, scheduling=scheduling)
+        await run_rollout(rollout, [sample(0), sample(1)], sink)
+    assert len(refused) == 2
+
+    def value(stage: str) -> float | None:
+        labels = {"rolloutjob": "job", "environment": "env", "stage": stage}
+        return metrics.registry.get_sample_value("kuberoll_retries_total", labels)
+
+    assert (value("generation"), value("environment") or 0) == (2, 0)
+    for state in ("generation", "environment"):
+        labels = {"rolloutjob": "job", "environment": "env", "state": state}
+        assert metrics.registry.get_sample_value("kuberoll_trajectories_active", labels) == 0
+
+
 async def test_seeds_differ_by_turn_and_not_by_try(scheduling: str) -> None:
     fails: Iterator[str | Exception] = iter([PolicyUnavailable("down"), *["x"] * 10])
     policy = ScriptedPolicy(lambda request: next(fails))
@@ -487,6 +529,7 @@ async def test_a_policy_that_changes_its_prompt_is_found_out(scheduling: str, ch
     failed = [result for result in results if result.stop_reason == "failed"]
     assert [(failure.task_index, failure.kind, failure.stage) for failure in failed] == [(1, "model", "trajectory")]
     assert "context" in failed[0].cause
+    assert failed[0].tries == 1
     labels = {"rolloutjob": "job", "environment": "env"}
     assert metrics.registry.get_sample_value("kuberoll_prefix_violations_total", labels) == 1
 
@@ -561,6 +604,7 @@ async def test_a_cancellation_that_nobody_asked_for_fails_its_trajectory(schedul
     results = await roll([sample(index) for index in range(4)], policy=Cancelling(), scheduling=scheduling)
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
     assert "CancelledError" in results[1].cause
+    assert (results[1].kind, results[1].stage, results[1].tries) == ("environment", "trajectory", 1)
 
 
 async def test_rewards_that_add_up_to_no_number_fail_their_trajectory(scheduling: str) -> None:
