@@ -223,7 +223,8 @@ def test_an_environment_that_draws_is_unscorable(tmp_path: Path) -> None:
     source = source_of(tmp_path / "run", PLAYED)
     tally = run(source, tmp_path / "new", Drawing)["count"]
     assert tally.left == {rescore.UNSCORABLE: 5, rescore.NO_TURNS: 1}
-    assert "replayed twice: the observation of turn 1 is environment" in tally.unscorable
+    # The first one that differs.
+    assert tally.unscorable.startswith("trajectory 0-0, replayed twice: the observation of turn 1 is environment")
     assert {key: r.rewards for key, r in read(tmp_path / "new").items()} == {r.key: r.rewards for r in PLAYED}
     forced = run(source, tmp_path / "forced", Drawing, force=True)["count"]
     assert (forced.left, forced.changed, forced.stored) == ({rescore.NO_TURNS: 1}, 0, 6)
@@ -265,6 +266,8 @@ def test_a_trajectory_of_another_dataset_fails(tmp_path: Path) -> None:
         "rescoring: task 0 of the dataset has another prompt than the trajectory",
         "rescoring: the dataset has 4 tasks, and no task 99",
     ]
+    stages = {(failure.kind, failure.stage, failure.tries) for failure in failures(open_storage(str(tmp_path / "new")))}
+    assert stages == {("data", "prompt", 1)}
 
 
 def test_a_rescoring_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -93,3 +93,13 @@ async def test_environments_are_stopped_with_the_rollout() -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", [BatchPolicy, StreamPolicy])
+async def test_lengths_may_be_lists(kind: type[Any]) -> None:
+    def listed(output: dict[str, Any]) -> dict[str, Any]:
+        names = ("generation_lengths", "unpadded_sequence_lengths")
+        return {**output, **{name: output[name].tolist() for name in names}}
+
+    result, _ = await ask(kind, FakePolicy(lambda prompt, stops: "xyz", change=listed), request_of("ab"))
+    assert list(result.token_ids) == [ord("x"), ord("y"), ord("z")]

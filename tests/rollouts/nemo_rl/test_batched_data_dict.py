@@ -213,3 +213,9 @@ def test_batches_are_of_nemo_rl_s_class_where_it_is_loaded(monkeypatch: pytest.M
     assert type(batch_class(BatchedDataDict())()) is BatchedDataDict
     for log in ([{"ids": torch.tensor([1])}], [{"text": "a"}]):
         assert type(batched_message_log_to_flat_message([log])[0]) is Theirs
+
+
+def test_all_kinds_of_a_mixed_column_are_named() -> None:
+    batches = [BatchedDataDict({"x": 1}), BatchedDataDict({"x": "text"})]
+    with pytest.raises(NotImplementedError, match="column 'x' is of int, str; only lists"):
+        BatchedDataDict.from_batches(batches)
