@@ -597,6 +597,24 @@ async def test_one_sample() -> None:
     assert policy.greedy == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("window", "turns", "ended"), [(100, 9, "terminated"), (8, 9, "truncated"), (100, 1, "max_turns_reached")]
+)
+async def test_one_sample_s_end_is_one_of_three(window: int, turns: int, ended: str) -> None:
+    batch = batch_of({"turns": 2}, prompts=["ab"])
+    _, metrics = await run_sample_multi_turn_rollout(
+        0,
+        {name: batch[name][0] for name in batch},
+        FakePolicy(lambda prompt, stops: "xyz"),
+        CharacterTokenizer(),
+        {"env": CountingEnvironment()},
+        window,
+        max_rollout_turns=turns,
+    )
+    ways = ("terminated", "truncated", "max_turns_reached")
+    assert {name: metrics[name] for name in ways} == {name: name == ended for name in ways}
+
+
 async def test_one_sample_s_named_rewards() -> None:
     class Named(CountingEnvironment):
         def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
