@@ -378,6 +378,8 @@ def test_row_groups_are_bounded_by_rows_and_by_numbers(monkeypatch: pytest.Monke
     groups = [[len(row["ids"]) for row in group] for group in writers._row_groups(iter(rows))]
     assert groups == [[0, 1, 1], [4, 5, 1], [20], [9, 1], [1]]
     assert list(writers._row_groups(iter(()))) == []
+    (group,) = writers._row_groups(iter([{"ids": [0] * 9}, {"ids": [0]}]))
+    assert len(group) == 2
 
 
 def test_nothing_at_all_is_said(tmp_path: Path) -> None:

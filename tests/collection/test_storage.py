@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kuberoll_workers.collection import parts as parts_module
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection import storage as storage_module
 from kuberoll_workers.collection.journal import JournalBroken
@@ -212,7 +213,7 @@ async def test_waits_between_uploads_double_to_half_a_minute(monkeypatch: pytest
     store, observed = Listed(failing=9), Observed()
     limits = PartLimits(max_bytes=1, attempts=10, backoff_seconds=1.0)
     journal = PartJournal(store, "run/shard", owner="a", seconds=observed, limits=limits)
-    monkeypatch.setattr(parts_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     await journal.append(record(0))
     await journal.close()
     longest = [1, 2, 4, 8, 16, 30, 30, 30, 30]
@@ -382,3 +383,40 @@ async def test_who_lets_go_of_a_lock_that_somebody_removed_is_not_troubled(locat
     other = open_storage(location)
     other.lock()
     other.unlock()
+
+
+def test_a_lease_that_cannot_be_renewed_for_a_moment_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_HEARTBEAT_SECONDS", 0.01)
+    storage = open_storage(f"memory://{tmp_path.name}/run")
+    assert isinstance(storage, ObjectStorage)
+    renew, renewals, again = storage._renew, list[None](), threading.Event()
+
+    def sometimes() -> None:
+        renewals.append(None)
+        if len(renewals) == 2:
+            raise OSError("not now")
+        renew()
+        if len(renewals) > 2:
+            again.set()
+
+    monkeypatch.setattr(storage, "_renew", sometimes)
+    storage.lock()
+    assert again.wait(60)
+    storage.unlock()
+    assert storage.read(".lock") is None
+
+
+async def test_files_of_a_run_are_written_by_their_owner_alone(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        storage = open_storage(str(tmp_path))
+        storage.lock()
+        storage.hold_shards([0])
+        await store(storage, 0)
+        storage.release_shards()
+        storage.unlock()
+    finally:
+        os.umask(mask)
+    storage_paths = [Path(entry.path) for entry in os.scandir(tmp_path)]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in storage_paths}
+    assert modes == {".lock": 0o644, ".shards.lock": 0o644, f"{SHARD}.jsonl": 0o644}

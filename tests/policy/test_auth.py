@@ -66,7 +66,7 @@ def test_a_refusal_says_what_is_needed(header: str, message: str) -> None:
 def test_tokens_are_named_and_fixed() -> None:
     """Three texts in a row are easily given in another order, which would open what they are not for."""
     with pytest.raises(TypeError):
-        Tokens("sample-1234", "publish-1234", "look-1234")  # type: ignore[call-arg, misc]
+        Tokens("sample-1234", "publish-1234", "look-1234")  # type: ignore[call-arg]
     with pytest.raises(AttributeError):
         TOKENS.read = TOKENS.weights  # type: ignore[misc]
 

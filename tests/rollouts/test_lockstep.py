@@ -73,18 +73,20 @@ async def _turns_of_the_loop() -> None:
 
 
 async def test_who_leaves_while_waiting_is_not_counted_as_come() -> None:
-    phases = _Phases(3)
-    first = asyncio.create_task(phases.arrive())
+    phases = _Phases(4)
+    first, second = (asyncio.create_task(phases.arrive()) for _ in range(2))
     await _turns_of_the_loop()
     first.cancel()
     await asyncio.wait((first,))
     phases.leave()
-    second = asyncio.create_task(phases.arrive())
+    third = asyncio.create_task(phases.arrive())
     await _turns_of_the_loop()
+    # Three are left, and two of them have come.
     assert not second.done()
+    assert not third.done()
     async with asyncio.timeout(60):
         await phases.arrive()
-        await second
+        await asyncio.gather(second, third)
 
 
 async def test_who_is_stopped_as_the_barrier_opens_has_come() -> None:

@@ -216,6 +216,5 @@ def test_batches_are_of_nemo_rl_s_class_where_it_is_loaded(monkeypatch: pytest.M
 
 
 def test_all_kinds_of_a_mixed_column_are_named() -> None:
-    batches = [BatchedDataDict({"x": 1}), BatchedDataDict({"x": "text"})]
     with pytest.raises(NotImplementedError, match="column 'x' is of int, str; only lists"):
-        BatchedDataDict.from_batches(batches)
+        BatchedDataDict.from_batches([{"x": 1}, {"x": "text"}])
