@@ -351,6 +351,7 @@ def test_what_the_manifest_expects(tmp_path: Path) -> None:
     document = numbers(found)
     assert list(document["environments"]) == ["other", "env"]
     assert (document["job"], document["planned"], document["missing"]) == ("job", 10, 3)
+    assert document["format"] == 2
     assert (document["environments"]["other"]["trajectories"], document["environments"]["other"]["missing"]) == (0, 0)
     assert document["environments"]["other"]["success"] is None
     # Groups are of 2, of 3 begun: task 2 has two groups, because a row of the dataset came twice.

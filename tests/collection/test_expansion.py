@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.collection.expansion import PromptGroup, expand, sample_groups, shard_of, share
+from kuberoll_workers.collection.expansion import PromptGroup, expand, sample_groups, shard_of, share, tokenize
 from kuberoll_workers.collection.rows import DatasetError, Place, Row, parse_row
 from kuberoll_workers.collection.run_state import RunState
 from kuberoll_workers.data.messages import token_array
@@ -166,3 +166,14 @@ def test_a_task_takes_less_than_200_bytes(named: bool) -> None:
         assert tracemalloc.get_traced_memory()[1] < 200 * count
     finally:
         tracemalloc.stop()
+
+
+def test_messages_that_a_chat_template_refuses_name_their_row() -> None:
+    class Refusing:
+        def render_chat(self, messages: Any) -> Any:
+            raise TypeError("roles must alternate")
+
+    (group,) = expand(rows([{"prompt": "x"}], ("a",)), {"a": 1})
+    tokenizer: Any = Refusing()
+    with pytest.raises(DatasetError, match=r"the model's chat template refuses these messages: roles must alternate"):
+        tokenize(group, tokenizer)

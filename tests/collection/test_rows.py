@@ -108,7 +108,8 @@ def test_a_template_fills_fields() -> None:
         {"question": {"text": "2+2"}},
         {"question": {"text": "2+2"}, "responses_create_params": {"top_p": 0.5}},
     ):
-        assert [m["content"] for m in parse(row, template=template).messages] == ["Be {brief}.", "Q: 2+2"]
+        messages = parse(row, template=template).messages
+        assert [(m["role"], m["content"]) for m in messages] == [("system", "Be {brief}."), ("user", "Q: 2+2")]
 
 
 def test_gym_rows_name_their_environment_task_and_sampling() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -224,6 +225,19 @@ async def test_groups_come_when_they_are_complete() -> None:
     assert sorted(item.group.samples[0].prompt.task_index for item in groups) == list(range(6))
     assert all(len(item.kept) == 2 for item in groups)
     assert stream.tail.kept.trajectories == 12
+
+
+async def test_groups_that_found_no_room_are_handed_back_whole() -> None:
+    async with runners(ENVIRONMENTS) as made:
+        async with stream_groups(rollout_of(made, concurrency=2), map(group, itertools.count()), buffer=1) as stream:
+            read = await anext(stream)
+            # One group was read and one waits to be read; the two places wait with a group each.
+            await until(lambda: stream.tail.kept.trajectories == 2 * 4)
+        (unread,) = stream.unread
+        back = sorted(tuple(partial.key) for partial in stream.partials)
+    whole = [(item.group.samples[0].prompt.task_index, number) for item in (read, unread) for number in range(2)]
+    assert len(back) == 4
+    assert sorted([*back, *whole]) == [(task_index, number) for task_index in range(4) for number in range(2)]
 
 
 async def test_members_of_an_open_group_are_handed_back_too() -> None:
