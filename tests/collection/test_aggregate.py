@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kuberoll_workers.collection.aggregate import Aggregates, aggregate
-from kuberoll_workers.collection.aggregate_columns import own_metrics, plain_metric
+from kuberoll_workers.collection.aggregate_columns import _written, own_metrics, plain_metric
 from kuberoll_workers.collection.aggregate_sources import read_contents
 from kuberoll_workers.collection.parquet import write_parquet
 from kuberoll_workers.collection.run_directory import RunManifest, RunRefused
@@ -609,3 +609,7 @@ def test_what_a_complete_run_misses_is_nothing(tmp_path: Path) -> None:
         files: Files = {"manifest.json": document, "shard-00000.jsonl": [record(0), record(0, 1)]}
         found = aggregate([stored(tmp_path / str(planned), files)])
         assert (found.planned, found.missing) == (planned, 0)
+
+
+def test_names_of_metrics_become_text() -> None:
+    assert _written((1, 0.5)) == ("1", 0.5)

@@ -574,6 +574,7 @@ async def test_a_turn_that_cannot_be_journaled_fails_its_trajectory(scheduling: 
         await run_rollout(rollout, [sample(0), sample(1, metadata={"turns": 1})], sink)
     by_task = {result.task_index: result for result in results}
     assert by_task[0].kind == "infrastructure"
+    assert (by_task[0].stage, by_task[0].tries) == ("trajectory", 1)
     assert by_task[0].cause == "the turn could not be journaled: No space left on device"
     # Its only turn is in its record.
     assert by_task[1].stop_reason == "terminated"

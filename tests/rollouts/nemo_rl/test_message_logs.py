@@ -131,3 +131,14 @@ def test_token_ids() -> None:
     for wrong in (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([True])):
         with pytest.raises(ValueError, match="whole numbers in a row"):
             token_ids_of(wrong)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_kind_of_nothing_does_not_matter(reverse: bool) -> None:
+    """An empty tensor is of floats by accident."""
+    logs = [[{"ids": torch.tensor([])}], [{"ids": torch.tensor([1, 2])}]]
+    batch, lengths = batched_message_log_to_flat_message(logs[::-1] if reverse else logs)
+    rows = [[0, 0], [1, 2]]
+    assert batch["ids"].tolist() == (rows[::-1] if reverse else rows)
+    assert batch["ids"].dtype is torch.int64
+    assert sorted(lengths.tolist()) == [0, 2]
