@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,16 @@ async def test_a_failure_between_two_writes_is_told_to_the_second() -> None:
         with pytest.raises(JournalBroken, match="somewhere: no room"):
             await journal.close()
     assert journal.lines == [encode_line(record(0))]
+
+
+async def test_a_closed_journal_holds_no_file(tmp_path: Path) -> None:
+    def held() -> list[Path]:
+        links = (Path(entry.path) for entry in os.scandir("/proc/self/fd"))
+        return [target for target in (Path(os.path.realpath(link)) for link in links) if target == path]
+
+    path = tmp_path / "shard-00000.jsonl"
+    journal = FileJournal(path, seconds=Observed())
+    await journal.append(record(0))
+    assert held() == [path]
+    await journal.close()
+    assert held() == []
