@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 from pydantic import SecretStr, ValidationError
 
+from kuberoll_api.logs import log_to_stderr
 from kuberoll_operator.app import AGAIN, Operator
 from kuberoll_operator.kube.access import NoAccess
 from kuberoll_operator.settings import ENVIRONMENT_PREFIX, Settings
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line, as log collectors read them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
-def log_to_stderr(level: str) -> None:
-    """Has this process log JSON lines.
-
-    Raises:
-        ValueError: There is no such level.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # One line per object and event; what goes wrong is told by others too.
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
@@ -75,6 +46,8 @@ def main(kubeconfig: Path | None, **given: Any) -> None:
         known = {name: value for name, value in given.items() if value not in (None, ())}
         settings = Settings.from_environment(os.environ, **known)
         log_to_stderr(settings.log_level)
+        # One line per object and event; what goes wrong is told by others too.
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         settings.signing_key()
     except ValidationError as error:
         mistakes = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False))

@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from kuberoll_api.http_server import serving
 from kuberoll_operator import discovery
 from kuberoll_operator.cache import Cache
-from kuberoll_operator.health import Health, routes, serving
+from kuberoll_operator.health import Health, routes
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.events import Recorder

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+
+from kuberoll_api.http_server import metrics_route
 
 WATCH_SECONDS = 300.0
 QUEUE_SECONDS = 300.0
@@ -68,31 +68,8 @@ def routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:
 
         return answer
 
-    async def metrics(request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return web.Response(body=encode(registry), headers={"content-type": content_type})
-
     return [
         web.get("/healthz", answering(health.live_problems)),  # type: ignore[arg-type]
         web.get("/readyz", answering(health.ready_problems)),  # type: ignore[arg-type]
-        web.get("/metrics", metrics),
+        metrics_route(registry),
     ]
-
-
-@asynccontextmanager
-async def serving(found: list[web.RouteDef], *, host: str, port: int) -> AsyncIterator[int]:
-    """Answers until the end; gives the port, which the system chooses for 0.
-
-    Raises:
-        OSError: The address cannot be had.
-    """
-    app = web.Application()
-    app.add_routes(found)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host or None, port)
-        await site.start()
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()

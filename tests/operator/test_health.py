@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from kuberoll_api import conditions
-from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes, serving
+from kuberoll_api.http_server import serving
+from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes
 from kuberoll_operator.metrics import Metrics, milestones, scaling
 from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served
 from kuberoll_operator.progress import ANSWER_BYTES, FIRST_SECONDS, ProgressPoller

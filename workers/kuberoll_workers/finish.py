@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.aggregate import Aggregates, EnvironmentSummary, aggregate
 from kuberoll_workers.collection.records import DROPPED, FAILURES
@@ -31,7 +32,6 @@ from kuberoll_workers.pod_contract import (
     PodConfig,
     encode_message,
     leave_message,
-    log_to_stderr,
     read_config,
 )
 from kuberoll_workers.refusals import ended_by

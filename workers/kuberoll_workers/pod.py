@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
+from kuberoll_api.http_server import metrics_route, serving
+from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.expansion import shard_of, share
@@ -50,10 +52,9 @@ from kuberoll_workers.pod_contract import (
     PodConfig,
     encode_message,
     leave_message,
-    log_to_stderr,
     read_config,
 )
-from kuberoll_workers.pod_http import health_route, json_route, metrics_route, serving
+from kuberoll_workers.pod_http import health_route, json_route
 from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import PolicyRefused

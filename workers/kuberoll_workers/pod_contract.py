@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -107,30 +104,3 @@ def leave_message(message: bytes) -> None:
         path.write_bytes(message)
     except OSError as error:
         logging.getLogger(__name__).warning("no termination message: %s", error)
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line, as log collectors read them."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._fields = dict(fields)
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **self._fields,
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def log_to_stderr(**fields: Any) -> None:
-    """Have this process log JSON lines to standard error, each with these fields."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines(fields))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
-
-
-def metrics_route(registry: CollectorRegistry, *, before: Callable[[], None]) -> web.RouteDef:
-    """`GET /metrics` in the format that the scraper asks for; `before` is called first."""
-
-    async def metrics(request: web.Request) -> web.Response:
-        before()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return web.Response(body=encode(registry), headers={"content-type": content_type})
-
-    return web.get("/metrics", metrics)
 
 
 def json_route(path: str, read: Callable[[], Any]) -> web.RouteDef:
@@ -40,22 +26,3 @@ def health_route(problem: Callable[[], Awaitable[str | None]]) -> web.RouteDef:
         return web.Response(text="ok" if found is None else found, status=200 if found is None else 503)
 
     return web.get("/healthz", healthz)
-
-
-@asynccontextmanager
-async def serving(routes: list[web.RouteDef], *, host: str, port: int) -> AsyncIterator[None]:
-    """Answer at an address until the end.
-
-    Raises:
-        OSError: The address cannot be had.
-    """
-    app = web.Application()
-    app.add_routes(routes)
-    # A scrape a second is no line in the log.
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        yield
-    finally:
-        await runner.cleanup()

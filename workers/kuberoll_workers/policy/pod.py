@@ -33,6 +33,8 @@ import msgspec
 from aiohttp import web
 from pydantic import ValidationError
 
+from kuberoll_api.http_server import serving
+from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.pod_contract import (
     EXIT_FAILED,
@@ -41,10 +43,9 @@ from kuberoll_workers.pod_contract import (
     PodConfig,
     clipped,
     leave_message,
-    log_to_stderr,
     read_config,
 )
-from kuberoll_workers.pod_http import health_route, json_route, serving
+from kuberoll_workers.pod_http import health_route, json_route
 from kuberoll_workers.policy import controller
 from kuberoll_workers.policy.app import APPLICATION, DEPLOYMENT, app_args
 from kuberoll_workers.policy.auth import TOKEN_VARIABLES, Tokens, take_tokens
