@@ -9,7 +9,7 @@ import pytest
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
-from kuberoll_workers import pod_contract
+from kuberoll_workers import pod_files
 from kuberoll_workers.policy import auth
 from tests.operator.test_render import CASES, children
 
@@ -20,7 +20,7 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
     [config] = [child for child in rendered if child["kind"] == "ConfigMap"]
     path = tmp_path / "job.json"
     path.write_text(config["data"]["job.json"])
-    found = pod_contract.read_config(path)
+    found = pod_files.read_config(path)
     job = RolloutJob.model_validate(found.job)
     # Whatever was left out is for the operator alone.
     assert job.metadata.name == config["metadata"]["labels"][names.JOB_LABEL]
@@ -40,6 +40,6 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
 
 
 def test_the_words_between_operator_and_pods_are_the_same() -> None:
-    assert (names.EXIT_REFUSED, names.EXIT_DRAINED) == (pod_contract.EXIT_REFUSED, pod_contract.EXIT_DRAINED)
-    assert names.PROGRESS_PORT == pod_contract.PROGRESS_PORT
+    assert (names.EXIT_REFUSED, names.EXIT_DRAINED) == (pod_files.EXIT_REFUSED, pod_files.EXIT_DRAINED)
+    assert names.PROGRESS_PORT == pod_files.PROGRESS_PORT
     assert {scope: names.token_variable(scope) for scope in names.SCOPES} == auth.TOKEN_VARIABLES

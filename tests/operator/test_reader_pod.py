@@ -15,7 +15,7 @@ from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.reader_pod import pod_name, reader_pod
 from kuberoll_operator.model import Object
-from kuberoll_workers.pod_contract import PodConfig
+from kuberoll_workers.pod_files import PodConfig
 from tests.operator.support import NAMESPACE, SETTINGS, UID, job, manifest
 
 ESCALATING = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}

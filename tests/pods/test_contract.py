@@ -17,7 +17,7 @@ from kuberoll_workers.collection.run_directory import RunRefused, new_manifest, 
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.pod import dataset_mounted, settle
-from kuberoll_workers.pod_contract import ConfigRefused, clipped, encode_message, read_config
+from kuberoll_workers.pod_files import ConfigRefused, clipped, encode_message, read_config
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.refusals import ended_by, is_refused
 from kuberoll_workers.worker import trajectories_to_come

@@ -89,6 +89,7 @@ async def test_a_directory(tmp_path: Path) -> None:
                 "pass_at_1": message["environments"]["env"]["pass_at_1"],
             }
         },
+        "environments_left_out": 0,
         "cause": "",
     }
     assert 0 < message["environments"]["env"]["pass_at_1"] < 100

@@ -2,7 +2,7 @@
 
     python -m kuberoll_workers.finish --config FILE
 
-FILE is a `pod_contract.PodConfig`. Run again, it does the same again; see docs/pods.md for what it says.
+FILE is a `pod_files.PodConfig`. Run again, it does the same again; see docs/pods.md for what it says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kuberoll_workers.collection.records import DROPPED, FAILURES
 from kuberoll_workers.collection.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.tracking import log_run
-from kuberoll_workers.pod_contract import (
+from kuberoll_workers.pod_files import (
     EXIT_DRAINED,
     EXIT_FAILED,
     EXIT_REFUSED,

@@ -5,7 +5,7 @@
 
 With `--check` it looks at what the workers of a job need, and ends: before an engine is started.
 
-FILE is a `pod_contract.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
+FILE is a `pod_files.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
 its exit code and its termination message how it ended: see docs/pods.md.
 """
 
@@ -44,7 +44,7 @@ from kuberoll_workers.collection.run_directory import (
 )
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.pod_contract import (
+from kuberoll_workers.pod_files import (
     EXIT_DRAINED,
     EXIT_FAILED,
     PROGRESS_PORT,

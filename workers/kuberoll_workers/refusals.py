@@ -11,7 +11,7 @@ from kuberoll_workers.collection.storage import StorageError
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.environments.registry import UnusableEnvironment
-from kuberoll_workers.pod_contract import EXIT_FAILED, EXIT_REFUSED, ConfigRefused
+from kuberoll_workers.pod_files import EXIT_FAILED, EXIT_REFUSED, ConfigRefused
 from kuberoll_workers.policy.interface import PolicyRefused
 
 _REFUSALS = (

@@ -4,7 +4,7 @@
 
 A replica may span pods: then this is one of its group, which leads it, or follows the one that does.
 
-FILE is a `pod_contract.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
+FILE is a `pod_files.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
 8080, answered by this process, however busy the engine is. The file may change while the pod runs: its `spec.weights`
 are followed, the rest is read at the start only. See docs/pods.md.
 """
@@ -36,7 +36,7 @@ from pydantic import ValidationError
 from kuberoll_api.http_server import serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.pod_contract import (
+from kuberoll_workers.pod_files import (
     EXIT_FAILED,
     EXIT_REFUSED,
     ConfigRefused,
