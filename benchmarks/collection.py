@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from kuberoll_api.rolloutjob import SimulatedEngine
+from kuberoll_api.rolloutjob import RolloutJob, SimulatedEngine
 from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.record import TurnRecord, encode_line
 from kuberoll_workers.policy.engines.simulated import Simulated
@@ -69,7 +69,7 @@ def job(dataset: Path, *, turns: bool) -> dict[str, Any]:
 async def collect(dataset: Path, output: Path, *, turns: bool) -> tuple[Progress, float, float, int]:
     """Progress, wall and CPU seconds, and the most bytes that were resident."""
     config = WorkerConfig(
-        job=job(dataset, turns=turns),
+        job=RolloutJob.model_validate(job(dataset, turns=turns)),
         base="/",
         tokenizer=str(TINY),
         endpoint="",

@@ -23,9 +23,10 @@ import aiohttp
 import msgspec
 import psutil
 
+from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.app import AppArgs, GenerationServer, deployment_options
+from kuberoll_workers.policy.app import GenerationServer, deployment_options
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment
@@ -157,7 +158,7 @@ def serve_and_measure(proxy: str, count: int, in_flight: int) -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    args = AppArgs(
+    args = ServeArgs(
         model="none",
         tokenizer="none",
         engine="Simulated",

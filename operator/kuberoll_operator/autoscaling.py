@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+from kuberoll_api.contract import fewest_replicas
 from kuberoll_api.rolloutjob import Autoscaling
 from kuberoll_operator import names
 
@@ -41,17 +42,9 @@ class Decision(NamedTuple):
     intent: Intent | None
 
 
-def lowest(spec: Autoscaling) -> int:
-    """Fewest replicas while a shard is not done.
-
-    Never none: what a turn begins on would take minutes to be there. When the last shard is done all of them go.
-    """
-    return max(1, spec.min_replicas)
-
-
 def called_for(spec: Autoscaling, load: Load) -> int:
     """Replicas that such a load calls for."""
-    return min(spec.max_replicas, max(lowest(spec), math.ceil(load.generating / spec.target_ongoing_requests)))
+    return min(spec.max_replicas, max(fewest_replicas(spec), math.ceil(load.generating / spec.target_ongoing_requests)))
 
 
 def decide(spec: Autoscaling, load: Load, current: int, intent: Intent | None, now: datetime) -> Decision:
@@ -64,7 +57,7 @@ def decide(spec: Autoscaling, load: Load, current: int, intent: Intent | None, n
         current: Replicas that were asked for last.
         intent: As the last decision gave it.
     """
-    bounded = min(spec.max_replicas, max(lowest(spec), current))
+    bounded = min(spec.max_replicas, max(fewest_replicas(spec), current))
     wanted = called_for(spec, load)
     if bounded != current:
         return Decision(bounded, None)
@@ -100,6 +93,6 @@ def described(spec: Autoscaling, load: Load) -> str:
     """Why there are as many as there are, for people."""
     text = (
         f"{load.generating} turns at {spec.target_ongoing_requests:g} a replica call for {called_for(spec, load)}, "
-        f"within {lowest(spec)} to {spec.max_replicas}"
+        f"within {fewest_replicas(spec)} to {spec.max_replicas}"
     )
     return text if load.known else f"{text}; not all workers have told yet"

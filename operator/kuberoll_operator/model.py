@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kuberoll_api.contract import PodProgress
+
 Object = dict[str, Any]
 """A Kubernetes object, as JSON."""
 
@@ -35,26 +37,6 @@ class WriteError(NamedTuple):
 
     reason: str
     message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodProgress:
-    """What a worker pod says of itself at `/progress`: counts since its shard began, resumed ones included.
-
-    Attributes:
-        generating: Turns that wait for a response now.
-        policy_version: The newest version of the weights that it has seen in a response.
-    """
-
-    shard: int
-    trajectories: int = 0
-    failed: int = 0
-    turns: int = 0
-    generated_tokens: int = 0
-    reward_sum: float = 0.0
-    planned: int = 0
-    generating: int = 0
-    policy_version: str | None = None
 
 
 class Served(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kuberoll_api.contract import GENERATION_PORT
+
 MANAGED_BY: Final = "kuberoll.io/operator"
 """The value of `spec.managedBy` that means this operator, as does its absence."""
 
@@ -48,23 +50,10 @@ HEAD: Final = "head"
 
 CONFIG_KEY: Final = "job.json"
 
-SCOPES: Final = ("generate", "weights", "read")
-"""Of the policy's tokens, each a key of their Secret."""
-
-GENERATION_PORT: Final = 8000
-RAY_METRICS_PORT: Final = 8080
-PROGRESS_PORT: Final = 9464
-
 REPLICA_PORTS: Final = (30000, 31000)
 """Where Serve's replicas listen themselves, the first and the last, with backend KubeRay."""
 
 RAY_DASHBOARD_PORT: Final = 8265
-
-EXIT_REFUSED: Final = 78
-"""A pod's container: the job, its dataset or its output cannot be used, and will not be by trying again."""
-
-EXIT_DRAINED: Final = 75
-"""A worker's container: told to stop before its shard was done; the next one goes on from there."""
 
 
 def config(job: str) -> str:
@@ -75,11 +64,6 @@ def config(job: str) -> str:
 def tokens(job: str, digest: str) -> str:
     """The Secret of the policy's tokens; other tokens make another digest."""
     return f"{job}-tokens-{digest[:10]}"
-
-
-def token_variable(scope: str) -> str:
-    """The environment variable in which a pod is given the token of a scope."""
-    return f"KUBEROLL_TOKEN_{scope.upper()}"
 
 
 def generation(job: str) -> str:

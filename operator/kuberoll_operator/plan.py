@@ -12,10 +12,10 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from kuberoll_api import conditions
+from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import Reason
+from kuberoll_api.contract import FinishMessage
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_api.types import MAX_COUNT
 from kuberoll_operator import names, queueing, render
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of
 from kuberoll_operator.backends.pods import (
@@ -24,11 +24,11 @@ from kuberoll_operator.backends.pods import (
     how_it_ended,
     is_disrupted,
     of_component,
-    parse_message,
     shard_of,
     still_there,
     told,
 )
+from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Plan, Ref, StatusPatch, condition, is_true
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render import Subject
@@ -116,12 +116,12 @@ class Finish:
     """The finish Job.
 
     Attributes:
-        message: What its pod said at the end; empty while it has said nothing.
+        message: Its pod's termination message; None: there is none yet.
         done: Whether all is aggregated.
         problem: Why the job fails.
     """
 
-    message: Mapping[str, Any]
+    message: FinishMessage | None = None
     done: bool = False
     problem: Cause | None = None
 
@@ -268,7 +268,7 @@ def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation
         backend=here.backend,
         shards=here.shards.count,
         assignments=here.quota.assignments,
-        tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in names.SCOPES},
+        tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in contract.SCOPES},
     )
 
 
@@ -343,12 +343,6 @@ def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
             ended_at = parse_time(condition(status, kind).get("lastTransitionTime"))
             return None if ended_at is None else ended_at + timedelta(seconds=seconds)
     return None
-
-
-def said(message: str) -> Mapping[str, Any]:
-    """A termination message that is JSON; what is none is its cause."""
-    found = parse_message(message)
-    return {"cause": message} if found is None else found
 
 
 def _outlived(job: RolloutJob, status: Mapping[str, Any], now: datetime) -> bool:
@@ -717,12 +711,12 @@ def _verdict(
         return None, False
     reason, words = verdict.get("reason", ""), str(verdict.get("message", ""))
     if reason == "PodFailurePolicy":
-        refused = _first(ends, lambda end: end.exit_code == names.EXIT_REFUSED)
+        refused = _first(ends, lambda end: end.exit_code == contract.EXIT_REFUSED)
         return Cause(Reason.REFUSED, refused or told(words)), False
     if reason == "FailedIndexes" and 0 < len(failed) <= budget:
         return None, True
     guilty = {shard: end for shard, end in ends.items() if shard in failed} or ends
-    first = _first(guilty, lambda end: end.exit_code not in {0, names.EXIT_DRAINED}) or told(words)
+    first = _first(guilty, lambda end: end.exit_code not in {0, contract.EXIT_DRAINED}) or told(words)
     if not failed:
         return Cause(Reason.FAILED_SHARDS, told(f"the workers' Job failed ({reason}): {first}")), False
     listed = ", ".join(map(str, failed[:_SHARDS_NAMED])) + (", ..." if len(failed) > _SHARDS_NAMED else "")
@@ -749,7 +743,7 @@ def _ends(observed: Observed) -> dict[int, Ended]:
         shard, end = shard_of(pod), ended(pod, "worker")
         if shard is None or end is None:
             continue
-        rank = (not is_disrupted(pod) and end.exit_code != names.EXIT_DRAINED, end.finished, end.pod)
+        rank = (not is_disrupted(pod) and end.exit_code != contract.EXIT_DRAINED, end.finished, end.pod)
         if shard not in found or rank > found[shard][0]:
             found[shard] = rank, end
     return {shard: end for shard, (_, end) in sorted(found.items())}
@@ -774,12 +768,13 @@ def _check(
     )
     found = live.get("status") or {}
     if is_true(found, "Complete"):
-        message = next((said(end.message) for end in reversed(ends) if end.exit_code == 0 and end.message), {})
-        return Check(done=True, planned=number(message.get("planned")) if "planned" in message else None)
+        last = next((end for end in reversed(ends) if end.exit_code == 0), None)
+        message = worker_message(last)
+        return Check(done=True, planned=None if message is None else message.planned)
     verdict = next((condition(found, kind) for kind in ("FailureTarget", "Failed") if is_true(found, kind)), None)
     if verdict is None:
         return Check(done=False)
-    bad = [end for end in ends if end.exit_code not in {0, names.EXIT_DRAINED}]
+    bad = [end for end in ends if end.exit_code not in {0, contract.EXIT_DRAINED}]
     refused = verdict.get("reason") == "PodFailurePolicy"
     text = how_it_ended(bad[-1]) if bad else str(verdict.get("message", ""))
     return Check(done=False, problem=Cause(Reason.REFUSED if refused else Reason.CHECK_FAILED, told(text)))
@@ -789,7 +784,7 @@ def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
     recorded = is_true(status_of(raw), conditions.SUCCESS_CRITERIA_MET)
     live = observed.get("Job", names.finish(job.metadata.name))
     if live is None or not is_ours(live, job, raw):
-        return Finish(message={}, done=recorded)
+        return Finish(done=recorded)
     pods = of_component(observed.pods, names.FINISH)
     ends = sorted((end for pod in pods if (end := ended(pod, "finish")) is not None), key=lambda end: end.finished)
     status = live.get("status") or {}
@@ -797,28 +792,24 @@ def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
         bad = [how_it_ended(end) for end in ends if end.exit_code != 0]
         words = condition(status, "Failed").get("message") or condition(status, "FailureTarget").get("message", "")
         text = told(f"aggregation failed: {bad[-1] if bad else words}")
-        return Finish(message={}, problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)
+        return Finish(problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)
     if not is_true(status, "Complete"):
-        return Finish(message={}, done=recorded)
-    message = next((said(end.message) for end in reversed(ends) if end.exit_code == 0 and end.message), {})
-    problem = None if recorded else _budget_problem(job, message)
+        return Finish(done=recorded)
+    message = finish_message(next((end for end in reversed(ends) if end.exit_code == 0), None))
+    problem = None if recorded or message is None else _budget_problem(job, message)
     return Finish(message=message, done=problem is None, problem=problem)
 
 
-def _budget_problem(job: RolloutJob, message: Mapping[str, Any]) -> Cause | None:
-    failed, planned = number(message.get("failed")), number(message.get("planned"))
+def _budget_problem(job: RolloutJob, message: FinishMessage) -> Cause | None:
     budget = job.spec.rollout.max_failed_fraction
-    if failed <= budget * planned:
+    if message.failed <= budget * message.planned:
         return None
-    cause = f"; the most frequent cause: {message['cause']}" if message.get("cause") else ""
-    text = f"{failed} of {planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) allows{cause}"
+    cause = f"; the most frequent cause: {message.cause}" if message.cause else ""
+    text = (
+        f"{message.failed} of {message.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
+        f"allows{cause}"
+    )
     return Cause(Reason.FAILURE_BUDGET, told(text))
-
-
-def number(value: Any) -> int:
-    """A count of somebody else's; 0 where it is none."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    return int(min(value, MAX_COUNT)) if usable else 0
 
 
 def indexes(text: str) -> list[int]:

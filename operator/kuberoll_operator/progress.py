@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from kuberoll_api import conditions
+from kuberoll_api import conditions, contract
+from kuberoll_api.contract import PodProgress, PodWeights, ServeWeights
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import leads, of_component, shard_of
-from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served, is_true
+from kuberoll_operator.model import Heard, Key, Object, Served, is_true
 from kuberoll_operator.plan import status_of
 
 ANSWER_SECONDS = 2.0
@@ -26,43 +28,13 @@ FIRST_SECONDS = 3.0
 """Between two polls of a job of which a worker has not told anything yet."""
 ANSWER_BYTES = 64 * 1024
 CONCURRENCY = 64
-MOST = 10**15
 
 _log = logging.getLogger(__name__)
 
-_Count = Annotated[int, Field(ge=0, le=MOST)]
-_Version = Annotated[str, StringConstraints(max_length=63)]
-_Said = TypeVar("_Said", bound=BaseModel)
-
-
-class _Answer(BaseModel):
-    # Whatever runs in a pod may answer here.
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Progress(_Answer):
-    trajectories: _Count = 0
-    failed: _Count = 0
-    turns: _Count = 0
-    generated_tokens: _Count = 0
-    reward_sum: float = Field(default=0.0, allow_inf_nan=False)
-    planned: _Count = 0
-    generating: _Count = 0
-    policy_version: _Version | None = None
-
-
-class _Weights(_Answer):
-    """Of one replica."""
-
-    served: _Version | None = None
-    problem: str | None = None
-
-
-class _ServeWeights(_Answer):
-    """Of all replicas, as Serve's app tells it."""
-
-    replicas: dict[str, _Version | None] = Field(max_length=4096)
-    problems: dict[str, str] = Field(default_factory=dict, max_length=4096)
+_PROGRESS: Final = TypeAdapter(PodProgress)
+_POD_WEIGHTS: Final = TypeAdapter(PodWeights)
+_SERVE_WEIGHTS: Final = TypeAdapter(ServeWeights)
+_Answer = TypeVar("_Answer")
 
 
 class _Questions:
@@ -115,8 +87,8 @@ class ProgressPoller:
         told: Callable[[Key], None],
         *,
         seconds: float,
-        port: int = names.PROGRESS_PORT,
-        weights_port: int = names.RAY_METRICS_PORT,
+        port: int = contract.PROGRESS_PORT,
+        weights_port: int = contract.STATUS_PORT,
         token: Callable[[str], str | None] = lambda _: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -204,26 +176,30 @@ class ProgressPoller:
         return len(found) == len(shards) and all(answer.turns for answer in found.values())
 
     async def _progress(self, shard: int, host: str) -> PodProgress | None:
-        said = await self._ask(f"http://{host}:{self._port}/progress", _Progress)
-        return None if said is None else PodProgress(shard=shard, **said.model_dump())
+        answer = await self._ask(f"http://{host}:{self._port}/progress", _PROGRESS)
+        # Of the shard that the pod is for, whatever runs there says.
+        return None if answer is None else dataclasses.replace(answer, shard=shard)
 
     async def _weights(self, questions: _Questions) -> dict[str, Served]:
         """Of the replicas that answered."""
         if questions.serve is not None:
-            said = await self._ask(questions.serve, _ServeWeights, token=questions.token)
-            if said is None:
+            weights = await self._ask(questions.serve, _SERVE_WEIGHTS, token=questions.token)
+            if weights is None:
                 return {}
-            return {name: Served(version, said.problems.get(name)) for name, version in said.replicas.items()}
+            return {name: Served(version, weights.problems.get(name)) for name, version in weights.replicas.items()}
         engines = dict(questions.engines)
         urls = [f"http://{host}:{self._weights_port}/weights" for host in engines.values()]
-        answers = await asyncio.gather(*(self._ask(url, _Weights) for url in urls))
+        answers = await asyncio.gather(*map(self._pod_weights, urls))
         return {
             uid: Served(answer.served, answer.problem)
             for uid, answer in zip(engines, answers, strict=True)
             if answer is not None
         }
 
-    async def _ask(self, url: str, kind: type[_Said], *, token: str | None = None) -> _Said | None:
+    async def _pod_weights(self, url: str) -> PodWeights | None:
+        return await self._ask(url, _POD_WEIGHTS)
+
+    async def _ask(self, url: str, kind: TypeAdapter[_Answer], *, token: str | None = None) -> _Answer | None:
         assert self._session is not None, "the poller is not entered"
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValidationError):
@@ -231,7 +207,7 @@ class ProgressPoller:
                 if answer.status != 200:
                     return None
                 content = await _all(answer.content, ANSWER_BYTES)
-                return None if content is None else kind.model_validate_json(content)
+                return None if content is None else kind.validate_json(content)
         return None
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from kuberoll_api import conditions
+from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import CONDITION_TYPES, Reason
+from kuberoll_api.contract import FinishMessage, PodProgress, WorkerMessage
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import of, short
+from kuberoll_api.types import MAX_COUNT
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import (
     MESSAGE_CHARACTERS,
@@ -23,6 +25,7 @@ from kuberoll_operator.backends.pods import (
     still_there,
     told,
 )
+from kuberoll_operator.messages import worker_message
 from kuberoll_operator.model import Object, Observed, condition, is_true
 from kuberoll_operator.plan import (
     STOPPED,
@@ -33,9 +36,7 @@ from kuberoll_operator.plan import (
     end_of_life,
     is_at_rest,
     is_ours,
-    number,
     parse_time,
-    said,
     situation,
     startup_deadlines,
     status_of,
@@ -309,7 +310,9 @@ def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, 
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in of_component(observed.pods, names.WORKERS) if still_there([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
-    bad = [(end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, names.EXIT_DRAINED}]
+    bad = [
+        (end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
+    ]
     last = f"; shard {max(bad)[1]} was tried again after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
     text = told(f"{running} workers run, {count}{last}")
     problem = first_problem(living, "worker")
@@ -347,8 +350,9 @@ def _kept(problem: Problem, before: Mapping[str, Any]) -> tuple[str, str]:
 
 def _outcome(here: Situation) -> str:
     message = here.finish.message
-    text = f"{number(message.get('trajectories'))} trajectories are stored, {number(message.get('failed'))} failed"
-    return text if message else "all shards are done"
+    if message is None:
+        return "all shards are done"
+    return f"{message.trajectories} trajectories are stored, {message.failed} failed"
 
 
 def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
@@ -408,26 +412,26 @@ def _workers(job: RolloutJob, old: Json, observed: Observed, here: Situation) ->
     }
 
 
-def _results(job: RolloutJob, message: Mapping[str, Any]) -> Json | None:
-    """The main numbers, as the finish pod told them."""
-    if not message:
+def _results(job: RolloutJob, message: FinishMessage | None) -> Json | None:
+    """The main numbers, as the finish pod has them."""
+    if message is None:
         return None
-    told_of = message.get("environments")
-    environments = told_of if isinstance(told_of, dict) else {}
     listed = [
-        {"name": name, **_numbers(environments[name], ("trajectories", "failed"))}
+        {"name": name, "trajectories": result.trajectories, "failed": result.failed, **_mean(result.mean_reward)}
         for name in sorted(environment.name for environment in job.spec.environments)
-        if isinstance(environments.get(name), dict)
+        if (result := message.environments.get(name)) is not None
     ]
-    return {**_numbers(message, ("trajectories", "failed", "dropped")), "environments": listed}
-
-
-def _numbers(found: Mapping[str, Any], counts: Iterable[str]) -> Json:
-    mean = _finite(found.get("mean_reward"))
     return {
-        **{key: number(found.get(key)) for key in counts},
-        **({} if mean is None else {"meanReward": round(mean, 6)}),
+        "trajectories": message.trajectories,
+        "failed": message.failed,
+        "dropped": message.dropped,
+        **_mean(message.mean_reward),
+        "environments": listed,
     }
+
+
+def _mean(reward: float | None) -> Json:
+    return {} if reward is None or abs(reward) > _LARGEST else {"meanReward": round(reward, 6)}
 
 
 def _summary(status: Json) -> Json:
@@ -481,7 +485,7 @@ def _progress(old: Json, observed: Observed, here: Situation, now: datetime) -> 
         for key, value in (old.get("progress") or _new_progress()).items()
         if key != "estimatedSecondsRemaining"
     }
-    if here.finish.message:
+    if here.finish.message is not None:
         found = _settled(before, here.finish.message)
     else:
         if here.check.planned is not None:
@@ -524,38 +528,48 @@ def _counted(before: Json, tallies: list[_Tally], planned: int | None, shards: i
         "turns": sum(tally.turns for tally in tallies),
         "generatedTokens": sum(tally.tokens for tally in tallies),
         "percentage": _percentage(sum(tally.ended for tally in tallies), planned),
-        **({"meanReward": round(reward / completed, 6)} if completed and abs(reward) <= _LARGEST else {}),
+        **(_mean(reward / completed) if completed else {}),
     }
 
 
-def _settled(before: Json, message: Mapping[str, Any]) -> Json:
+def _settled(before: Json, message: FinishMessage) -> Json:
     """What the finish pod counted in the stored trajectories is the truth."""
-    completed, failed, dropped = (number(message.get(key)) for key in ("trajectories", "failed", "dropped"))
-    planned, mean = number(message.get("planned")), _finite(message.get("mean_reward"))
-    found = {**before, "trajectories": planned, "completed": completed, "failed": failed, "dropped": dropped}
-    found["percentage"] = _percentage(completed + failed + dropped, planned) if planned else 100
-    found.pop("meanReward", None)
-    return found if mean is None else {**found, "meanReward": round(mean, 6)}
+    ended = message.trajectories + message.failed + message.dropped
+    return {
+        **_less(before, ("meanReward",)),
+        "trajectories": message.planned,
+        "completed": message.trajectories,
+        "failed": message.failed,
+        "dropped": message.dropped,
+        "percentage": _percentage(ended, message.planned) if message.planned else 100,
+        **_mean(message.mean_reward),
+    }
 
 
 def _tallies(observed: Observed) -> list[_Tally]:
     """Per shard the most that is known: of the pod that runs, or of the messages of those that have ended."""
     known: dict[int, list[_Tally]] = {}
     for shard, live in observed.progress.items():
-        reward = _finite(live.reward_sum) or 0.0
-        tally = _Tally(live.trajectories, live.failed, 0, live.turns, live.generated_tokens, reward, live.planned)
-        known[shard] = [tally]
+        known[shard] = [_tally(live)]
     for pod in of_component([*observed.pods, *observed.departed], names.WORKERS):
-        end, index = ended(pod, "worker"), shard_of(pod)
-        message = said(end.message) if end is not None and end.message else {}
-        if index is None or "trajectories" not in message:
+        message, index = worker_message(ended(pod, "worker")), shard_of(pod)
+        # A pod that ended before it knew its shard has counted nothing.
+        if index is None or message is None or message.shard is None:
             continue
-        keys = ("trajectories", "failed", "dropped", "turns", "generated_tokens")
-        completed, failed, dropped, turns, tokens = (number(message.get(key)) for key in keys)
-        reward = _finite(message.get("reward_sum")) or 0.0
-        planned = number(message.get("planned"))
-        known.setdefault(index, []).append(_Tally(completed, failed, dropped, turns, tokens, reward, planned))
+        known.setdefault(index, []).append(_tally(message, dropped=message.dropped))
     return [max(known[shard], key=lambda tally: (tally.ended, tally.turns, tally.tokens)) for shard in sorted(known)]
+
+
+def _tally(counts: PodProgress | WorkerMessage, dropped: int = 0) -> _Tally:
+    return _Tally(
+        completed=counts.trajectories,
+        failed=counts.failed,
+        dropped=dropped,
+        turns=counts.turns,
+        tokens=counts.generated_tokens,
+        reward=counts.reward_sum,
+        planned=counts.planned,
+    )
 
 
 def _remaining(before: Mapping[str, Any], found: Json, running_since: datetime | None, now: datetime) -> int | None:
@@ -567,30 +581,25 @@ def _remaining(before: Mapping[str, Any], found: Json, running_since: datetime |
     earlier, since = before.get("estimatedSecondsRemaining"), parse_time(before.get("lastUpdated"))
     if all(before.get(key) == value for key, value in found.items()):
         # It is not written again by time alone.
-        return None if earlier is None else number(earlier)
+        return None if earlier is None else int(earlier)
     seconds = (now - since).total_seconds() if since else 0.0
     if seconds <= 0 or running_since is None:
-        return None if earlier is None else number(earlier)
+        return None if earlier is None else int(earlier)
     ran = max(seconds, (now - running_since).total_seconds())
     weight = seconds / min(ran, max(seconds, _PACE_SECONDS))
-    pace = 0.0 if earlier is None else _left(before) / max(0.5, number(earlier))
+    pace = 0.0 if earlier is None else _left(before) / max(0.5, earlier)
     gained = sum(found[key] - before.get(key, 0) for key in ("completed", "failed"))
     pace += weight * (gained / seconds - pace)
-    return number(round(_left(found) / pace)) if pace > 0 else None
+    return min(round(_left(found) / pace), MAX_COUNT) if pace > 0 else None
 
 
 def _left(progress: Mapping[str, Any]) -> int:
-    planned, completed, failed = (number(progress.get(key)) for key in ("trajectories", "completed", "failed"))
+    planned, completed, failed = (progress.get(key) or 0 for key in ("trajectories", "completed", "failed"))
     return max(0, planned - completed - failed)
 
 
 def _percentage(ended: int, planned: int) -> int:
     return min(100, 100 * ended // planned) if planned > 0 else 0
-
-
-def _finite(value: Any) -> float | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-    return float(value) if usable else None
 
 
 def _next_write(status: Mapping[str, Any], interval: float) -> datetime | None:

@@ -13,8 +13,7 @@ import pytest
 from helm_python import HelmError, chart
 from ruamel.yaml import YAML
 
-from kuberoll_api import crd
-from kuberoll_operator import names
+from kuberoll_api import contract, crd
 from kuberoll_operator.settings import Settings
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, notes, of_kind, one, rendered
 
@@ -159,7 +158,7 @@ def test_the_operator_s_policy_lets_it_ask_what_it_asks() -> None:
     """Progress of workers, weights of generation pods, and with KubeRay those of Serve."""
     policy = one(rendered(MATRIX["locked down"]), "NetworkPolicy")
     [jobs] = [rule for rule in policy["spec"]["egress"] if "to" in rule]
-    asked = {names.PROGRESS_PORT, names.RAY_METRICS_PORT, names.GENERATION_PORT}
+    asked = {contract.PROGRESS_PORT, contract.STATUS_PORT, contract.GENERATION_PORT}
     assert {item["port"] for item in jobs["ports"]} == asked
 
 

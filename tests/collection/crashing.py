@@ -60,7 +60,7 @@ def run(
 
 def _config(document: dict[str, Any], output: str, turns: str | None, **of_inputs: Any) -> WorkerConfig:
     return WorkerConfig(
-        job=document,
+        job=RolloutJob.model_validate(document),
         base="/",
         tokenizer=str(TINY),
         endpoint="",

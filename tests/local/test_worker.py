@@ -61,7 +61,7 @@ async def run(
     progress = Progress()
     RolloutJob.model_validate(document)
     config = WorkerConfig(
-        job=document,
+        job=RolloutJob.model_validate(document),
         base="/",
         tokenizer=str(TINY),
         endpoint=endpoint.url,

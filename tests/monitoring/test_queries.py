@@ -22,6 +22,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kuberoll_api import conditions
+from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object
 from kuberoll_workers.monitor.prometheus import Target, prometheus
@@ -238,7 +239,7 @@ async def _work(endpoint: Endpoint, metrics: RolloutMetrics, output: Path) -> No
         },
     }
     config = WorkerConfig(
-        job=document,
+        job=RolloutJob.model_validate(document),
         base="/",
         tokenizer=str(TINY),
         endpoint=endpoint.url,

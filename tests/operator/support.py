@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from kuberoll_api.contract import PodProgress
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
-from kuberoll_operator.model import Object, Observed, PodProgress, Served, WriteError
+from kuberoll_operator.model import Object, Observed, Served, WriteError
 from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.settings import Settings
 

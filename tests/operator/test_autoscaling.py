@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kuberoll_api.contract import PodProgress, fewest_replicas
 from kuberoll_api.rolloutjob import Autoscaling
 from kuberoll_operator import autoscaling, names
-from kuberoll_operator.autoscaling import Decision, Intent, Load, called_for, decide, described, lowest
+from kuberoll_operator.autoscaling import Decision, Intent, Load, called_for, decide, described
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.native import load_of
-from kuberoll_operator.model import Object, PodProgress
+from kuberoll_operator.model import Object
 from kuberoll_operator.plan import plan
 from kuberoll_operator.render import seal
 from tests.operator import support
@@ -33,7 +34,7 @@ def test_what_a_load_calls_for(generating: int, expected: int) -> None:
 
 def test_a_job_that_goes_on_always_has_a_replica() -> None:
     none = Autoscaling.model_validate({"minReplicas": 0, "maxReplicas": 4})
-    assert lowest(none) == called_for(none, Load(0, True)) == 1
+    assert fewest_replicas(none) == called_for(none, Load(0, True)) == 1
 
 
 def test_more_after_the_delay_and_not_before() -> None:
@@ -76,7 +77,7 @@ class Scaled(RuleBasedStateMachine):
         fields = {"minReplicas": low, "maxReplicas": max(1, low + span), "targetOngoingRequests": each}
         delays = {"upscaleDelaySeconds": up, "downscaleDelaySeconds": down}
         self.spec = Autoscaling.model_validate({**fields, **delays})
-        self.now, self.current = START, lowest(self.spec)
+        self.now, self.current = START, fewest_replicas(self.spec)
         self.intent: Intent | None = None
         self.looks: list[tuple[datetime, int, int, bool]] = []
 
@@ -108,7 +109,7 @@ class Scaled(RuleBasedStateMachine):
     @invariant()
     def within_bounds(self) -> None:
         if hasattr(self, "spec"):
-            assert lowest(self.spec) <= self.current <= self.spec.max_replicas
+            assert fewest_replicas(self.spec) <= self.current <= self.spec.max_replicas
             assert self.current >= 1
 
 

@@ -14,10 +14,11 @@ import pytest
 from aiohttp import web
 
 from kuberoll_api import conditions
+from kuberoll_api.contract import PodProgress
 from kuberoll_api.http_server import serving
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes
 from kuberoll_operator.metrics import Metrics, milestones, scaling
-from kuberoll_operator.model import Heard, Key, Object, PodProgress, Served
+from kuberoll_operator.model import Heard, Key, Object, Served
 from kuberoll_operator.progress import ANSWER_BYTES, FIRST_SECONDS, ProgressPoller
 from tests.operator.support import START, condition, raw
 
@@ -185,7 +186,7 @@ async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -
         expected = PodProgress(shard=3, trajectories=5, turns=20, reward_sum=2.5, planned=16)
         assert poller.latest(KEY, RAW, [worker(3)]).progress == {3: expected}
         assert pods.asked.qsize() == 1
-        pods.answer = {"trajectories": 6, "turns": 24}
+        pods.answer = {"shard": 3, "trajectories": 6, "turns": 24}
         assert await pods.pauses.end() == 15
         await pods.told.get()
         assert poller.latest(KEY, RAW, [worker(3)]).progress[3].trajectories == 6
@@ -199,11 +200,11 @@ async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -
 
 async def test_a_worker_that_has_just_started_is_asked_again_soon() -> None:
     pods = Pods()
-    pods.answer = {"planned": 16}
+    pods.answer = {"shard": 3, "planned": 16}
     async with pods.poller() as poller:
         poller.latest(KEY, RAW, [worker(3)])
         assert await pods.told.get() == KEY
-        pods.answer = {"planned": 16, "turns": 1}
+        pods.answer = {"shard": 3, "planned": 16, "turns": 1}
         assert await pods.pauses.end() == FIRST_SECONDS
         assert await pods.pauses.begun.get() == 15
 
@@ -223,8 +224,15 @@ async def test_nobody_is_asked_when_there_is_nobody_left() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"no json", b"{" + b" " * ANSWER_BYTES + b"}", {"trajectories": -1}, {"turns": 1e300}, b'{"reward_sum": NaN}'],
-    ids=["text", "too much", "negative", "too many", "not a number"],
+    [
+        b"no json",
+        b"{" + b" " * ANSWER_BYTES + b"}",
+        {"shard": 0, "trajectories": -1},
+        {"shard": 0, "turns": 1e300},
+        b'{"shard": 0, "reward_sum": NaN}',
+        {},
+    ],
+    ids=["text", "too much", "negative", "too many", "not a number", "no shard"],
 )
 async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
     pods = Pods()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kuberoll_api import contract
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
-from kuberoll_workers import pod_files
-from kuberoll_workers.policy import auth
+from kuberoll_workers.pod_files import read_config
 from tests.operator.test_render import CASES, children
 
 
@@ -20,7 +20,7 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
     [config] = [child for child in rendered if child["kind"] == "ConfigMap"]
     path = tmp_path / "job.json"
     path.write_text(config["data"]["job.json"])
-    found = pod_files.read_config(path)
+    found = read_config(path)
     job = RolloutJob.model_validate(found.job)
     # Whatever was left out is for the operator alone.
     assert job.metadata.name == config["metadata"]["labels"][names.JOB_LABEL]
@@ -28,7 +28,7 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
         child for child in rendered if child["metadata"]["name"].endswith("-workers") and child["kind"] == "Job"
     ]
     assert found.shard_count == workers["spec"]["completions"]
-    assert found.port == names.GENERATION_PORT
+    assert found.port == contract.GENERATION_PORT
     pod = workers["spec"]["template"]["spec"]
     mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     writable = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume or volume["name"] == "output"}
@@ -37,9 +37,3 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
         assert any(place.startswith(mount) and name in writable for mount, name in mounts.items())
     source = job.spec.dataset.source
     assert (found.base in mounts) == (source.config_map is not None or source.pvc is not None)
-
-
-def test_the_words_between_operator_and_pods_are_the_same() -> None:
-    assert (names.EXIT_REFUSED, names.EXIT_DRAINED) == (pod_files.EXIT_REFUSED, pod_files.EXIT_DRAINED)
-    assert names.PROGRESS_PORT == pod_files.PROGRESS_PORT
-    assert {scope: names.token_variable(scope) for scope in names.SCOPES} == auth.TOKEN_VARIABLES

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
+from kuberoll_api.contract import PodConfig
 from kuberoll_operator import names
 from kuberoll_operator.commands.get import rendered_template
 from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.reader_pod import pod_name, reader_pod
 from kuberoll_operator.model import Object
-from kuberoll_workers.pod_files import PodConfig
 from tests.operator.support import NAMESPACE, SETTINGS, UID, job, manifest
 
 ESCALATING = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
@@ -172,4 +173,4 @@ def test_the_reader_reads_the_configuration_that_pods_have() -> None:
     main = made(**CLAIM)["spec"]["containers"][0]
     assert main["command"][3:] == ["--config", "/etc/kuberoll/job.json"]
     assert "config" in {item["name"] for item in main["volumeMounts"]}
-    assert "output" in PodConfig.__struct_fields__
+    assert "output" in {field.name for field in dataclasses.fields(PodConfig)}

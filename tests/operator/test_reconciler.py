@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api import conditions
+from kuberoll_api import conditions, contract
 from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.kube.access import load_access
@@ -135,7 +135,7 @@ async def test_tokens_are_created_once_before_all_else_and_never_looked_at(tmp_p
         assert it.server.writes()[0] == asked[0]
         [secret] = it.server.all("secrets")
         uid = it.job["metadata"]["uid"]
-        assert secret["stringData"] == {scope: SETTINGS.token_of(uid, scope) for scope in names.SCOPES}
+        assert secret["stringData"] == {scope: SETTINGS.token_of(uid, scope) for scope in contract.SCOPES}
         assert secret["metadata"]["ownerReferences"][0]["uid"] == uid
 
 

@@ -16,6 +16,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import SecretStr
 
+from kuberoll_api import contract
 from kuberoll_api.manifest import load_job
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
@@ -64,7 +65,7 @@ def subject(backend: str = "Native", **spec: Any) -> Subject:
         endpoint=BACKENDS[backend].endpoint(job, support.NAMESPACE),
         backend=backend,
         shards=4,
-        tokens={scope: support.SETTINGS.token_of(UID, scope) for scope in names.SCOPES},
+        tokens={scope: support.SETTINGS.token_of(UID, scope) for scope in contract.SCOPES},
     )
 
 
@@ -223,7 +224,7 @@ def test_weights_are_read_by_pods_that_go_on() -> None:
 
 
 def test_tokens_are_of_a_job_and_a_scope() -> None:
-    tokens = [support.SETTINGS.token_of(uid, scope) for uid in ("a", "b") for scope in names.SCOPES]
+    tokens = [support.SETTINGS.token_of(uid, scope) for uid in ("a", "b") for scope in contract.SCOPES]
     assert len(set(tokens)) == 6
     assert tokens[0] == support.SETTINGS.token_of("a", "generate")
     assert {len(token) for token in tokens} == {64}
@@ -262,7 +263,7 @@ def test_tokens_are_in_their_secret_and_nowhere_else(backend: str) -> None:
     assert secret["immutable"] is True
     name = secret["metadata"]["name"]
     assert re.fullmatch(r"puzzle-tokens-[0-9a-f]{10}", name)
-    wanted: dict[str, set[str]] = {"worker": {"generate"}, "finish": set(), "head": set(names.SCOPES)}
+    wanted: dict[str, set[str]] = {"worker": {"generate"}, "finish": set(), "head": set(contract.SCOPES)}
     containers = [item["spec"]["containers"][0] for child in others for item in templates(child)]
     assert len(containers) == (4 if backend == "KubeRay" else 3)
     for container in containers:
@@ -271,7 +272,7 @@ def test_tokens_are_in_their_secret_and_nowhere_else(backend: str) -> None:
             for item in container["env"]
             if item["name"].startswith("KUBEROLL_TOKEN")
         }
-        scopes = wanted.get(container["name"], set(names.SCOPES))
+        scopes = wanted.get(container["name"], set(contract.SCOPES))
         assert given == {f"KUBEROLL_TOKEN_{scope.upper()}": {"name": name, "key": scope} for scope in scopes}
 
 
@@ -295,7 +296,7 @@ def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
 
 
 def test_other_tokens_have_another_secret() -> None:
-    other = dataclasses.replace(subject(), tokens=dict.fromkeys(names.SCOPES, "x"))
+    other = dataclasses.replace(subject(), tokens=dict.fromkeys(contract.SCOPES, "x"))
     [one], [another] = render.build_token_secrets(subject()), render.build_token_secrets(other)
     assert one["metadata"]["name"] != another["metadata"]["name"]
 

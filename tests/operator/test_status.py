@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from kuberoll_api.conditions import CONDITION_TYPES
+from kuberoll_api.contract import PodProgress
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import model
 from kuberoll_operator.backends.pods import Ended, how_it_ended, told
-from kuberoll_operator.model import Object, Observed, PodProgress, Served, WriteError
+from kuberoll_operator.model import Object, Observed, Served, WriteError
 from kuberoll_operator.status import compute_status, next_deadline
 from tests.operator.support import (
     SETTINGS,
@@ -807,7 +808,7 @@ def test_a_pace_is_forgotten_in_a_quarter_of_an_hour() -> None:
 
 
 def test_what_departed_workers_said_is_counted() -> None:
-    message = json.dumps({"trajectories": 7, "failed": 1, "planned": 10, "turns": 30, "cause": "stopped"})
+    message = json.dumps({"shard": 0, "trajectories": 7, "failed": 1, "planned": 10, "turns": 30, "cause": "stopped"})
     gone = pod("workers", "0", phase="Failed", shard=0, container=terminated(75, message))
     facts = replace(observed(workers_job(suspend=True)), departed=[gone])
     found = run(WITH_WORKERS, facts, 60, suspend=True)["progress"]

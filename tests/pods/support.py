@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kuberoll_workers.pod_files import PROGRESS_PORT
+from kuberoll_api.contract import PROGRESS_PORT
 
 PATIENCE_SECONDS = 50.0
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_api.contract import EnvironmentResult, FinishMessage
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.expansion import share
 from kuberoll_workers.collection.rows import DatasetError
@@ -25,12 +26,15 @@ from kuberoll_workers.worker import trajectories_to_come
 
 @given(cause=st.text(max_size=6000), environments=st.integers(0, 64), name=st.text(min_size=1, max_size=63))
 def test_a_message_is_whole_json_of_at_most_4_kb(cause: str, environments: int, name: str) -> None:
-    told = {f"{name}{number}": {"trajectories": 10**9, "mean_reward": 0.1 + number} for number in range(environments)}
-    data = encode_message({"trajectories": 1, "environments": told, "cause": cause})
+    results = {
+        f"{name}{number}": EnvironmentResult(trajectories=10**9, mean_reward=0.1 + number)
+        for number in range(environments)
+    }
+    data = encode_message(FinishMessage(trajectories=1, environments=results, cause=cause))
     assert len(data) <= 4096
     message = json.loads(data)
     assert message["trajectories"] == 1
-    assert len(message["environments"]) + message.get("environments_left_out", 0) == environments
+    assert len(message["environments"]) + message["environments_left_out"] == environments
     assert message["cause"] == clipped(cause) or message["cause"].endswith("…")
 
 

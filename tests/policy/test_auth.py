@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.policy.auth import SCOPES, Denied, Scope, Tokens, authorize, take_token, take_tokens
+from kuberoll_api.contract import SCOPES, Scope
+from kuberoll_workers.policy.auth import Denied, Tokens, authorize, take_token, take_tokens
 
 TOKENS = Tokens(generate="sample-1234", weights="publish-1234", read="look-1234")
 

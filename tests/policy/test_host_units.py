@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import signal
@@ -12,14 +13,15 @@ import msgspec
 import pytest
 
 from kuberoll_api import rolloutjob
+from kuberoll_api.contract import ServeArgs, weights_source
 from kuberoll_api.rolloutjob import Generation
 from kuberoll_workers.policy.app import (
-    AppArgs,
-    app_args,
     build,
     deployment_options,
+    gpus_of,
     most_replicas,
     placed_engine_args,
+    read_args,
     replica_gpus,
 )
 from kuberoll_workers.policy.causes import death_by_signal, root_cause
@@ -132,15 +134,14 @@ def test_what_no_signal_ended_has_a_cause_of_its_own(codes: dict[str, int | None
     assert death_by_signal(codes) is None
 
 
-def app(**generation: Any) -> AppArgs:
-    return app_args(
-        Generation.model_validate({"model": {"source": "m"}, **generation}), model="/models/m", tokenizer="/models/t"
-    )
+def app(**fields: Any) -> ServeArgs:
+    generation = Generation.model_validate({"model": {"source": "m"}, **fields})
+    return ServeArgs.of(generation, model="/models/m", tokenizer="/models/t", gpus=gpus_of(generation))
 
 
 def test_arguments_survive_serve_s_configuration() -> None:
     args = app(engineArgs={"max_model_len": 512}, replicas=3)
-    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(args))), AppArgs) == args
+    assert read_args(json.loads(json.dumps(msgspec.to_builtins(args)))) == args
     assert deployment_options(args, gpus=2)["num_replicas"] == 3
     assert deployment_options(args, gpus=2)["ray_actor_options"]["num_gpus"] == 2
 
@@ -163,8 +164,8 @@ def test_gpus_of_a_replica(generation: dict[str, Any], gpus: float) -> None:
 def test_weights_to_start_with_are_what_may_change_later() -> None:
     generation = Generation.model_validate({"model": {"source": "m"}})
     weights = rolloutjob.Weights(uri="s3://b/w", version="7")
-    args = app_args(generation, model="m", tokenizer="t", weights=weights, drain_seconds=33)
-    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(args))), AppArgs) == args
+    args = ServeArgs.of(generation, weights=weights_source(weights), drain_seconds=33)
+    assert read_args(json.loads(json.dumps(msgspec.to_builtins(args)))) == args
     options = deployment_options(args, gpus=1)
     assert options["user_config"] == {"weights": {"uri": "s3://b/w", "version": "7"}}
     assert options["graceful_shutdown_timeout_s"] == 33
@@ -177,7 +178,8 @@ def test_replicas_that_follow_the_load() -> None:
     options = deployment_options(args, gpus=1)
     assert "num_replicas" not in options
     assert options["autoscaling_config"] == {
-        "min_replicas": 0,
+        # None would leave nobody to ask, as workers talk to the replicas themselves.
+        "min_replicas": 1,
         "max_replicas": 5,
         "target_ongoing_requests": 32,
         "upscale_delay_s": 4,
@@ -189,7 +191,7 @@ def test_replicas_that_follow_the_load() -> None:
 
 def test_a_replica_over_several_pods() -> None:
     bundles = [{"CPU": 2.0, "GPU": 1.0}, *([{"CPU": 1.0, "GPU": 1.0}] * 7)]
-    args = msgspec.structs.replace(app(engineArgs={"tensor_parallel_size": 8}), bundles=bundles)
+    args = dataclasses.replace(app(engineArgs={"tensor_parallel_size": 8}), bundles=bundles)
     assert replica_gpus(args, cpu=False) == 8
     options = deployment_options(args, gpus=8)
     assert options["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 0}
@@ -215,7 +217,7 @@ def test_replicas_that_share_a_gpu_share_its_memory() -> None:
     ],
 )
 def test_serve_takes_the_options(change: dict[str, Any]) -> None:
-    args = msgspec.structs.replace(app(), **change)
+    args = dataclasses.replace(app(), **change)
     from ray import serve
 
     assert serve.deployment(**deployment_options(args, gpus=2))(object).name == "Generation"

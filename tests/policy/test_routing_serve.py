@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.local.watchdog import processes_of
@@ -41,7 +42,7 @@ JOB: dict[str, Any] = {
 async def run(url: str, output: Path, progress: Progress, metrics: RolloutMetrics) -> dict[Any, Any]:
     await asyncio.to_thread(output.mkdir)
     config = WorkerConfig(
-        job=JOB,
+        job=RolloutJob.model_validate(JOB),
         base="/",
         tokenizer=str(TINY),
         endpoint=url,

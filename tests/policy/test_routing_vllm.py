@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
@@ -77,7 +78,8 @@ async def test_weights_are_pushed_and_a_replica_is_killed_in_mid_run(tmp_path: P
     with starting(**app, replicas=2, tokens=TOKENS) as host:
         url = (await asyncio.to_thread(until_ready, host))[-1]["url"]
         config = WorkerConfig(
-            job=JOB, base="/", tokenizer=str(TINY), endpoint=url, max_model_len=512, output=str(output), turns=None,
+            job=RolloutJob.model_validate(JOB), base="/",
+            tokenizer=str(TINY), endpoint=url, max_model_len=512, output=str(output), turns=None,
             shards=[0], shard_count=1, token=TOKENS.generate,
         )  # fmt: skip
         progress, metrics = Progress(), RolloutMetrics("test")

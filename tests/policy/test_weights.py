@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_api.contract import WeightsSource, user_config
 from kuberoll_api.rolloutjob import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.engines.checkpoint import misfit
@@ -21,7 +22,7 @@ from kuberoll_workers.policy.engines.fetching import fetch, wanted_files
 from kuberoll_workers.policy.engines.interface import WeightsRefused
 from kuberoll_workers.policy.engines.simulated import Simulated, version_spans
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyUnavailable, SamplingParameters
-from kuberoll_workers.policy.weights import LiveWeights, Weights, user_config, wanted_weights
+from kuberoll_workers.policy.weights import LiveWeights, wanted_weights
 
 PATIENCE_SECONDS = 10
 
@@ -114,8 +115,8 @@ class Reading(Simulated):
         await super().load_weights(uri, version)
 
 
-def weights(path: Path, version: str) -> Weights:
-    return Weights(uri=str(path), version=version)
+def weights(path: Path, version: str) -> WeightsSource:
+    return WeightsSource(uri=str(path), version=version)
 
 
 async def until_served(live: LiveWeights, version: str) -> None:
@@ -208,8 +209,8 @@ def test_spans_cover_all_tokens_in_order(changes: list[float], one: float, other
     assert [name for name, _, _ in spans] == sorted(name for name, _, _ in spans)
 
 
-@pytest.mark.parametrize("given_weights", [None, Weights(uri="s3://b/w", version="1")])
-def test_weights_survive_serve_s_configuration(given_weights: Weights | None) -> None:
+@pytest.mark.parametrize("given_weights", [None, WeightsSource(uri="s3://b/w", version="1")])
+def test_weights_survive_serve_s_configuration(given_weights: WeightsSource | None) -> None:
     assert wanted_weights(user_config(given_weights)) == given_weights
     nothing: dict[str, Any] = {}
     assert wanted_weights(nothing) is None

@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from kuberoll_api.contract import SCOPES, Scope
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import processes_of
-from kuberoll_workers.policy.auth import SCOPES, Scope
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
 from tests.policy.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready

@@ -2,7 +2,7 @@
 
     python -m kuberoll_workers.finish --config FILE
 
-FILE is a `pod_files.PodConfig`. Run again, it does the same again; see docs/pods.md for what it says.
+FILE is a `contract.PodConfig`. Run again, it does the same again; see docs/pods.md for what it says.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_REFUSED, EnvironmentResult, FinishMessage, PodConfig
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.collection.aggregate import Aggregates, EnvironmentSummary, aggregate
@@ -25,15 +26,7 @@ from kuberoll_workers.collection.records import DROPPED, FAILURES
 from kuberoll_workers.collection.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.tracking import log_run
-from kuberoll_workers.pod_files import (
-    EXIT_DRAINED,
-    EXIT_FAILED,
-    EXIT_REFUSED,
-    PodConfig,
-    encode_message,
-    leave_message,
-    read_config,
-)
+from kuberoll_workers.pod_files import encode_message, leave_message, read_config
 from kuberoll_workers.refusals import ended_by
 from kuberoll_workers.worker import environment_source, trajectories_to_come
 
@@ -83,33 +76,33 @@ class Finished:
             f"{self.failed} failed, {self.dropped} dropped"
         )
 
-    def message(self, cause: str) -> dict[str, Any]:
-        """The fields of the termination message."""
+    def message(self, cause: str) -> FinishMessage:
+        """The termination message."""
         summaries = self.aggregates.summaries
         reward = sum(summary.reward for summary in summaries.values())
         finished = self.aggregates.trajectories
-        return {
-            "trajectories": finished,
-            "failed": self.failed,
-            "dropped": self.dropped,
-            "planned": self.planned,
-            "missing": self.missing,
-            "mean_reward": reward / finished if finished else None,
-            "environments": {name: _environment(summary) for name, summary in summaries.items()},
-            "cause": cause,
-        }
+        return FinishMessage(
+            trajectories=finished,
+            failed=self.failed,
+            dropped=self.dropped,
+            planned=self.planned,
+            missing=self.missing,
+            mean_reward=reward / finished if finished else None,
+            environments={name: _result_of(summary) for name, summary in summaries.items()},
+            cause=cause,
+        )
 
 
-def _environment(summary: EnvironmentSummary) -> dict[str, Any]:
+def _result_of(summary: EnvironmentSummary) -> EnvironmentResult:
     success = summary.success
     # Without a threshold the numbers are rewards and no rates.
     rates = {} if success is None or success.threshold is None else success.pass_at_k
-    return {
-        "trajectories": summary.trajectories,
-        "failed": summary.failed,
-        "mean_reward": summary.mean_reward,
-        "pass_at_1": rates.get(1),
-    }
+    return EnvironmentResult(
+        trajectories=summary.trajectories,
+        failed=summary.failed,
+        mean_reward=summary.mean_reward,
+        pass_at_1=rates.get(1),
+    )
 
 
 def finish_run(job: RolloutJob, run: RunFiles, *, note: Callable[[str], None]) -> Finished:
@@ -149,7 +142,7 @@ def _write_report(run: RunFiles, note: Callable[[str], None]) -> None:
         note(f"warning: the report was not written: {type(error).__name__}: {error}")
 
 
-def finish_pod(config: PodConfig) -> tuple[int, dict[str, Any]]:
+def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     """Finish the run of a configuration.
 
     Returns:
@@ -179,13 +172,13 @@ def main() -> None:
         config = read_config(arguments.config)
         log_to_stderr(job=config.job.get("metadata", {}).get("name"))
         code, message = finish_pod(config)
-        if message["cause"]:
-            _log.log(logging.ERROR if code else logging.WARNING, message["cause"])
+        if message.cause:
+            _log.log(logging.ERROR if code else logging.WARNING, message.cause)
     except SystemExit as stopped:
-        code, message = int(str(stopped.code)), {"cause": "stopped before the end"}
+        code, message = int(str(stopped.code)), FinishMessage(cause="stopped before the end")
     except Exception as error:
         code, cause = ended_by(error)
-        message = {"cause": cause}
+        message = FinishMessage(cause=cause)
         _log.error(cause, exc_info=code == EXIT_FAILED)
     leave_message(encode_message(message))
     logging.shutdown()

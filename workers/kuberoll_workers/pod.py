@@ -5,7 +5,7 @@
 
 With `--check` it looks at what the workers of a job need, and ends: before an engine is started.
 
-FILE is a `pod_files.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
+FILE is a `contract.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
 its exit code and its termination message how it ended: see docs/pods.md.
 """
 
@@ -21,14 +21,14 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 import orjson
 
+from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, PROGRESS_PORT, PodConfig, PodProgress, WorkerMessage
 from kuberoll_api.http_server import metrics_route, serving
 from kuberoll_api.logs import log_to_stderr
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.rolloutjob import DatasetSource, RolloutJob
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.expansion import shard_of, share
 from kuberoll_workers.collection.inputs import InputSummary, prompt_groups, scan
@@ -44,16 +44,7 @@ from kuberoll_workers.collection.run_directory import (
 )
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.pod_files import (
-    EXIT_DRAINED,
-    EXIT_FAILED,
-    PROGRESS_PORT,
-    ConfigRefused,
-    PodConfig,
-    encode_message,
-    leave_message,
-    read_config,
-)
+from kuberoll_workers.pod_files import ConfigRefused, encode_message, leave_message, read_config
 from kuberoll_workers.pod_http import health_route, json_route
 from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
@@ -73,8 +64,6 @@ from kuberoll_workers.worker import (
     work,
 )
 
-__all__ = ["PodConfig", "PodProgress", "ShardPod", "dataset_mounted", "settle"]
-
 DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
 
 # Less than the pod's terminationGracePeriodSeconds (120), with time left to store what is finished.
@@ -87,27 +76,6 @@ _Value = TypeVar("_Value")
 
 class Drained(Exception):
     """Told to stop before there was anything to finish."""
-
-
-class PodProgress(msgspec.Struct, kw_only=True):
-    """What `/progress` says: counts since the shard began, whichever pod it was that did it.
-
-    Attributes:
-        failed: Given up by this pod; what earlier pods gave up is tried again.
-        planned: Trajectories that the shard is to come to; 0 while the dataset is being read.
-        generating: Turns that wait for a response now.
-        policy_version: Of the newest response; None: there was none.
-    """
-
-    shard: int
-    planned: int
-    trajectories: int
-    failed: int
-    turns: int
-    generated_tokens: int
-    reward_sum: float
-    generating: int = 0
-    policy_version: str | None = None
 
 
 class ShardPod:
@@ -156,11 +124,21 @@ class ShardPod:
 
     def message(self, cause: str) -> bytes:
         """The termination message."""
-        counts: dict[str, Any] = msgspec.to_builtins(self.progress())
-        # These are of a moment, and it has passed.
-        del counts["generating"], counts["policy_version"]
-        dropped = self._earlier.dropped + self._progress.dropped
-        return encode_message({**counts, "dropped": dropped, "done": self.done, "cause": cause})
+        counts = self.progress()
+        return encode_message(
+            WorkerMessage(
+                shard=counts.shard,
+                planned=counts.planned,
+                trajectories=counts.trajectories,
+                failed=counts.failed,
+                dropped=self._earlier.dropped + self._progress.dropped,
+                turns=counts.turns,
+                generated_tokens=counts.generated_tokens,
+                reward_sum=counts.reward_sum,
+                done=self.done,
+                cause=cause,
+            )
+        )
 
     def stop(self) -> None:
         """Finish what is in flight and end; told twice, end at once."""
@@ -286,7 +264,7 @@ class ShardPod:
     async def _work(self, max_model_len: int) -> bool:
         config = self._config
         settings = WorkerConfig(
-            job=self._job.model_dump(mode="json", by_alias=True, exclude_unset=True),
+            job=self._job,
             base=config.base,
             tokenizer=self._tokenizer,
             endpoint=config.endpoint,
@@ -366,9 +344,8 @@ def dataset_mounted(job: RolloutJob) -> RolloutJob:
         file = source.pvc.path.lstrip("/")
     else:
         return job
-    document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    document["spec"]["dataset"]["source"] = {"uri": file}
-    return RolloutJob.model_validate(document)
+    dataset = job.spec.dataset.model_copy(update={"source": DatasetSource(uri=file)})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"dataset": dataset})})
 
 
 def check_model_path(source: str) -> None:
@@ -492,7 +469,7 @@ def main() -> None:
     except Exception as error:
         code, cause = ended_by(error)
         _log.error(cause, exc_info=code == EXIT_FAILED)
-    leave_message(encode_message({"done": False, "cause": cause}) if pod is None else pod.message(cause))
+    leave_message(encode_message(WorkerMessage(cause=cause)) if pod is None else pod.message(cause))
     logging.shutdown()
     # What environments printed.
     sys.stdout.flush()

@@ -1,58 +1,21 @@
-"""What the pods of a job are told, and what they leave behind: the words between them and the operator."""
+"""Files of a pod: the configuration that it reads and the termination message that it leaves."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 import msgspec
 
-EXIT_REFUSED: Final = 78
-"""The job, its dataset or its output cannot be used, and will not be by trying again (EX_CONFIG)."""
+from kuberoll_api.contract import MESSAGE_BYTES, FinishMessage, PodConfig, WorkerMessage
 
-EXIT_DRAINED: Final = 75
-"""Told to stop before the work was done; whoever starts it again goes on from there (EX_TEMPFAIL)."""
-
-EXIT_FAILED: Final = 1
-"""Anything else; it may be better the next time."""
-
-PROGRESS_PORT: Final = 9464
 TERMINATION_LOG_VARIABLE: Final = "KUBEROLL_TERMINATION_LOG"
 CAUSE_BYTES: Final = 2000
 
 _TERMINATION_LOG = "/dev/termination-log"
-# Kubernetes keeps so many bytes of a container's message, and half a JSON object is none.
-_MESSAGE_BYTES = 4096
-
-
-class PodConfig(msgspec.Struct, kw_only=True):
-    """The file that all pods of a job are given; what is not named here is for others, and passed over.
-
-    Attributes:
-        job: The RolloutJob, as validated.
-        base: The directory where the dataset is mounted.
-        endpoint: Base URL of the policy.
-        port: Where a generation pod listens.
-        output: The run's directory or URI.
-        turns: Directory of the turn log; None: turns are not journaled.
-        discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or as they stand here.
-        replicas: Their base URLs, with discovery `Static`.
-        replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
-    """
-
-    job: dict[str, Any]
-    base: str
-    endpoint: str
-    port: int = 8000
-    shard_count: int
-    output: str
-    turns: str | None = None
-    discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
-    replicas: list[str] = msgspec.field(default_factory=list)
-    replicas_host: str | None = None
 
 
 class ConfigRefused(ValueError):
@@ -77,23 +40,20 @@ def clipped(text: str, limit: int = CAUSE_BYTES) -> str:
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"
 
 
-def encode_message(message: Mapping[str, Any]) -> bytes:
+def encode_message(message: WorkerMessage | FinishMessage) -> bytes:
     """A termination message as JSON that Kubernetes keeps whole.
 
-    What is too much is left out: the last ones of `environments`, whose number is then in `environments_left_out`, and
-    the end of `cause`.
+    What is too much is left out: the end of `cause`, and the last ones of `environments`.
     """
-    fields = dict(message)
-    fields["cause"] = clipped(str(fields.get("cause", "")))
-    environments = dict(fields.get("environments", {}))
-    while len(data := msgspec.json.encode(fields)) > _MESSAGE_BYTES:
-        if environments:
-            environments.popitem()
-            fields["environments"] = environments
-            fields["environments_left_out"] = len(message["environments"]) - len(environments)
+    message = dataclasses.replace(message, cause=clipped(message.cause))
+    while len(data := msgspec.json.encode(message)) > MESSAGE_BYTES:
+        if isinstance(message, FinishMessage) and message.environments:
+            *kept, _ = message.environments.items()
+            left_out = message.environments_left_out + 1
+            message = dataclasses.replace(message, environments=dict(kept), environments_left_out=left_out)
         else:
             # Control characters are six bytes each in JSON.
-            fields["cause"] = clipped(fields["cause"], len(fields["cause"].encode()) // 2)
+            message = dataclasses.replace(message, cause=clipped(message.cause, len(message.cause.encode()) // 2))
     return data
 
 

@@ -3,7 +3,7 @@
     python -m kuberoll_workers.reader --config FILE           # the pod: lives while somebody reads
     python -m kuberoll_workers.reader --config FILE --serve   # a command in it: answers on standard output
 
-FILE is a `pod_files.PodConfig`. `kuberoll get` speaks to it; docs/pods.md has the protocol. Every answer says how
+FILE is a `contract.PodConfig`. `kuberoll get` speaks to it; docs/pods.md has the protocol. Every answer says how
 many bytes follow and ends with their SHA-256, so that a connection that is cut short is never taken for the end.
 """
 

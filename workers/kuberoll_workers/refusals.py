@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED
 from kuberoll_workers.collection.rows import DatasetError
 from kuberoll_workers.collection.run_directory import RunRefused
 from kuberoll_workers.collection.run_files import NotARun
@@ -11,7 +12,7 @@ from kuberoll_workers.collection.storage import StorageError
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.environments.registry import UnusableEnvironment
-from kuberoll_workers.pod_files import EXIT_FAILED, EXIT_REFUSED, ConfigRefused
+from kuberoll_workers.pod_files import ConfigRefused
 from kuberoll_workers.policy.interface import PolicyRefused
 
 _REFUSALS = (

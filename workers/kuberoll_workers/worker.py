@@ -20,9 +20,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Final, Literal, TextIO
 
 import msgspec
+from pydantic import TypeAdapter
 
 from kuberoll_api.rolloutjob import Environment, External, RolloutJob
 from kuberoll_workers.collection.expansion import sample_groups, share
@@ -70,7 +71,6 @@ class WorkerConfig:
     """What a worker is told.
 
     Attributes:
-        job: The RolloutJob, as validated.
         base: The directory where the job's relative paths start.
         tokenizer: Directory or hub id of the tokenizer.
         endpoint: Base URL of the policy.
@@ -87,7 +87,7 @@ class WorkerConfig:
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
     """
 
-    job: dict[str, Any]
+    job: RolloutJob
     base: str
     tokenizer: str
     endpoint: str
@@ -104,6 +104,18 @@ class WorkerConfig:
     discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
     replicas: list[str] = field(default_factory=list)
     replicas_host: str | None = None
+
+    def encode(self) -> bytes:
+        """The configuration as one line of JSON."""
+        return _CONFIG.dump_json(self, by_alias=True, exclude_unset=True)
+
+    @classmethod
+    def decode(cls, line: bytes) -> WorkerConfig:
+        """A configuration out of what `encode` made; its job is validated."""
+        return _CONFIG.validate_json(line)
+
+
+_CONFIG: Final = TypeAdapter(WorkerConfig)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -290,13 +302,14 @@ def external_client(
 
 @asynccontextmanager
 async def open_policy(
-    config: WorkerConfig, job: RolloutJob, metrics: RolloutMetrics, tokenizer: HuggingFaceTokenizer
+    config: WorkerConfig, metrics: RolloutMetrics, tokenizer: HuggingFaceTokenizer
 ) -> AsyncIterator[RoutedPolicy]:
     """The policy over all replicas that the config leads to.
 
     Raises:
         ValueError: The config says how to find them, but not where; or the API key is not there.
     """
+    job = config.job
     limit, token, external = job.spec.rollout.concurrency, config.token, job.spec.generation.external
     # All samples of a batch wait for one another: none of them may wait for the end of another one.
     share = 0.0 if job.spec.rollout.scheduling == "Lockstep" else 1 / max(1, job.spec.workers.replicas)
@@ -355,7 +368,7 @@ async def work(
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
         TrajectoriesLost: Less is stored than should be.
     """
-    job = RolloutJob.model_validate(config.job)
+    job = config.job
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
     seeded = job.spec.dataset.seed_per_repeat
@@ -400,7 +413,7 @@ async def work(
             open_environments(job, protected=own_places(config.output, config.turns))
         )
         if policy is None:
-            policy = await stack.enter_async_context(open_policy(config, job, metrics, tokenizer))
+            policy = await stack.enter_async_context(open_policy(config, metrics, tokenizer))
         rollout = Rollout(
             policy=policy,
             environments=environments,
@@ -417,7 +430,7 @@ async def work(
             results += 1
             await store.result(result)
 
-        await run_groups(rollout, groups, sink, policy=group_policy(config, job, store.state), drain=drain)
+        await run_groups(rollout, groups, sink, policy=group_policy(config, store.state), drain=drain)
     _check_stored(results, progress, before=before)
     if drain.is_set():
         return False
@@ -479,9 +492,9 @@ def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> Ob
     return RawObservations(tokenizer)
 
 
-def group_policy(config: WorkerConfig, job: RolloutJob, state: RunState) -> GroupPolicy:
+def group_policy(config: WorkerConfig, state: RunState) -> GroupPolicy:
     """The job's policy as far as this worker has a part in it and it is not done yet."""
-    groups = job.spec.rollout.groups
+    groups = config.job.spec.rollout.groups
     wanted, budget = (
         None if total is None else max(0, sum(share(total, n, config.shard_count) for n in config.shards) - done)
         for total, done in ((groups.wanted, state.groups_kept), (groups.drop_budget, state.groups_filtered))
@@ -501,7 +514,7 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.set)
-    metrics = RolloutMetrics(str(config.job["metadata"]["name"]))
+    metrics = RolloutMetrics(str(config.job.metadata.name))
     background = [asyncio.create_task(metrics.watch_event_loop()), asyncio.create_task(_report(progress, reports))]
     try:
         await work(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
@@ -576,7 +589,7 @@ def main() -> None:
         return  # whoever started it needs it no more
     watch_parent(sys.stdin.fileno(), parent)
     tune_garbage_collector()
-    problem = asyncio.run(_main(msgspec.json.decode(line, type=WorkerConfig), tokenizer, reports))
+    problem = asyncio.run(_main(WorkerConfig.decode(line), tokenizer, reports))
     if problem is not None:
         sys.exit(problem)
 

@@ -7,8 +7,9 @@ from datetime import datetime
 from typing import Any, Final
 
 from kuberoll_api.conditions import Reason
+from kuberoll_api.contract import fewest_replicas
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_operator import autoscaling, names
+from kuberoll_operator import names
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import Problem, first_problem, of_component, refusal, still_there, told
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true
@@ -89,7 +90,7 @@ class KubeRay:
         if spec.autoscaling is None:
             return spec.replicas or 1
         there = self._replicas(job, [pod for pod in pods if _is_engine(pod) and still_there([pod])])
-        return min(spec.autoscaling.max_replicas, max(autoscaling.lowest(spec.autoscaling), there))
+        return min(spec.autoscaling.max_replicas, max(fewest_replicas(spec.autoscaling), there))
 
     def _answering(self, job: RolloutJob, pods: Sequence[Object], desired: int, status: Mapping[str, Any]) -> int:
         """Replicas that answer while not all do: how many, only Serve knows; KubeRay knows in which pods some may be.
@@ -119,7 +120,7 @@ def _scaling(job: RolloutJob) -> str:
     if spec is None:
         return ""
     return (
-        f"Ray Serve decides how many there are, within {autoscaling.lowest(spec)} to {spec.max_replicas} at "
+        f"Ray Serve decides how many there are, within {fewest_replicas(spec)} to {spec.max_replicas} at "
         f"{spec.target_ongoing_requests:g} turns each"
     )
 

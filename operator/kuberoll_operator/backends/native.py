@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from kuberoll_api.conditions import Reason
+from kuberoll_api.contract import fewest_replicas
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import autoscaling, names
 from kuberoll_operator.backends.base import GenerationState
@@ -51,7 +52,7 @@ class Native:
         spec = subject.job.spec.generation
         if spec.autoscaling is None:
             return [_build(subject, spec.replicas or 1, live)]
-        current = _asked_for(live) or autoscaling.lowest(spec.autoscaling)
+        current = _asked_for(live) or fewest_replicas(spec.autoscaling)
         intent = autoscaling.read_intent(live) if live else None
         decided = autoscaling.decide(spec.autoscaling, load_of(observed), current, intent, now)
         text = autoscaling.written(decided.intent) if decided.intent else None
@@ -78,7 +79,7 @@ class Native:
         live = _live(job, observed)
         desired = spec.replicas or 1
         if spec.autoscaling is not None:
-            desired = _asked_for(live) or autoscaling.lowest(spec.autoscaling)
+            desired = _asked_for(live) or fewest_replicas(spec.autoscaling)
         pods = of_component(observed.pods, names.GENERATION)
         status = live.get("status", {}) if live else {}
         # Of an older generation the numbers may be those of pods that are on their way out.

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from kuberoll_api import contract
 from kuberoll_api.conditions import Reason
 from kuberoll_operator import names
 from kuberoll_operator.model import Object, condition, is_true
@@ -183,8 +184,8 @@ def missing_secrets(pods: Iterable[Object]) -> set[str]:
 def refusal(pods: Sequence[Object], container: str) -> str | None:
     """What a container said that will not run, however often it is started."""
     for pod in pods:
-        if (last := ended(pod, container)) is not None and last.exit_code == names.EXIT_REFUSED:
-            return told(last.message) or f"pod {last.pod}: exit code {names.EXIT_REFUSED}, and no word"
+        if (last := ended(pod, container)) is not None and last.exit_code == contract.EXIT_REFUSED:
+            return told(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, and no word"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kuberoll_api import contract
 from kuberoll_api.manifest import ManifestError, load_job, load_jobs
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     Raises:
         ValueError: The job cannot be run in a cluster; the text says why and how to mend it.
     """
-    from kuberoll_operator import names
     from kuberoll_operator import render as built
     from kuberoll_operator.backends import BACKENDS, backend_of
     from kuberoll_operator.model import Observed
@@ -92,7 +92,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         endpoint=backend.endpoint(job, namespace),
         backend=name,
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
-        tokens=dict.fromkeys(names.SCOPES, TOKEN),
+        tokens=dict.fromkeys(contract.SCOPES, TOKEN),
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
     first = "created before the engines, and whenever the job is resumed; deleted when its pod has ended well"

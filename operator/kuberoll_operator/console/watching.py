@@ -9,6 +9,7 @@ from typing import Final
 
 import aiohttp
 
+from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.console.connection import Connection
 from kuberoll_operator.console.errors import sentence_of
@@ -104,7 +105,7 @@ class Jobs:
 
     async def _ask(self, session: aiohttp.ClientSession, pod: Object) -> PodCounts | None:
         metadata = pod["metadata"]
-        path = PODS.path(metadata["namespace"], f"{metadata['name']}:{names.PROGRESS_PORT}", "proxy/metrics")
+        path = PODS.path(metadata["namespace"], f"{metadata['name']}:{contract.PROGRESS_PORT}", "proxy/metrics")
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         try:
             async with self._room, session.get(self._connection.access.server + path, timeout=timeout) as answer:

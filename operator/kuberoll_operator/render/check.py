@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.objects import shaped
@@ -26,7 +27,7 @@ def build_check_job(subject: Subject, *, suspend: bool = False) -> Object:
         "backoffLimit": RETRIES,
         "completions": 1,
         "parallelism": 1,
-        "podFailurePolicy": failure_policy("worker", ignored=(names.EXIT_DRAINED,)),
+        "podFailurePolicy": failure_policy("worker", ignored=(contract.EXIT_DRAINED,)),
         "podReplacementPolicy": "Failed",
         "suspend": suspend,
         "template": worker_template(subject, names.CHECK, arguments=("--check",)),

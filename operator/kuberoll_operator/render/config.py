@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any, Final
 
+from kuberoll_api import contract
+from kuberoll_api.contract import PodConfig
 from kuberoll_api.rolloutjob import PodOptions
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
@@ -32,12 +35,15 @@ def build_config(subject: Subject) -> Object:
         OutputRefused: The output is nothing that pods can write to.
     """
     child = subject.child("v1", "ConfigMap", names.config(subject.name), names.CONFIG)
-    text = json.dumps(pod_config(subject), sort_keys=True, indent=1, ensure_ascii=False)
+    fields = dataclasses.asdict(pod_config(subject))
+    # Always there: `turns`, whose absence means something.
+    given = {key: value for key, value in fields.items() if key == "turns" or value not in (None, [])}
+    text = json.dumps(given, sort_keys=True, indent=1, ensure_ascii=False)
     return {**child, "data": {names.CONFIG_KEY: f"{text}\n"}}
 
 
-def pod_config(subject: Subject) -> dict[str, Any]:
-    """What job.json says; `kuberoll_workers` reads it.
+def pod_config(subject: Subject) -> PodConfig:
+    """The configuration that job.json holds.
 
     Raises:
         OutputRefused: The output is nothing that pods can write to.
@@ -45,22 +51,21 @@ def pod_config(subject: Subject) -> dict[str, Any]:
     output = output_of(subject.job.spec.output.uri)
     # Pods are not restarted in place: only a volume that outlives them is worth writing turns to.
     kept = output.claim is not None and subject.job.spec.rollout.journal_turns
-    return {
-        "job": _for_pods(subject),
-        "base": DATASET_DIRECTORY,
-        "endpoint": subject.endpoint,
-        "port": names.GENERATION_PORT,
-        "shard_count": subject.shards,
-        "output": output.location,
-        "turns": output.location if kept else None,
+    return PodConfig(
+        job=_for_pods(subject),
+        base=DATASET_DIRECTORY,
+        endpoint=subject.endpoint,
+        shard_count=subject.shards,
+        output=output.location,
+        turns=output.location if kept else None,
         **_discovery(subject),
-    }
+    )
 
 
 def _discovery(subject: Subject) -> dict[str, Any]:
     """How workers find the replicas, which they talk to one by one."""
     if subject.backend == "Native":
-        host = f"{names.generation_pods(subject.name)}.{subject.namespace}.svc:{names.GENERATION_PORT}"
+        host = f"{names.generation_pods(subject.name)}.{subject.namespace}.svc:{contract.GENERATION_PORT}"
         return {"discovery": "DNS", "replicas_host": host}
     external = subject.job.spec.generation.external
     if subject.backend == "External" and external is not None:

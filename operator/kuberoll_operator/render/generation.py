@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.config import STATE_DIRECTORY
@@ -110,13 +111,13 @@ def _template(subject: Subject, *, env: Sequence[Mapping[str, Any]] = (), answer
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
             *env,
-            *token_variables(subject, *names.SCOPES),
+            *token_variables(subject, *contract.SCOPES),
         ],
         volumes=volumes,
         read_only=False,
         ports=[
-            {"name": "http", "containerPort": names.GENERATION_PORT},
-            {"name": "metrics", "containerPort": names.RAY_METRICS_PORT},
+            {"name": "http", "containerPort": contract.GENERATION_PORT},
+            {"name": "metrics", "containerPort": contract.STATUS_PORT},
         ],
         **probes,
     )
@@ -140,8 +141,8 @@ def build_generation_services(subject: Subject, *, leaders: bool = False) -> lis
     Args:
         leaders: Replicas are groups of pods, of which the leader answers.
     """
-    http = {"name": "http", "port": names.GENERATION_PORT, "targetPort": names.GENERATION_PORT}
-    metrics = {"name": "metrics", "port": names.RAY_METRICS_PORT, "targetPort": names.RAY_METRICS_PORT}
+    http = {"name": "http", "port": contract.GENERATION_PORT, "targetPort": contract.GENERATION_PORT}
+    metrics = {"name": "metrics", "port": contract.STATUS_PORT, "targetPort": contract.STATUS_PORT}
     # KubeRay has a Service like the first, which is there only when the first cluster runs: workers and their
     # resolvers would have noted by then that there is none.
     serving = {SERVE_LABEL: "true"} if subject.backend == "KubeRay" else {}

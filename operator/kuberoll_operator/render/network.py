@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.subject import Subject
@@ -49,7 +50,7 @@ def _workers(subject: Subject) -> Object:
         },
         "policyTypes": ["Egress", "Ingress"],
         "egress": egress,
-        "ingress": [{"ports": [_tcp(names.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
+        "ingress": [{"ports": [_tcp(contract.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
     }
     return _policy(subject, names.workers(subject.name), names.WORKERS, spec)
 
@@ -62,7 +63,7 @@ def _generation(subject: Subject) -> Object:
         "policyTypes": ["Ingress"],
         "ingress": [
             {"ports": _policy_ports(subject), "from": [workers]},
-            {"ports": [_tcp(names.RAY_METRICS_PORT)], "from": _ANYWHERE_INSIDE},
+            {"ports": [_tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
             {"from": [own]},
             *(_operators(subject) if subject.backend == "KubeRay" else []),
         ],
@@ -82,7 +83,7 @@ def _policy_ports(subject: Subject) -> list[Object]:
     """Where workers reach the policy; with KubeRay, Serve's replicas have ports of their own."""
     first, last = names.REPLICA_PORTS
     replicas = [{**_tcp(first), "endPort": last}] if subject.backend == "KubeRay" else []
-    return [_tcp(names.GENERATION_PORT), *replicas]
+    return [_tcp(contract.GENERATION_PORT), *replicas]
 
 
 def _operators(subject: Subject) -> list[Object]:
@@ -93,7 +94,7 @@ def _operators(subject: Subject) -> list[Object]:
             "ports": [_tcp(names.RAY_DASHBOARD_PORT)],
             "from": [{**_namespace(subject.settings.kuberay_namespace), **kuberay}],
         },
-        {"ports": [_tcp(names.GENERATION_PORT)], "from": [_namespace(subject.settings.lease_namespace)]},
+        {"ports": [_tcp(contract.GENERATION_PORT)], "from": [_namespace(subject.settings.lease_namespace)]},
     ]
 
 

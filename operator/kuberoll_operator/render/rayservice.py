@@ -6,11 +6,22 @@ A change of `rayClusterConfig` is a second cluster of GPUs beside the first, or 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any, Final
 
-from kuberoll_api.rolloutjob import Generation, PodOptions, SimulatedEngine
-from kuberoll_operator import autoscaling, names
+from kuberoll_api import contract
+from kuberoll_api.contract import (
+    APPLICATION,
+    DEPLOYMENT,
+    IMPORT_PATH,
+    ServeArgs,
+    fewest_replicas,
+    user_config,
+    weights_source,
+)
+from kuberoll_api.rolloutjob import PodOptions
+from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.placement import Placement
 from kuberoll_operator.render.config import STATE_DIRECTORY
@@ -20,9 +31,6 @@ from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY, Volumes, containe
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.tokens import token_variables
 
-APPLICATION: Final = "kuberoll"
-DEPLOYMENT: Final = "Generation"
-IMPORT_PATH: Final = "kuberoll_workers.policy.app:build"
 GROUP: Final = "engines"
 
 INITIALIZING_TIMEOUT: Final = "ray.io/initializing-timeout"
@@ -104,58 +112,34 @@ def keep_cluster(rendered: Object, live: Object | None) -> Object:
 
 def serve_config(subject: Subject, placement: Placement) -> dict[str, Any]:
     """What Serve is told: `serveConfigV2` before it is a text."""
-    weights = subject.job.spec.weights
-    user_config = {"weights": None if weights is None else {"uri": weights.uri, "version": weights.version}}
+    wanted = weights_source(subject.job.spec.weights)
     application = {
         "name": APPLICATION,
         "import_path": IMPORT_PATH,
         "route_prefix": "/",
-        "args": app_args(subject, placement),
+        "args": serve_args(subject, placement),
         # In place, in every replica, and in those that come later: another argument would load all engines anew.
-        "deployments": [{"name": DEPLOYMENT, "user_config": user_config}],
+        "deployments": [{"name": DEPLOYMENT, "user_config": user_config(wanted)}],
     }
     return {
         "applications": [application],
-        "http_options": {"host": "0.0.0.0", "port": names.GENERATION_PORT},
+        "http_options": {"host": "0.0.0.0", "port": contract.GENERATION_PORT},
         # KubeRay takes a pod without a proxy for one that is not ready.
         "proxy_location": "EveryNode",
     }
 
 
-def app_args(subject: Subject, placement: Placement) -> dict[str, Any]:
-    """The arguments of the Serve app; `kuberoll_workers.policy.app` reads them."""
+def serve_args(subject: Subject, placement: Placement) -> dict[str, Any]:
+    """The arguments of the Serve application; what is as by default is left out."""
     generation = subject.job.spec.generation
-    simulated = generation.simulated or SimulatedEngine()
-    args: dict[str, Any] = {
-        "model": generation.model.source,
-        "tokenizer": generation.model.tokenizer or generation.model.source,
-        "engine": generation.engine,
-        "engine_args": generation.engine_args,
-        "max_ongoing_requests": generation.max_ongoing_requests,
-        "gpus": placement.gpus,
-        "tokens_required": True,
-    }
-    optional = {
-        "revision": generation.model.revision,
-        "simulated": simulated.model_dump(mode="json", by_alias=True) if generation.engine == "Simulated" else None,
-        "replicas": None if generation.autoscaling else generation.replicas or 1,
-        "autoscaling": _autoscaling(generation),
-        "bundles": placement.bundles(),
-    }
-    return args | {key: value for key, value in optional.items() if value is not None}
-
-
-def _autoscaling(generation: Generation) -> dict[str, Any] | None:
-    spec = generation.autoscaling
-    if spec is None:
-        return None
-    return {
-        "min_replicas": autoscaling.lowest(spec),
-        "max_replicas": spec.max_replicas,
-        "target_ongoing_requests": spec.target_ongoing_requests,
-        "upscale_delay_s": spec.upscale_delay_seconds,
-        "downscale_delay_s": spec.downscale_delay_seconds,
-    }
+    args = ServeArgs.of(generation, gpus=placement.gpus, bundles=placement.bundles(), tokens_required=True)
+    fields = dataclasses.asdict(args)
+    if generation.autoscaling is not None:
+        # Serve takes the one or the other.
+        del fields["replicas"]
+    always = {"engine_args", "max_ongoing_requests", "replicas"}
+    defaults = dataclasses.asdict(ServeArgs(model="", tokenizer="", engine=""))
+    return {key: value for key, value in fields.items() if key in always or value != defaults[key]}
 
 
 def _cluster(subject: Subject, placement: Placement) -> dict[str, Any]:
@@ -188,7 +172,7 @@ def _cluster(subject: Subject, placement: Placement) -> dict[str, Any]:
 def _group(subject: Subject, placement: Placement) -> dict[str, Any]:
     generation = subject.job.spec.generation
     spec = generation.autoscaling
-    fewest, most = (autoscaling.lowest(spec), spec.max_replicas) if spec else 2 * (generation.replicas or 1,)
+    fewest, most = (fewest_replicas(spec), spec.max_replicas) if spec else 2 * (generation.replicas or 1,)
     return {
         "groupName": GROUP,
         "replicas": placement.pods(fewest),
@@ -217,8 +201,8 @@ def _engines(subject: Subject, placement: Placement) -> Object:
         volumes=volumes,
         read_only=False,
         ports=[
-            {"name": "serve", "containerPort": names.GENERATION_PORT},
-            {"name": "metrics", "containerPort": names.RAY_METRICS_PORT},
+            {"name": "serve", "containerPort": contract.GENERATION_PORT},
+            {"name": "metrics", "containerPort": contract.STATUS_PORT},
         ],
         readinessProbe=_ENGINE_READY,
         livenessProbe=_ALIVE,
@@ -262,8 +246,8 @@ def _head(subject: Subject, *, service_account: bool) -> Object:
             {"name": "gcs", "containerPort": 6379},
             {"name": "dashboard", "containerPort": names.RAY_DASHBOARD_PORT},
             {"name": "client", "containerPort": 10001},
-            {"name": "serve", "containerPort": names.GENERATION_PORT},
-            {"name": "metrics", "containerPort": names.RAY_METRICS_PORT},
+            {"name": "serve", "containerPort": contract.GENERATION_PORT},
+            {"name": "metrics", "containerPort": contract.STATUS_PORT},
         ],
         resources=HEAD_RESOURCES,
         readinessProbe=_HEAD_READY,
@@ -297,7 +281,7 @@ def _environment(subject: Subject) -> list[Object]:
             {"name": name, "value": value}
             for name, value in {**own, **dict(sorted((SERVE_ENVIRONMENT | balance).items()))}.items()
         ),
-        *token_variables(subject, *names.SCOPES),
+        *token_variables(subject, *contract.SCOPES),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.objects import digest
@@ -26,13 +27,13 @@ def token_secret(subject: Subject) -> str:
     return names.tokens(subject.name, digest(dict(subject.tokens)))
 
 
-def token_variables(subject: Subject, *scopes: str) -> list[dict[str, Any]]:
+def token_variables(subject: Subject, *scopes: contract.Scope) -> list[dict[str, Any]]:
     """Environment variables of a container with the tokens of these scopes."""
     if not _has_tokens(subject):
         return []
     secret = token_secret(subject)
     return [
-        {"name": names.token_variable(scope), "valueFrom": {"secretKeyRef": {"name": secret, "key": scope}}}
+        {"name": contract.token_variable(scope), "valueFrom": {"secretKeyRef": {"name": secret, "key": scope}}}
         for scope in scopes
     ]
 

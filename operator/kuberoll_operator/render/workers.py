@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.config import STATE_DIRECTORY
@@ -43,7 +44,7 @@ def worker_template(subject: Subject, component: str, *, arguments: Sequence[str
         ],
         volumes=volumes,
         read_only=True,
-        ports=[{"name": "metrics", "containerPort": names.PROGRESS_PORT}],
+        ports=[{"name": "metrics", "containerPort": contract.PROGRESS_PORT}],
     )
     return pod_template(
         subject,
@@ -70,7 +71,7 @@ def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
         "completions": subject.shards,
         "maxFailedIndexes": min(spec.max_failed_shards, subject.shards),
         "parallelism": min(spec.replicas, subject.shards, spec.replicas if paid_for is None else paid_for),
-        "podFailurePolicy": failure_policy("worker", ignored=(names.EXIT_DRAINED,)),
+        "podFailurePolicy": failure_policy("worker", ignored=(contract.EXIT_DRAINED,)),
         "podReplacementPolicy": "Failed",
         "suspend": suspend,
         "template": worker_template(subject, names.WORKERS),
@@ -83,7 +84,7 @@ def build_workers_service(subject: Subject) -> Object:
     child = subject.child("v1", "Service", names.workers(subject.name), names.WORKERS)
     child["spec"] = {
         "clusterIP": "None",
-        "ports": [{"name": "metrics", "port": names.PROGRESS_PORT, "targetPort": "metrics"}],
+        "ports": [{"name": "metrics", "port": contract.PROGRESS_PORT, "targetPort": "metrics"}],
         "selector": names.selector(subject.name, names.WORKERS),
     }
     return child
@@ -92,7 +93,7 @@ def build_workers_service(subject: Subject) -> Object:
 def failure_policy(container: str, *, ignored: tuple[int, ...] = ()) -> Mapping[str, Any]:
     """A refusal fails the Job at once; disruptions, and a pod that was told to stop, are nobody's failure."""
     rules: list[Object] = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-    codes = [("FailJob", (names.EXIT_REFUSED,)), ("Ignore", ignored)]
+    codes = [("FailJob", (contract.EXIT_REFUSED,)), ("Ignore", ignored)]
     for action, values in codes:
         if values:
             on = {"containerName": container, "operator": "In", "values": list(values)}

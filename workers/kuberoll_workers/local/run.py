@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
 from kuberoll_api.rolloutjob import External, RolloutJob
 from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.expansion import share
@@ -43,8 +44,8 @@ from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables
 from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
-from kuberoll_workers.policy.app import app_args
-from kuberoll_workers.policy.auth import SCOPES, Tokens
+from kuberoll_workers.policy.app import gpus_of
+from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.rollouts.tail import TailReport
@@ -240,7 +241,7 @@ class _LocalRun:
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Their metrics are added up, and so are these.
                 planned = share(self._planned(), number, len(assignment))
-                await worker.tell(msgspec.json.encode(self._worker_config(endpoint, shards, planned)))
+                await worker.tell(self._worker_config(endpoint, shards, planned).encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
             await self._watch(host)
@@ -280,11 +281,12 @@ class _LocalRun:
         # Others on this machine are not to generate with it.
         tokens = msgspec.convert({scope: secrets.token_hex(32) for scope in SCOPES}, Tokens)
         config = HostConfig(
-            app=app_args(
+            app=ServeArgs.of(
                 generation,
                 model=self._preflight.model,
                 tokenizer=self._preflight.tokenizer,
-                weights=self._job.spec.weights,
+                gpus=gpus_of(generation),
+                weights=weights_source(self._job.spec.weights),
             ),
             scratch=str(scratch),
             routing=generation.routing,
@@ -362,7 +364,7 @@ class _LocalRun:
 
     def _worker_config(self, endpoint: Endpoint, shards: list[int], planned: int) -> WorkerConfig:
         return WorkerConfig(
-            job=self._job.model_dump(mode="json", by_alias=True, exclude_unset=True),
+            job=self._job,
             base=str(self._options.base.resolve()),
             tokenizer=self._preflight.tokenizer,
             endpoint=endpoint.url,

@@ -6,15 +6,16 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from kuberoll_api import rolloutjob
+from kuberoll_api.contract import DEPLOYMENT, SCOPES, Scope, ServeArgs, WeightsSource, token_variable, user_config
 from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 from kuberoll_workers.policy import controller, wire
-from kuberoll_workers.policy.auth import TOKEN_VARIABLES, Denied, Scope, authorize, take_tokens
+from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
 from kuberoll_workers.policy.bodies import BodyRefused, read_body
 from kuberoll_workers.policy.client import LOAD_HEADER
 from kuberoll_workers.policy.engines.interface import OWN_VERSION, Engine
@@ -25,22 +26,19 @@ from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, 
 from kuberoll_workers.policy.openai_api import OpenAIRoutes
 from kuberoll_workers.policy.replicas import ReplicaList
 from kuberoll_workers.policy.slow_clients import limit_headers
-from kuberoll_workers.policy.weights import LiveWeights, Weights, user_config, version_of, wanted_weights
+from kuberoll_workers.policy.weights import LiveWeights, version_of, wanted_weights
 
 if TYPE_CHECKING:
     from ray.serve import Application
     from starlette.requests import Request
     from starlette.responses import Response
 
-APPLICATION = "kuberoll"
-DEPLOYMENT = "Generation"
-IMPORT_PATH = "kuberoll_workers.policy.app:build"
-GPU_RESOURCE = "nvidia.com/gpu"
-"""Of an answer: how many other requests its replica works on."""
 REPLICA_HEADER = "x-kuberoll-replica"
 """Of an answer: the id of the replica that gave it."""
 
 _log = logging.getLogger("ray.serve")
+
+_GPU_RESOURCE = "nvidia.com/gpu"
 
 # Serve replaces a replica after the third failure in a row.
 _HEALTH_PERIOD_SECONDS = 2.0
@@ -55,98 +53,27 @@ _SHORT_BYTES = 256 << 10
 _GPU_MEMORY_PART = 0.9
 
 
-class AppArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """All that a replica needs; plain JSON, as Serve's configuration wants it.
+_ARGS: Final = TypeAdapter(ServeArgs)
 
-    Whatever changes here is new code to Serve, which starts all replicas anew; but for `weights`, which a deployment's
-    `user_config` in Serve's configuration takes the place of.
 
-    Attributes:
-        model, tokenizer: Directory or hub id.
-        model_name: What callers of the OpenAI-compatible routes call the model; None: as `model`.
-        gpus: GPUs of one replica, or a part of one; None: as many as `engine_args` spread the model over.
-        bundles: What each part of a replica that spans pods takes, the first being the replica's own; None: it is
-            within one pod.
-        autoscaling: Serve's `autoscaling_config` in place of a fixed number of `replicas`.
-        tokens_required: Refuse to start without tokens. They are no arguments: Serve's configuration is for many to
-            read. A replica takes them out of its environment variables.
-        weights: Those to start with in place of the model's own.
-        application: The name that the application has in Serve.
-        drain_seconds: How long a replica that is to go may take to answer the requests it has.
+def read_args(args: Mapping[str, Any]) -> ServeArgs:
+    """The application's arguments out of Serve's configuration.
+
+    Raises:
+        ValidationError: They are not what `ServeArgs` has.
     """
-
-    model: str
-    tokenizer: str
-    engine: str
-    model_name: str | None = None
-    revision: str | None = None
-    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    simulated: dict[str, Any] | None = None
-    replicas: int = 1
-    max_ongoing_requests: int = 512
-    gpus: float | None = None
-    bundles: list[dict[str, float]] | None = None
-    autoscaling: dict[str, Any] | None = None
-    tokens_required: bool = False
-    weights: Weights | None = None
-    application: str = APPLICATION
-    drain_seconds: float = 600.0
+    return _ARGS.validate_python(dict(args))
 
 
-def app_args(
-    generation: Generation,
-    *,
-    model: str,
-    tokenizer: str,
-    weights: rolloutjob.Weights | None = None,
-    drain_seconds: float = 600.0,
-) -> AppArgs:
-    """The Serve app's arguments for a job's generation.
-
-    Args:
-        model, tokenizer: Where they are on the machine that serves.
-        weights, drain_seconds: As in `AppArgs`.
-    """
-    simulated = generation.engine == "Simulated"
-    settings = generation.simulated if generation.simulated is not None else SimulatedEngine()
-    return AppArgs(
-        model=model,
-        tokenizer=tokenizer,
-        engine=generation.engine,
-        model_name=generation.model.source,
-        revision=generation.model.revision,
-        engine_args=generation.engine_args,
-        simulated=settings.model_dump(mode="json", by_alias=True) if simulated else None,
-        replicas=generation.replicas or 1,
-        max_ongoing_requests=generation.max_ongoing_requests,
-        gpus=_gpus(generation),
-        autoscaling=_autoscaling(generation),
-        weights=None if weights is None else Weights(uri=weights.uri, version=weights.version),
-        drain_seconds=drain_seconds,
-    )
-
-
-def _gpus(generation: Generation) -> float | None:
+def gpus_of(generation: Generation) -> float | None:
+    """GPUs of one replica as the job has them; None: as many as the engine's arguments spread the model over."""
     if generation.gpus_per_replica is not None:
         return generation.gpus_per_replica
-    gpus = generation.resources.limits.get(GPU_RESOURCE)
+    gpus = generation.resources.limits.get(_GPU_RESOURCE)
     return None if gpus is None else float(gpus)
 
 
-def _autoscaling(generation: Generation) -> dict[str, Any] | None:
-    given = generation.autoscaling
-    if given is None:
-        return None
-    return {
-        "min_replicas": given.min_replicas,
-        "max_replicas": given.max_replicas,
-        "target_ongoing_requests": given.target_ongoing_requests,
-        "upscale_delay_s": given.upscale_delay_seconds,
-        "downscale_delay_s": given.downscale_delay_seconds,
-    }
-
-
-def make_engine(args: AppArgs) -> Engine:
+def make_engine(args: ServeArgs) -> Engine:
     """The engine that the arguments ask for, not yet started."""
     if args.engine == "Simulated":
         return Simulated(
@@ -160,7 +87,7 @@ def make_engine(args: AppArgs) -> Engine:
     )
 
 
-def placed_engine_args(args: AppArgs) -> dict[str, Any]:
+def placed_engine_args(args: ServeArgs) -> dict[str, Any]:
     """The engine's arguments with what follows from where it is placed; what the user set comes first."""
     placed: dict[str, Any] = {}
     if args.bundles is not None:
@@ -181,13 +108,13 @@ class GenerationServer:
     """
 
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._args = msgspec.convert(dict(args), AppArgs)
+        self._args = read_args(args)
         limit_headers()
         controller.keep_to_loopback()
         # Before the engine: the processes that it starts need none.
         self._tokens = take_tokens(os.environ)
         if self._tokens is None and self._args.tokens_required:
-            raise ValueError(f"{', '.join(TOKEN_VARIABLES.values())}: not set, and this policy is to ask for tokens")
+            raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, and this policy is to ask for tokens")
         self._id = controller.own_id()
         self._engine = make_engine(self._args)
         self._weights = LiveWeights(self._engine)
@@ -317,7 +244,7 @@ class GenerationServer:
             return _error(400, "BadRequest", f"the body must be a uri and a version: {error}")
         application = self._args.application
         now = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
-        wanted = Weights(uri=given.uri, version=given.version)
+        wanted = WeightsSource(uri=given.uri, version=given.version)
         if given.version == OWN_VERSION:
             return _error(400, "BadRequest", f"version {OWN_VERSION} is the model's own; give these another")
         if now is not None and now.version == wanted.version and now != wanted:
@@ -353,7 +280,7 @@ def _error(status: int, kind: str, message: str) -> Response:
     return _json(status, {"error": {"type": kind, "message": message}})
 
 
-def replica_gpus(args: AppArgs, *, cpu: bool) -> float:
+def replica_gpus(args: ServeArgs, *, cpu: bool) -> float:
     """GPUs that one replica takes, in all its pods.
 
     Args:
@@ -366,12 +293,12 @@ def replica_gpus(args: AppArgs, *, cpu: bool) -> float:
     return float(world_size(args.engine_args)) if args.gpus is None else args.gpus
 
 
-def most_replicas(args: AppArgs) -> int:
+def most_replicas(args: ServeArgs) -> int:
     """How many there can be at once."""
     return args.replicas if args.autoscaling is None else int(args.autoscaling["max_replicas"])
 
 
-def deployment_options(args: AppArgs, *, gpus: float) -> dict[str, Any]:
+def deployment_options(args: ServeArgs, *, gpus: float) -> dict[str, Any]:
     """Serve's options of the deployment; a pure function of the arguments.
 
     Args:
@@ -397,7 +324,7 @@ def deployment_options(args: AppArgs, *, gpus: float) -> dict[str, Any]:
     }
 
 
-def _scale(args: AppArgs) -> dict[str, Any]:
+def _scale(args: ServeArgs) -> dict[str, Any]:
     if args.autoscaling is None:
         return {"num_replicas": args.replicas}
     # What was asked for during the delay decides, and not of half a minute before it.
@@ -405,7 +332,7 @@ def _scale(args: AppArgs) -> dict[str, Any]:
     return {"autoscaling_config": {"look_back_period_s": look_back, **args.autoscaling}}
 
 
-def _place(args: AppArgs, gpus: float) -> dict[str, Any]:
+def _place(args: ServeArgs, gpus: float) -> dict[str, Any]:
     if args.bundles is None or gpus == 0:
         return {"ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
     return {
@@ -417,9 +344,9 @@ def _place(args: AppArgs, gpus: float) -> dict[str, Any]:
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The Serve application; `args` are an AppArgs as plain JSON."""
+    """The Serve application; `args` are an ServeArgs as plain JSON."""
     from ray import serve
 
-    parsed = msgspec.convert(dict(args), AppArgs)
+    parsed = read_args(args)
     options = deployment_options(parsed, gpus=replica_gpus(parsed, cpu=is_cpu_build()))
     return serve.deployment(**options)(GenerationServer).bind(dict(args))

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping, MutableMapping
-from typing import Final, Literal, get_args
+from typing import Final
 
 import msgspec
 
-Scope = Literal["generate", "weights", "read"]
-"""What a token opens: `generate` samples, `weights` publishes weights, `read` asks how things are."""
-
-SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
-
-TOKEN_VARIABLES: Final[Mapping[Scope, str]] = {scope: f"KUBEROLL_TOKEN_{scope.upper()}" for scope in SCOPES}
-"""Environment variables in which a program is given its tokens."""
+from kuberoll_api.contract import SCOPES, Scope, token_variable
 
 # Whoever may sample or publish may look, too; nobody may do both with one token.
 _OPENED_BY: Final[Mapping[Scope, frozenset[Scope]]] = {
@@ -38,7 +32,7 @@ class Tokens(msgspec.Struct, kw_only=True, frozen=True):
 
     def variables(self) -> dict[str, str]:
         """Environment variables for a program that takes them by `take_tokens`."""
-        return {name: self.of(scope) for scope, name in TOKEN_VARIABLES.items()}
+        return {token_variable(scope): self.of(scope) for scope in SCOPES}
 
 
 class Denied(Exception):
@@ -77,7 +71,7 @@ def authorize(authorization: str | None, tokens: Tokens | None, scope: Scope) ->
 
 def take_token(environment: MutableMapping[str, str], scope: Scope) -> str | None:
     """The token of one scope out of environment variables, where it is not left; None: there is none."""
-    return environment.pop(TOKEN_VARIABLES[scope], None) or None
+    return environment.pop(token_variable(scope), None) or None
 
 
 def take_tokens(environment: MutableMapping[str, str]) -> Tokens | None:
@@ -87,7 +81,7 @@ def take_tokens(environment: MutableMapping[str, str]) -> Tokens | None:
         ValueError: Some are there and others are not; names the missing variables.
     """
     found = {scope: take_token(environment, scope) for scope in SCOPES}
-    missing = [TOKEN_VARIABLES[scope] for scope, token in found.items() if token is None]
+    missing = [token_variable(scope) for scope, token in found.items() if token is None]
     if len(missing) == len(SCOPES):
         return None
     if missing:

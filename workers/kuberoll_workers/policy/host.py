@@ -30,7 +30,8 @@ from typing import Any, Literal, NoReturn, TextIO
 import msgspec
 import psutil
 
-from kuberoll_workers.policy.app import AppArgs, build, most_replicas, replica_gpus
+from kuberoll_api.contract import ServeArgs
+from kuberoll_workers.policy.app import build, most_replicas, replica_gpus
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
@@ -65,7 +66,7 @@ class HostConfig(msgspec.Struct, kw_only=True):
         patience: Seconds that the others have to come.
     """
 
-    app: AppArgs
+    app: ServeArgs
     scratch: str
     routing: Literal["Session", "LeastLoaded"] = "Session"
     address: str = "127.0.0.1"
@@ -115,7 +116,7 @@ class Host:
 
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.address, port=port))
         began = self._phase("serve", began)
-        app = msgspec.structs.replace(config.app, tokens_required=config.tokens is not None)
+        app = dataclasses.replace(config.app, tokens_required=config.tokens is not None)
         serve.run(build(msgspec.to_builtins(app)), name=config.app.application, route_prefix="/")
         began = self._phase("engine", began)
         url = f"http://{'127.0.0.1' if config.address == '0.0.0.0' else config.address}:{port}"

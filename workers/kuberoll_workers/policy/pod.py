@@ -4,7 +4,7 @@
 
 A replica may span pods: then this is one of its group, which leads it, or follows the one that does.
 
-FILE is a `pod_files.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
+FILE is a `contract.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
 8080, answered by this process, however busy the engine is. The file may change while the pod runs: its `spec.weights`
 are followed, the rest is read at the start only. See docs/pods.md.
 """
@@ -29,26 +29,31 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from pydantic import ValidationError
 
+from kuberoll_api.contract import (
+    APPLICATION,
+    DEPLOYMENT,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    SCOPES,
+    STATUS_PORT,
+    PodConfig,
+    PodWeights,
+    ServeArgs,
+    token_variable,
+    user_config,
+    weights_source,
+)
 from kuberoll_api.http_server import serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.pod_files import (
-    EXIT_FAILED,
-    EXIT_REFUSED,
-    ConfigRefused,
-    PodConfig,
-    clipped,
-    leave_message,
-    read_config,
-)
+from kuberoll_workers.pod_files import ConfigRefused, clipped, leave_message, read_config
 from kuberoll_workers.pod_http import health_route, json_route
 from kuberoll_workers.policy import controller
-from kuberoll_workers.policy.app import APPLICATION, DEPLOYMENT, app_args
-from kuberoll_workers.policy.auth import TOKEN_VARIABLES, Tokens, take_tokens
+from kuberoll_workers.policy.app import gpus_of
+from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.policy.engines.interface import OWN_VERSION
 from kuberoll_workers.policy.engines.vllm_engine import world_size
 from kuberoll_workers.policy.group import Group, follow, group_of
@@ -61,9 +66,8 @@ from kuberoll_workers.policy.host import (
     metrics_port,
 )
 from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment, why_no_haproxy
-from kuberoll_workers.policy.weights import Weights, user_config, version_of, wanted_weights
+from kuberoll_workers.policy.weights import version_of, wanted_weights
 
-STATUS_PORT = 8080
 PORT_VARIABLE = "KUBEROLL_PORT"
 """Environment variable of a port in place of the configured one, for several pods on one machine."""
 
@@ -99,9 +103,9 @@ class Status:
         self.served: str | None = None
         self.weights_problem: str | None = None
 
-    def weights(self) -> dict[str, Any]:
-        """What `/weights` answers."""
-        return {"wanted": self.wanted, "served": self.served, "problem": self.weights_problem}
+    def weights(self) -> PodWeights:
+        """The answer at `/weights`."""
+        return PodWeights(wanted=self.wanted, served=self.served, problem=self.weights_problem)
 
     async def routes(self, http: aiohttp.ClientSession) -> list[web.RouteDef]:
         """What it answers."""
@@ -170,16 +174,16 @@ def answering(status: Status, *, host: str, port: int) -> Iterator[None]:
 def host_config(job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, group: Group | None = None) -> HostConfig:
     """What the host of a pod is told: one replica, its GPUs those of the pod, or of the group that it leads."""
     generation = job.spec.generation
-    model = generation.model
-    app = app_args(
-        generation,
-        model=model.source,
-        tokenizer=model.tokenizer or model.source,
-        weights=job.spec.weights,
-        drain_seconds=_DRAIN_SECONDS,
-    )
+    placed = {"gpus": gpus_of(generation)} if group is None else _spread(job)
     return HostConfig(
-        app=msgspec.structs.replace(app, replicas=1, autoscaling=None, **({} if group is None else _spread(job))),
+        app=ServeArgs.of(
+            generation,
+            weights=weights_source(job.spec.weights),
+            drain_seconds=_DRAIN_SECONDS,
+            replicas=1,
+            autoscaling=None,
+            **placed,
+        ),
         scratch=str(scratch),
         routing=generation.routing,
         # Serve's parts look for each other on loopback, and others for them at the pod's address.
@@ -265,7 +269,7 @@ async def _follow_weights(status: Status, file: JobFile) -> None:
     try:
         if (read := file.changed()) is not None:
             weights = read[1].spec.weights
-            wanted = None if weights is None else Weights(uri=weights.uri, version=weights.version)
+            wanted = weights_source(weights)
             status.wanted = version_of(wanted)
             if wanted_weights(await controller.get_user_config(APPLICATION, DEPLOYMENT)) != wanted:
                 _log.info("the job asks for the weights %s", status.wanted)
@@ -334,7 +338,7 @@ def _tokens() -> Tokens:
         raise ConfigRefused(str(error)) from error
     if found is None:
         # Whoever reaches the port could do everything.
-        raise ConfigRefused(f"{', '.join(TOKEN_VARIABLES.values())}: not set; the policy's tokens are awaited there")
+        raise ConfigRefused(f"{', '.join(map(token_variable, SCOPES))}: not set; the policy's tokens are awaited there")
     return found
 
 

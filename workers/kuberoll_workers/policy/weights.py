@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kuberoll_api.contract import WeightsSource
 from kuberoll_workers.policy.engines.interface import OWN_VERSION, Engine, WeightsRefused
 
 _log = logging.getLogger("ray.serve")
@@ -18,34 +19,17 @@ _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
 
 
-class Weights(msgspec.Struct, kw_only=True, frozen=True):
-    """Weights in place of the model's own.
-
-    Attributes:
-        uri: A directory that the replicas have mounted, or an s3:// or gs:// URI.
-        version: What the trajectories call them.
-    """
-
-    uri: str
-    version: str
-
-
-def user_config(weights: Weights | None) -> dict[str, Any]:
-    """Serve's `user_config` of the deployment: what may change while it runs."""
-    return {"weights": None if weights is None else msgspec.to_builtins(weights)}
-
-
-def wanted_weights(config: Mapping[str, Any] | None) -> Weights | None:
+def wanted_weights(config: Mapping[str, Any] | None) -> WeightsSource | None:
     """The weights that a `user_config` asks for; None: the model's own.
 
     Raises:
         ValueError: It is not what `user_config` makes.
     """
     given = (config or {}).get("weights")
-    return None if given is None else msgspec.convert(given, Weights)
+    return None if given is None else msgspec.convert(given, WeightsSource)
 
 
-def version_of(weights: Weights | None) -> str:
+def version_of(weights: WeightsSource | None) -> str:
     """What the trajectories call them."""
     return OWN_VERSION if weights is None else weights.version
 
@@ -63,7 +47,7 @@ class LiveWeights:
     def __init__(self, engine: Engine, *, first_wait: float = _FIRST_WAIT_SECONDS) -> None:
         self._engine = engine
         self._first_wait = first_wait
-        self._wanted: Weights | None = None
+        self._wanted: WeightsSource | None = None
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.problem: str | None = None
@@ -73,7 +57,7 @@ class LiveWeights:
         """The version of the weights that the engine has."""
         return self._engine.info().policy_version
 
-    async def begin(self, wanted: Weights | None) -> None:
+    async def begin(self, wanted: WeightsSource | None) -> None:
         """Load what a new replica is to serve, before it serves anything.
 
         Raises:
@@ -83,7 +67,7 @@ class LiveWeights:
         if version_of(wanted) != self.served:
             await self._load(wanted)
 
-    def want(self, wanted: Weights | None) -> None:
+    def want(self, wanted: WeightsSource | None) -> None:
         """Change the weights soon, without waiting for it."""
         self._wanted = wanted
         self._changed.set()
@@ -125,6 +109,6 @@ class LiveWeights:
             except TimeoutError:
                 wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
-    async def _load(self, wanted: Weights | None) -> None:
+    async def _load(self, wanted: WeightsSource | None) -> None:
         uri = None if wanted is None else wanted.uri
         await self._engine.load_weights(uri, version_of(wanted))
