@@ -333,11 +333,15 @@ class EnvironmentAccess(Model):
     )
 
 
+BuiltInEnvironment = Literal["calculator", "math", "sliding_puzzle"]
+"""Environments that the workers bring; your own are named by `entrypoint`."""
+
+
 class Environment(Model):
     """One environment, and the dataset rows that it answers (by `task_name`)."""
 
     name: Name = Field(description="The `task_name` of the dataset rows that this environment answers.")
-    type: Name | None = Field(default=None, description="A built-in environment.")
+    type: BuiltInEnvironment | None = Field(default=None, description="A built-in environment.")
     entrypoint: Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None = Field(
         default=None, description="Your own environment class, `package.module:Class`."
     )

@@ -18,7 +18,7 @@ from kuberoll_api.schema import alternatives, description, fields, in_words, pla
         (("spec", "generation", "replicas"), "a whole number from 1 to 1024"),
         (("spec", "generation", "sampling", "topP"), "a number above 0 and of at most 1"),
         (("spec", "environments"), "a list of 1 to 64 items"),
-        (("spec", "environments", 3, "type"), "text of 1 to 63 characters, only letters, digits and ._-, beginning "
+        (("spec", "environments", 3, "name"), "text of 1 to 63 characters, only letters, digits and ._-, beginning "
          "and ending with a letter or digit"),
         (("spec", "environments", 3, "entrypoint"), "text of at most 512 characters, of the form package.module:Class"),
         (("spec", "environments", 3, "config"), "a mapping of at most 1024 fields"),

@@ -3,11 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from kuberoll_api.rolloutjob import Environment
+from kuberoll_api.rolloutjob import BuiltInEnvironment, Environment
 from kuberoll_workers.environments import BUILT_INS, EnvironmentInterface, UnusableEnvironment, create, resolve
 
 
@@ -37,6 +37,10 @@ class DuckEnvironment:
 class BrokenEnvironment(DuckEnvironment):
     def __init__(self, config: dict[str, Any]) -> None:
         raise KeyError("model_path")
+
+
+def test_manifests_may_name_the_built_ins_and_no_others() -> None:
+    assert set(get_args(BuiltInEnvironment)) == set(BUILT_INS)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_INS))
