@@ -526,7 +526,8 @@ class Cluster(RuleBasedStateMachine):
     @rule()
     def workers_start(self) -> None:
         live = self.children.get(("Job", "puzzle-workers"))
-        if live is None or live["spec"]["suspend"]:
+        # A Job that has failed or is complete starts no pod.
+        if live is None or live["spec"]["suspend"] or live["status"].get("conditions"):
             return
         running = {
             item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
