@@ -303,7 +303,8 @@ def test_an_interrupt_before_anything_was_started_is_a_sentence(tmp_path: Path) 
         "    def global_post_process_and_metrics(self, batch): return batch, {}\n"
         "    def generate_dataset(self, count, seed):\n"
         "        print('generating', flush=True)\n"
-        "        threading.Event().wait()\n"
+        # Python may miss a signal that comes just as it begins to wait.
+        "        while True: threading.Event().wait(0.1)\n"
     )
     job = manifest(
         tmp_path / "job.yaml",
