@@ -61,7 +61,7 @@ images: ## Build the three images with BUILDER=docker (podman, buildah), for ENG
 # As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
 PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
 
-check: install lint ## Check style, types and imports, and run the tests that start nothing: a minute or so.
+check: install lint ## Check style, types and imports, and run the tests that start nothing: some minutes.
 	$(BIN)/pytest $(PARALLEL) -m "not (browser or cluster or engine or images or long or processes or ray)"
 
 test: install lint ## Check and test everything.

@@ -254,7 +254,7 @@ class WorkerMessage:
     """Termination message of a worker pod, and of the pod that checks what workers need.
 
     Attributes:
-        shard: Its shard; None: it ended before it knew, or checked for all shards.
+        shard: Its shard, 0 for the check of all shards; None: it ended before it knew.
         planned, trajectories, failed, turns, generated_tokens, reward_sum: As in `PodProgress`, at the end.
         dropped: Trajectories that were not wanted.
         done: Whether the work was done.
