@@ -42,7 +42,7 @@ def installed(api_server: ApiServer) -> Object:
             await api.apply(crd.definition())
             item = await api.wait("CustomResourceDefinition", None, NAME, is_established)
             assert item is not None
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while True:
                     if await is_served(api):
                         return item

@@ -174,6 +174,17 @@ class Run:
                 return found
         raise AssertionError(f"the run ended without {pattern!r}:\n" + "\n".join(self.lines))
 
+    def assert_runs(self) -> None:
+        """Fail, with all that it has printed, where it has ended."""
+        assert self.process.poll() is None, f"ended with {self.finish()}:\n" + "\n".join(self.lines)
+
+    def printed(self) -> str:
+        """Its output so far."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._queue.get_nowait()) is not None:
+                self.lines.append(line)
+        return "\n".join(self.lines)
+
     def finish(self) -> int:
         """Wait for its end; the exit code."""
         while (line := self._queue.get(timeout=PATIENCE_SECONDS)) is not None:
@@ -220,8 +231,8 @@ def wait_for_trajectories(run: Run, output: Path, more_than: int) -> None:
     """Wait until more than so many trajectories are stored while the run goes on."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while sum(shard.read_bytes().count(b"\n") for shard in output.glob("shard-*.jsonl")) <= more_than:
-        assert run.process.poll() is None, "\n".join(run.lines)
-        assert time.monotonic() < deadline, "\n".join(run.lines)
+        run.assert_runs()
+        assert time.monotonic() < deadline, run.printed()
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(timeout=0.05)
 
@@ -230,8 +241,8 @@ def wait_for_metric(run: Run, url: str, name: str) -> None:
     """Wait until the run's metrics endpoint knows a metric."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while name not in urllib.request.urlopen(url, timeout=10).read().decode():
-        assert run.process.poll() is None, "\n".join(run.lines)
-        assert time.monotonic() < deadline, "\n".join(run.lines)
+        run.assert_runs()
+        assert time.monotonic() < deadline, run.printed()
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(timeout=0.05)
 

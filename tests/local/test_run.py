@@ -128,7 +128,8 @@ def test_interrupted_then_killed_then_resumed_is_the_same_as_uninterrupted(tmp_p
     killed = trajectories(output)
     assert len(drained) < len(killed) < 32
 
-    assert run_to_end(*arguments, "--resume")[0] == 0
+    code, text = run_to_end(*arguments, "--resume")
+    assert code == 0, text
     records = trajectories(output)
     assert len(records) == 32
     assert _contents(records) == expected

@@ -18,7 +18,7 @@ import aiohttp
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "charts" / "kuberoll" / "files" / "dashboards"
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240
 
 _NAME = re.compile(r"\b(?:kuberoll|ray)_[a-zA-Z0-9_]+")
 _LEGEND_LABEL = re.compile(r"\{\{(\w+)\}\}")

@@ -264,7 +264,7 @@ async def test_following_tells_each_line_once_and_finds_new_pods(
                     came.set()
 
     async def until(text: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while text not in lines:
                 came.clear()
                 await came.wait()
@@ -304,7 +304,7 @@ async def test_following_tells_each_line_once_and_finds_new_pods(
         emulator.put(pod(name, component, container, running=False))
     done = {"conditions": [{"type": "Complete", "status": "True"}]}
     emulator.put({**manifest(), "status": done})
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await following
     assert len(lines) == len(set(lines)), lines
     assert {"w15.1", "again", "f16", "g17", "info Completed: now"} < set(lines)

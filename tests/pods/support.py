@@ -19,7 +19,7 @@ from typing import Any
 
 from kuberoll_api.contract import PROGRESS_PORT
 
-PATIENCE_SECONDS = 50.0
+PATIENCE_SECONDS = 240.0
 
 _addresses = itertools.count(random.randrange(1 << 20))
 

@@ -19,7 +19,7 @@ import msgspec
 from kuberoll_workers.local.watchdog import end_processes, processes_of, run_variables
 from kuberoll_workers.policy.auth import Tokens
 
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 240
 TOKENS = Tokens(generate="to-sample-with", weights="to-publish-with", read="to-look-with")
 
 

@@ -22,7 +22,7 @@ from kuberoll_workers.policy.ray_settings import free_ports
 from kuberoll_workers.policy.slow_clients import _limit, write_haproxy_launcher
 
 HALF = b"GET / HTTP/1.1\r\nHost: here\r\n"
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 CALLERS = 50
 
 

@@ -24,7 +24,7 @@ from kuberoll_workers.policy.engines.simulated import Simulated, version_spans
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyUnavailable, SamplingParameters
 from kuberoll_workers.policy.weights import LiveWeights, wanted_weights
 
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 240
 
 
 @pytest.fixture

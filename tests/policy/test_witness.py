@@ -16,7 +16,7 @@ import pytest
 from kuberoll_workers.policy.witness import DeathWitness
 
 KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="handles of processes are Linux's")
 

@@ -189,13 +189,13 @@ async def test_what_is_not_wanted_leaves_the_engine(engine: VLLMEngine, tokenize
         await run_groups(rollout, [SampleGroup(samples=(*quick, *slow), keep=2)], sink)
         assert sum(isinstance(result, TrajectoryRecord) for result in results) == 2
         assert sum(isinstance(result, DroppedRecord) for result in results) == 4
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await until(lambda: engine.info().ongoing_requests == 0)
         # And who leaves a stream takes his requests along.
         async with stream_trajectories(rollout, slow):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await until(lambda: engine.info().ongoing_requests == len(slow))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await until(lambda: engine.info().ongoing_requests == 0)
     await engine.check_health()
 
