@@ -117,7 +117,10 @@ async def test_it_is_ready_when_it_generates_and_ends_when_it_has_answered(tmp_p
     async with generation_pod(tmp_path, config({"firstTokenSeconds": 1.5})) as generation:
         assert await generation.until_health(503) == "the engine is starting"
         await generation.until_health(200)
-        async with ServeClient(generation.url, limit=8, token=TOKENS.generate) as client, asyncio.timeout(PATIENCE_SECONDS):
+        async with (
+            ServeClient(generation.url, limit=8, token=TOKENS.generate) as client,
+            asyncio.timeout(PATIENCE_SECONDS),
+        ):
             assert (await client.info()).max_model_len == 512
             assert len((await client.generate(request())).token_ids) > 0
             # One replica, whatever the job has in all.
@@ -148,7 +151,10 @@ async def test_it_follows_the_weights_of_its_job(tmp_path: Path) -> None:
         await generation.until_weights(wanted="step-1", served=None)
         await generation.until_health(200)
         await generation.until_weights(wanted="step-1", served="step-1")
-        async with ServeClient(generation.url, limit=1, token=TOKENS.generate) as client, asyncio.timeout(PATIENCE_SECONDS):
+        async with (
+            ServeClient(generation.url, limit=1, token=TOKENS.generate) as client,
+            asyncio.timeout(PATIENCE_SECONDS),
+        ):
             assert [span[0] for span in (await client.generate(request())).policy_versions] == ["step-1"]
             generation.tell(weighted("step-2"))
             await generation.until_weights(wanted="step-2", served="step-2")
@@ -177,7 +183,10 @@ async def test_a_replica_that_spans_pods_is_ready_when_all_of_them_are_there(tmp
             assert (await follower.pod.get("/livez", port=STATUS_PORT))[0] == 200
             assert any("raylet" in process.name() for process in follower.processes())
             assert not any("ServeReplica" in " ".join(process.cmdline()) for process in follower.processes())
-            async with ServeClient(leader.url, limit=1, token=TOKENS.generate) as client, asyncio.timeout(PATIENCE_SECONDS):
+            async with (
+                ServeClient(leader.url, limit=1, token=TOKENS.generate) as client,
+                asyncio.timeout(PATIENCE_SECONDS),
+            ):
                 assert len((await client.generate(request())).token_ids) > 0
             follower.pod.signal(signal.SIGTERM)
             assert await follower.pod.end() == 0, follower.pod.log
@@ -210,7 +219,10 @@ async def test_a_lost_engine_is_not_ready_until_it_is_back(tmp_path: Path) -> No
         assert await generation.pod.get("/livez", port=STATUS_PORT) == (200, "ok")
         away.rename(tokenizer)
         await generation.until_health(200)
-        async with ServeClient(generation.url, limit=1, token=TOKENS.generate) as client, asyncio.timeout(PATIENCE_SECONDS):
+        async with (
+            ServeClient(generation.url, limit=1, token=TOKENS.generate) as client,
+            asyncio.timeout(PATIENCE_SECONDS),
+        ):
             assert len((await client.generate(request())).token_ids) > 0
         generation.pod.signal(signal.SIGTERM)
         assert await generation.pod.end() == 0, generation.pod.log

@@ -27,7 +27,7 @@ class StartingHost:
     """A host whose events are read one by one."""
 
     def __init__(self, scratch: Path, tokens: Tokens | None = None, **app: Any) -> None:
-        self.run_id = uuid.uuid4().hex
+        self.run_id, self.scratch = uuid.uuid4().hex, scratch
         config = scratch / "config.json"
         settings = {"model": "none", "tokenizer": "none", "engine": "Simulated", "simulated": {}, **app}
         shown = None if tokens is None else msgspec.to_builtins(tokens)

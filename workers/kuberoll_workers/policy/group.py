@@ -80,10 +80,11 @@ def group_of(environment: Mapping[str, str], secret: str | None) -> Group | None
     return Group(leader=leader, size=size, index=index, address=address, token=token)
 
 
-def start_leading(group: Group, scratch: Path, *, cpus: int) -> None:
+def start_leading(group: Group, sessions: Path, *, cpus: int) -> None:
     """Start this pod's Ray, for the others to join; it goes on below this process.
 
     Args:
+        sessions: Directory in which Ray keeps its sessions.
         cpus: Logical ones.
 
     Raises:
@@ -94,12 +95,12 @@ def start_leading(group: Group, scratch: Path, *, cpus: int) -> None:
         f"--node-ip-address={group.address}",
         f"--port={RAY_PORT}",
         f"--num-cpus={cpus}",
-        f"--temp-dir={scratch / 'ray'}",
+        f"--temp-dir={sessions}",
         "--include-dashboard=false",
     )
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"Ray does not start: {done.stdout[-2000:]}")
+        raise RuntimeError(done.stdout[-2000:])
 
 
 def await_group(group: Group, *, seconds: float) -> None:

@@ -45,6 +45,7 @@ from kuberoll_workers.policy.ray_settings import (
     serve_environment,
     why_no_haproxy,
 )
+from kuberoll_workers.policy.ray_start import start_in_attempts
 from kuberoll_workers.policy.witness import DeathWitness
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,6 @@ class Host:
 
     def start(self) -> None:
         """Start everything and say so; raises what Ray or Serve raised."""
-        self._witness.start()
         config = self._config
         free, *others = free_ports(4)
         port = config.port or free
@@ -109,6 +109,8 @@ class Host:
         finally:
             for name in tokens:
                 os.environ.pop(name, None)
+        # Not before: what a failed start of Ray leaves is killed, and that is no death of an engine.
+        self._witness.start()
         began = self._phase("ray", began)
 
         from ray import serve
@@ -135,18 +137,19 @@ class Host:
         # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
         cpus = max(cores, replicas + 2)
         common: dict[str, Any] = {"log_to_driver": True, "configure_logging": False, "namespace": "kuberoll"}
-        if (group := self._config.group) is None:
-            ray.init(
-                num_cpus=cpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._scratch / "ray"),
+        group, sessions = self._config.group, self._scratch / "ray"
+        if group is None:
+            alone = {
+                "num_cpus": cpus,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(sessions),
                 # Not the address of a network, which a laptop changes while the run goes on.
-                _node_ip_address="127.0.0.1",
-                **common,
-            )
+                "_node_ip_address": "127.0.0.1",
+            }
+            start_in_attempts(lambda: ray.init(**alone, **common), end_descendants, sessions)
         else:
-            start_leading(group, self._scratch, cpus=cpus)
+            start_in_attempts(lambda: start_leading(group, sessions, cpus=cpus), end_descendants, sessions)
             ray.init(address=f"{group.address}:{RAY_PORT}", _node_ip_address=group.address, **common)
             await_group(group, seconds=self._config.patience)
         # Ray has put a handler of its own in the place of ours.

@@ -65,6 +65,8 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
     metrics, stats, fallback = ports
     return common | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # Half a minute by default, which a busy machine needs for other things.
+        "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({SESSION_HEADER})" if routing == "Session" else "leastconn",
         # Adding or removing a replica reloads HAProxy, which then ends requests older than this.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
