@@ -241,10 +241,12 @@ class ServeWeights:
     """Answer of the Serve application at `/v1/weights`.
 
     Attributes:
+        wanted: Version that replicas are to serve.
         replicas: Version that each replica serves; None: unknown.
         problems: Why a replica does not serve the wanted version.
     """
 
+    wanted: _Version | None = None
     replicas: Annotated[Mapping[str, _Version | None], Field(max_length=4096)]
     problems: Annotated[Mapping[str, str], Field(max_length=4096)] = field(default_factory=dict)
 

@@ -12,7 +12,16 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from kuberoll_api import rolloutjob
-from kuberoll_api.contract import DEPLOYMENT, SCOPES, Scope, ServeArgs, WeightsSource, token_variable, user_config
+from kuberoll_api.contract import (
+    DEPLOYMENT,
+    SCOPES,
+    Scope,
+    ServeArgs,
+    ServeWeights,
+    WeightsSource,
+    token_variable,
+    user_config,
+)
 from kuberoll_api.rolloutjob import Generation, SimulatedEngine
 from kuberoll_workers.policy import controller, wire
 from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
@@ -226,14 +235,12 @@ class GenerationServer:
             )
         except TimeoutError:
             return _error(503, "PolicyUnavailable", "a replica does not say which weights it has")
-        return _json(
-            200,
-            {
-                "wanted": version_of(wanted),
-                "replicas": {**silent, **{state["id"]: state["version"] for state in states}},
-                "problems": {state["id"]: state["problem"] for state in states if state["problem"] is not None},
-            },
+        weights = ServeWeights(
+            wanted=version_of(wanted),
+            replicas={**silent, **{state["id"]: state["version"] for state in states}},
+            problems={state["id"]: state["problem"] for state in states if state["problem"] is not None},
         )
+        return _json(200, weights)
 
     async def _change_weights(self, request: Request) -> Response:
         try:
