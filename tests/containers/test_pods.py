@@ -151,6 +151,9 @@ async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object
     node.run(pod_of(parts["Job/finish"], finish))
     done = await node.until(finish, lambda item: phase(item) in ("Succeeded", "Failed"), SECONDS)
     assert ended(done)["exitCode"] == 0, f"{ended(done)}\n{node.log(finish)[-6000:]}"
+    for pod in (worker, finish):
+        for line in node.log(pod).splitlines():
+            assert json.loads(line).keys() >= {"time", "level", "message"}, line
     told = json.loads(ended(done)["message"])
     assert (told["trajectories"], told["missing"]) == (trajectories, 0)
     output = node.claim(NAMESPACE, "store") / made.metadata.name

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import queue
 import re
 import signal
@@ -32,6 +33,7 @@ from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.engines.simulated import Simulated
 from kuberoll_workers.policy.interface import GenerationRequest
+from tests.without_torch import without_torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny-policy"
@@ -151,9 +153,18 @@ def external_generation(seconds: float = 0.0) -> Iterator[dict[str, Any]]:
 class Run:
     """A `kuberoll run` under way; its output is read as it comes."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], *, torch: bool) -> None:
+        """
+        Args:
+            torch: Whether there is PyTorch, which vLLM needs.
+        """
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            [*COMMAND, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=dict(os.environ) if torch else without_torch(),
         )
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
@@ -203,9 +214,9 @@ class Run:
 
 
 @contextmanager
-def running(*arguments: str | Path) -> Iterator[Run]:
+def running(*arguments: str | Path, torch: bool = False) -> Iterator[Run]:
     """Start a run; whatever is left of it at the end is killed, and its watchdog ends the rest."""
-    run = Run([str(argument) for argument in arguments])
+    run = Run([str(argument) for argument in arguments], torch=torch)
     try:
         yield run
     finally:
@@ -214,9 +225,9 @@ def running(*arguments: str | Path) -> Iterator[Run]:
         run.process.wait(timeout=PATIENCE_SECONDS)
 
 
-def run_to_end(*arguments: str | Path) -> tuple[int, str]:
+def run_to_end(*arguments: str | Path, torch: bool = False) -> tuple[int, str]:
     """Exit code and output."""
-    with running(*arguments) as run:
+    with running(*arguments, torch=torch) as run:
         code = run.finish()
         return code, "\n".join(run.lines)
 

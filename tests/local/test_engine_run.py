@@ -26,7 +26,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryRecord]:
     ]
     arguments = [argument for change in changes for argument in ("--set", change)]
     code, text = run_to_end(
-        EXAMPLES / "mixed" / "rolloutjob.yaml", "--output", output, "--metrics-port", "0", *arguments
+        EXAMPLES / "mixed" / "rolloutjob.yaml", "--output", output, "--metrics-port", "0", *arguments, torch=True
     )
     assert code == 0, text
     return trajectories(output)

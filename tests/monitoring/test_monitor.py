@@ -135,7 +135,7 @@ def test_a_real_engine_exports_what_is_recorded(tmp_path: Path) -> None:
     assert "ray_vllm_num_requests_running" in recorded
     changes = ("--set", "spec.dataset.source.generator.count=5000", "--set", "spec.workers.replicas=1")
     job = EXAMPLES / "mixed" / "rolloutjob.yaml"
-    with running(job, "--output", tmp_path / "out", "--metrics-port", "0", "--monitor", *changes) as run:
+    with running(job, "--output", tmp_path / "out", "--metrics-port", "0", "--monitor", *changes, torch=True) as run:
         url = run.until(r"^prometheus: (http://127\.0\.0\.1:\d+)")[1]
         # Two reports of Ray, ten seconds apart, and what is there only once it has counted.
         wait_for(run, url, *(f'count({name}{{rolloutjob="mixed"}})' for name in recorded))

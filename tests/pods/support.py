@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import signal
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kuberoll_api.contract import PROGRESS_PORT
+from tests.without_torch import without_torch
 
 PATIENCE_SECONDS = 240.0
 
@@ -119,7 +119,7 @@ async def pod(
     """Run a pod's module; it is ended at the end."""
     ip = variables.pop("POD_IP", None) or address()
     path, message, log = prepared(place, ip, config)
-    environment = {**os.environ, "POD_IP": ip, "KUBEROLL_TERMINATION_LOG": str(message), **variables}
+    environment = {**without_torch(), "POD_IP": ip, "KUBEROLL_TERMINATION_LOG": str(message), **variables}
     if shard is not None:
         environment.setdefault("JOB_COMPLETION_INDEX", str(shard))
     with log.open("wb") as words:

@@ -18,6 +18,7 @@ import msgspec
 
 from kuberoll_workers.local.watchdog import end_processes, processes_of, run_variables
 from kuberoll_workers.policy.auth import Tokens
+from tests.without_torch import without_torch
 
 PATIENCE_SECONDS = 240
 TOKENS = Tokens(generate="to-sample-with", weights="to-publish-with", read="to-look-with")
@@ -32,13 +33,14 @@ class StartingHost:
         settings = {"model": "none", "tokenizer": "none", "engine": "Simulated", "simulated": {}, **app}
         shown = None if tokens is None else msgspec.to_builtins(tokens)
         config.write_text(json.dumps({"app": settings, "scratch": str(scratch), "tokens": shown}))
+        variables = without_torch() if settings["engine"] == "Simulated" else os.environ
         with (scratch / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kuberoll_workers.policy.host", "--config", str(config)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **run_variables(self.run_id), "TMPDIR": str(scratch)},
+                env={**variables, **run_variables(self.run_id), "TMPDIR": str(scratch)},
             )
 
     def event(self) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,9 +79,14 @@ class HuggingFaceTokenizer:
         Raises:
             OSError, ValueError: transformers' own, when there is no tokenizer.
         """
-        from transformers import AutoTokenizer
+        # Without PyTorch, as in the worker image, transformers advises it; nothing here needs it.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        import transformers
 
-        return cls(AutoTokenizer.from_pretrained(source, revision=revision))
+        # By the process's own handlers: a pod's log is JSON lines, and transformers' own handler writes plain text.
+        transformers.logging.disable_default_handler()
+        transformers.logging.enable_propagation()
+        return cls(transformers.AutoTokenizer.from_pretrained(source, revision=revision))
 
     @property
     def vocabulary(self) -> int:
