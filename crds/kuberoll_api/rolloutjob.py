@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 from kuberoll_api.podparts import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
+from kuberoll_api.traits import Traits
 from kuberoll_api.types import (
     ENTRYPOINT_PATTERN,
     JOB_NAME_PATTERN,
@@ -44,6 +45,16 @@ GROUP = "kuberoll.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "RolloutJob"
+
+
+# Traits of fields.
+IDENTITY = Traits(identity=True)
+OPERATION = Traits(identity=False)
+# How pods are made: not to be read where environments run, and nothing for one machine but variables and GPUs.
+POD = Traits(identity=False, reader="Operator", place="Cluster")
+POD_ANYWHERE = POD | Traits(place="Anywhere")
+_LIFE = Traits(identity=False, change="AnyTime", reader="Operator", place="Cluster")
+_WORK = Traits(change="Suspended", reader="Pods", place="Anywhere")
 
 
 def _contradiction(message: str, *path: str | int) -> PydanticCustomError:
@@ -172,21 +183,23 @@ class Weights(Model):
 class External(Model):
     """A policy endpoint that somebody else runs."""
 
-    url: Url = Field(description="Base URL of the endpoint.")
-    urls: list[Url] = Field(
+    url: Annotated[Url, OPERATION] = Field(description="Base URL of the endpoint.")
+    urls: Annotated[list[Url], OPERATION] = Field(
         default_factory=list,
         max_length=256,
         description="Base URLs of further replicas of the same policy; a trajectory's turns stay with one of them.",
     )
-    api: Literal["Auto", "KubeRoll", "OpenAI"] = Field(
+    api: Annotated[Literal["Auto", "KubeRoll", "OpenAI"], IDENTITY] = Field(
         default="Auto",
         description="KubeRoll's own, or that of any OpenAI-compatible server (/v1/completions with token ids as "
         "prompt); Auto: ask the endpoint.",
     )
-    model: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
+    model: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, IDENTITY] = Field(
         default=None, description="The model's name at an OpenAI-compatible server; absent: the first that it lists."
     )
-    api_key_variable: Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None = Field(
+    api_key_variable: Annotated[
+        Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None, OPERATION
+    ] = Field(
         default=None,
         description="Environment variable of the workers that holds the endpoint's API key (workers.env or envFrom, "
         "from a Secret).",
@@ -203,55 +216,57 @@ class Resources(Model):
 class PodOptions(Model):
     """How pods are made; for the operator, and not used on a laptop (except `env`)."""
 
-    resources: Resources = Field(default_factory=Resources, description="Requests and limits of the main container.")
-    image: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
+    resources: Annotated[Resources, POD_ANYWHERE] = Field(
+        default_factory=Resources, description="Requests and limits of the main container."
+    )
+    image: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, POD] = Field(
         default=None, description="Container image; absent: the operator's default for this role."
     )
-    image_pull_secrets: list[PullSecret] = Field(
+    image_pull_secrets: Annotated[list[PullSecret], POD] = Field(
         default_factory=list,
         max_length=16,
         json_schema_extra=keyed_by("name"),
         description="Secrets to pull the image with, as in a pod.",
     )
-    env: list[EnvVar] = Field(
+    env: Annotated[list[EnvVar], POD_ANYWHERE] = Field(
         default_factory=list,
         max_length=256,
         json_schema_extra=keyed_by("name"),
         description="Environment variables, as in a container.",
     )
-    env_from: list[EnvFrom] = Field(
+    env_from: Annotated[list[EnvFrom], POD] = Field(
         default_factory=list, max_length=64, description="Sources of environment variables, as in a container."
     )
-    volumes: list[Volume] = Field(
+    volumes: Annotated[list[Volume], POD] = Field(
         default_factory=list,
         max_length=64,
         json_schema_extra=keyed_by("name"),
         description="Volumes, as in a pod; a kind that is not here can be had through podTemplate.",
     )
-    volume_mounts: list[VolumeMount] = Field(
+    volume_mounts: Annotated[list[VolumeMount], POD] = Field(
         default_factory=list,
         max_length=64,
         json_schema_extra=keyed_by("mountPath"),
         description="Where the main container sees them, as in a container.",
     )
-    node_selector: Labels = Field(default_factory=dict, description="Labels that a node must have.")
-    tolerations: list[Toleration] = Field(
+    node_selector: Annotated[Labels, POD] = Field(default_factory=dict, description="Labels that a node must have.")
+    tolerations: Annotated[list[Toleration], POD] = Field(
         default_factory=list, max_length=64, description="Taints that are tolerated, as in a pod."
     )
-    service_account_name: DnsName | None = Field(
+    service_account_name: Annotated[DnsName | None, POD] = Field(
         default=None,
         description="Service account of the pods; they get no token of it in any case. Absent: the namespace's "
         "default.",
     )
-    runtime_class_name: DnsName | None = Field(
+    runtime_class_name: Annotated[DnsName | None, POD] = Field(
         default=None, description="RuntimeClass that runs the pods: gVisor or Kata for code that is not trusted."
     )
-    priority_class_name: DnsName | None = Field(default=None, description="PriorityClass of the pods.")
-    pod_labels: Labels = Field(
+    priority_class_name: Annotated[DnsName | None, POD] = Field(default=None, description="PriorityClass of the pods.")
+    pod_labels: Annotated[Labels, POD] = Field(
         default_factory=dict, description="Further labels of the pods; those of the operator prevail."
     )
-    pod_annotations: Annotations = Field(default_factory=dict, description="Annotations of the pods.")
-    pod_template: PodTemplate | None = Field(
+    pod_annotations: Annotated[Annotations, POD] = Field(default_factory=dict, description="Annotations of the pods.")
+    pod_template: Annotated[PodTemplate | None, POD] = Field(
         default=None, description="A pod template merged over the rendered one, for everything else."
     )
 
@@ -270,31 +285,39 @@ class PodOptions(Model):
 class Generation(PodOptions):
     """The policy: which model, on which engine, how many replicas, sampled how."""
 
-    backend: Literal["Auto", "KubeRay", "Native", "External"] = Field(
+    backend: Annotated[Literal["Auto", "KubeRay", "Native", "External"], OPERATION] = Field(
         default="Auto",
         description="Who runs the engine: KubeRay, plain Deployments, or somebody else; Auto: KubeRay where its CRD "
         "is served, else Native. A laptop treats all but External as local.",
     )
-    model: ModelSource = Field(description="The model that generates.")
-    engine: Literal["VLLM", "Simulated"] = Field(default="VLLM", description="vLLM, or a model of its latency.")
-    engine_args: JsonObject = Field(
+    model: Annotated[ModelSource, IDENTITY] = Field(description="The model that generates.")
+    engine: Annotated[Literal["VLLM", "Simulated"], IDENTITY] = Field(
+        default="VLLM", description="vLLM, or a model of its latency."
+    )
+    engine_args: Annotated[JsonObject, IDENTITY] = Field(
         default_factory=dict, description="Handed to vLLM verbatim, in vLLM's spelling (max_model_len, ...)."
     )
-    simulated: SimulatedEngine | None = Field(default=None, description="Settings of the Simulated engine.")
-    sampling: Sampling = Field(default_factory=Sampling, description="How tokens are sampled.")
-    replicas: int | None = Field(default=None, ge=1, le=1024, description="Engine replicas; absent: 1.")
-    autoscaling: Autoscaling | None = Field(default=None, description="Replicas that follow the load instead.")
-    gpus_per_replica: float | None = Field(
+    simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(
+        default=None, description="Settings of the Simulated engine."
+    )
+    sampling: Annotated[Sampling, IDENTITY] = Field(default_factory=Sampling, description="How tokens are sampled.")
+    replicas: Annotated[int | None, OPERATION] = Field(
+        default=None, ge=1, le=1024, description="Engine replicas; absent: 1."
+    )
+    autoscaling: Annotated[Autoscaling | None, OPERATION] = Field(
+        default=None, description="Replicas that follow the load instead."
+    )
+    gpus_per_replica: Annotated[float | None, OPERATION] = Field(
         default=None,
         gt=0,
         le=1024,
         description="GPUs of one engine replica; absent: tensor_parallel_size times pipeline_parallel_size of "
         "engineArgs. A fraction lets replicas share a GPU (backend KubeRay).",
     )
-    max_ongoing_requests: int = Field(
+    max_ongoing_requests: Annotated[int, OPERATION] = Field(
         default=512, ge=1, le=100_000, description="Requests that one replica accepts at once."
     )
-    routing: Literal["Session", "LeastLoaded"] = Field(
+    routing: Annotated[Literal["Session", "LeastLoaded"], OPERATION] = Field(
         default="Session", description="Session: turns of a trajectory stay with the replica that has their prefix."
     )
     external: External | None = Field(default=None, description="The endpoint, with backend External.")
@@ -340,23 +363,33 @@ BuiltInEnvironment = Literal["calculator", "math", "sliding_puzzle"]
 class Environment(Model):
     """One environment, and the dataset rows that it answers (by `task_name`)."""
 
-    name: Name = Field(description="The `task_name` of the dataset rows that this environment answers.")
-    type: BuiltInEnvironment | None = Field(default=None, description="A built-in environment.")
-    entrypoint: Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None = Field(
-        default=None, description="Your own environment class, `package.module:Class`."
+    name: Annotated[Name, IDENTITY] = Field(
+        description="The `task_name` of the dataset rows that this environment answers."
     )
-    config: JsonObject = Field(default_factory=dict, description="Handed to the environment's constructor.")
-    isolation: Literal["Inline", "Process"] = Field(
+    type: Annotated[BuiltInEnvironment | None, IDENTITY] = Field(default=None, description="A built-in environment.")
+    entrypoint: Annotated[
+        Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None, IDENTITY
+    ] = Field(default=None, description="Your own environment class, `package.module:Class`.")
+    config: Annotated[JsonObject, IDENTITY] = Field(
+        default_factory=dict, description="Handed to the environment's constructor."
+    )
+    isolation: Annotated[Literal["Inline", "Process"], OPERATION] = Field(
         default="Inline",
         description="Inline: a thread of the worker. Process: child processes, killed when a step times out.",
     )
-    processes: int = Field(default=1, ge=1, le=256, description="Child processes per worker, with isolation Process.")
-    access: EnvironmentAccess = Field(
+    processes: Annotated[int, OPERATION] = Field(
+        default=1, ge=1, le=256, description="Child processes per worker, with isolation Process."
+    )
+    access: Annotated[EnvironmentAccess, OPERATION] = Field(
         default_factory=EnvironmentAccess, description="What child processes may use beyond the usual."
     )
-    max_batch: int = Field(default=256, ge=1, le=65536, description="Most trajectories handed to one step call.")
-    step_timeout_seconds: Seconds = Field(default=30.0, description="Longest that one step call may take.")
-    repeats: int | None = Field(
+    max_batch: Annotated[int, OPERATION] = Field(
+        default=256, ge=1, le=65536, description="Most trajectories handed to one step call."
+    )
+    step_timeout_seconds: Annotated[Seconds, OPERATION] = Field(
+        default=30.0, description="Longest that one step call may take."
+    )
+    repeats: Annotated[int | None, IDENTITY] = Field(
         default=None, ge=1, le=65536, description="Samples per prompt of this environment; absent: dataset.repeats."
     )
 
@@ -450,15 +483,19 @@ class PromptTemplate(Model):
 class Dataset(Model):
     """The prompts, and how many samples each gets."""
 
-    source: DatasetSource = Field(description="Where the rows come from.")
-    limit: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="Use only the first rows; absent: all.")
-    repeats: int = Field(default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group.")
-    seed_per_repeat: bool = Field(
+    source: Annotated[DatasetSource, OPERATION] = Field(description="Where the rows come from.")
+    limit: Annotated[int | None, IDENTITY] = Field(
+        default=None, ge=1, le=MAX_COUNT, description="Use only the first rows; absent: all."
+    )
+    repeats: Annotated[int, IDENTITY] = Field(
+        default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group."
+    )
+    seed_per_repeat: Annotated[bool, IDENTITY] = Field(
         default=True,
         description="Give every trajectory its own sampling seed, so that a run can be repeated; false: the engine's "
         "randomness.",
     )
-    prompt_template: PromptTemplate | None = Field(
+    prompt_template: Annotated[PromptTemplate | None, IDENTITY] = Field(
         default=None, description="Makes the prompt of rows that have neither `messages` nor `prompt`."
     )
 
@@ -530,28 +567,32 @@ class Groups(Model):
 class Rollout(Model):
     """The loop: generate, step the environments, reward, repeat."""
 
-    scheduling: Literal["Concurrent", "Lockstep"] = Field(
+    scheduling: Annotated[Literal["Concurrent", "Lockstep"], OPERATION] = Field(
         default="Concurrent",
         description="Concurrent: every trajectory at its own pace. Lockstep: batches of `concurrency`, turn by turn.",
     )
-    max_turns: int = Field(default=20, ge=1, le=1_000_000, description="Most turns of a trajectory.")
-    max_sequence_length: int | None = Field(
+    max_turns: Annotated[int, IDENTITY] = Field(
+        default=20, ge=1, le=1_000_000, description="Most turns of a trajectory."
+    )
+    max_sequence_length: Annotated[int | None, IDENTITY] = Field(
         default=None, ge=2, le=100_000_000, description="Most tokens of a trajectory; absent: the engine's window."
     )
-    concurrency: int = Field(default=256, ge=1, le=100_000, description="Trajectories in flight per worker.")
-    observation_template: Literal["Raw", "ChatTemplate"] = Field(
+    concurrency: Annotated[int, OPERATION] = Field(
+        default=256, ge=1, le=100_000, description="Trajectories in flight per worker."
+    )
+    observation_template: Annotated[Literal["Raw", "ChatTemplate"], IDENTITY] = Field(
         default="Raw",
         description="Raw: an observation's tokens are appended as they are. ChatTemplate: with the role boundaries of "
         "the model's chat template.",
     )
-    groups: Groups = Field(default_factory=Groups, description="Which samples of a prompt count.")
-    journal_turns: bool = Field(
+    groups: Annotated[Groups, IDENTITY] = Field(default_factory=Groups, description="Which samples of a prompt count.")
+    journal_turns: Annotated[bool, OPERATION] = Field(
         default=True,
         description="Write every turn to disk, so that a trajectory that was interrupted goes on after its last one.",
     )
-    retries: Retries = Field(default_factory=Retries, description="Retries of failed steps.")
-    timeouts: Timeouts = Field(default_factory=Timeouts, description="Time limits.")
-    max_failed_fraction: float = Field(
+    retries: Annotated[Retries, OPERATION] = Field(default_factory=Retries, description="Retries of failed steps.")
+    timeouts: Annotated[Timeouts, OPERATION] = Field(default_factory=Timeouts, description="Time limits.")
+    max_failed_fraction: Annotated[float, OPERATION] = Field(
         default=0.0, ge=0, le=1, description="The failure budget: part of the trajectories that may fail at last."
     )
 
@@ -567,18 +608,23 @@ class Rollout(Model):
 class Workers(PodOptions):
     """The environment workers: processes on a laptop, pods in a cluster."""
 
-    replicas: int = Field(default=1, ge=0, le=100_000, description="Workers at once.")
-    shards: int | None = Field(
+    resources: Annotated[Resources, POD] = Field(
+        default_factory=Resources, description="Requests and limits of the main container."
+    )
+    replicas: Annotated[int, OPERATION | Traits(change="AnyTime", reader="Operator")] = Field(
+        default=1, ge=0, le=100_000, description="Workers at once."
+    )
+    shards: Annotated[int | None, OPERATION] = Field(
         default=None, ge=1, le=100_000, description="Parts of the dataset, each one output file; absent: replicas."
     )
-    retries_per_shard: int = Field(
+    retries_per_shard: Annotated[int, POD] = Field(
         default=6,
         ge=0,
         le=1000,
         description="How often the pod of a shard may crash and be made anew before the shard has failed; evictions "
         "and lost nodes do not count. Cluster only.",
     )
-    max_failed_shards: int = Field(
+    max_failed_shards: Annotated[int, POD] = Field(
         default=0, ge=0, le=100_000, description="Shards that may fail before the job does. Cluster only."
     )
 
@@ -663,35 +709,41 @@ class Output(Model):
 class RolloutJobSpec(Model):
     """What the user wants."""
 
-    suspend: bool = Field(default=False, description="Stop after the turns under way; as in batch/v1.")
-    managed_by: Annotated[str, StringConstraints(min_length=1, max_length=253)] | None = Field(
-        default=None, description="The controller that manages this job, as in batch/v1; immutable."
+    suspend: Annotated[bool, _LIFE] = Field(
+        default=False, description="Stop after the turns under way; as in batch/v1."
     )
-    active_deadline_seconds: int | None = Field(
+    managed_by: Annotated[
+        Annotated[str, StringConstraints(min_length=1, max_length=253)] | None, _LIFE | Traits(change="Never")
+    ] = Field(default=None, description="The controller that manages this job, as in batch/v1; immutable.")
+    active_deadline_seconds: Annotated[int | None, _LIFE] = Field(
         default=None, ge=1, le=MAX_SECONDS, description="Longest that the job may run before it is failed."
     )
-    startup_deadline_seconds: int = Field(
+    startup_deadline_seconds: Annotated[int, _LIFE | Traits(place="Anywhere")] = Field(
         default=1800,
         ge=1,
         le=7 * 86400,
         description="The check of what workers need, then generation, then the first worker must be ready within so "
         "many seconds each, else the job fails.",
     )
-    ttl_seconds_after_finished: int | None = Field(
+    ttl_seconds_after_finished: Annotated[int | None, _LIFE] = Field(
         default=None, ge=0, le=MAX_SECONDS, description="The job is deleted so long after its end; absent: never."
     )
-    generation: Generation = Field(description="The policy that generates.")
-    weights: Weights | None = Field(
+    generation: Annotated[Generation, _WORK] = Field(description="The policy that generates.")
+    weights: Annotated[Weights | None, _WORK | Traits(identity=False, change="AnyTime")] = Field(
         default=None,
         description="Weights to load in place of the model's own; may change at any time, while the job runs.",
     )
-    environments: list[Environment] = Field(
+    environments: Annotated[list[Environment], _WORK] = Field(
         min_length=1, max_length=64, json_schema_extra=keyed_by("name"), description="The environments."
     )
-    dataset: Dataset = Field(description="The prompts.")
-    rollout: Rollout = Field(default_factory=Rollout, description="The multi-turn loop.")
-    workers: Workers = Field(default_factory=Workers, description="The environment workers.")
-    output: Output = Field(default_factory=Output, description="Where the trajectories go.")
+    dataset: Annotated[Dataset, _WORK] = Field(description="The prompts.")
+    rollout: Annotated[Rollout, _WORK] = Field(default_factory=Rollout, description="The multi-turn loop.")
+    workers: Annotated[Workers, _WORK | OPERATION] = Field(
+        default_factory=Workers, description="The environment workers."
+    )
+    output: Annotated[Output, _WORK | OPERATION] = Field(
+        default_factory=Output, description="Where the trajectories go."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -24,12 +24,18 @@ from kuberoll_api.rolloutjob import (
     Tracking,
     Workers,
 )
+from kuberoll_api.traits import Traits, fields
 from kuberoll_api.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
 
-ONLY_SUSPENDED: Final = ("generation", "environments", "dataset", "rollout", "output")
+_SPEC: Final = {field.name: field for field in fields(RolloutJobSpec, Traits())}
+_WORKERS: Final = tuple(fields(Workers, _SPEC["workers"].traits))
+
+ONLY_SUSPENDED: Final = tuple(
+    field.alias for field in _SPEC.values() if field.traits.change == "Suspended" and field.name != "workers"
+)
 """Fields of the spec that a running job cannot change."""
 
-WORKERS_AT_ANY_TIME: Final = ("replicas",)
+WORKERS_AT_ANY_TIME: Final = tuple(field.alias for field in _WORKERS if field.traits.change == "AnyTime")
 """Fields of `workers` that a running job can change; all others are as ONLY_SUSPENDED."""
 
 _SUSPEND_FIRST = "cannot change while the job runs; set suspend: true first, change it, then set suspend: false"
@@ -65,21 +71,23 @@ def _excludes(one: str, other: str) -> str:
 
 def _settled() -> Iterator[Rule]:
     """Rules of what may not change. They stand on the spec, whose absence is no way around them."""
-    yield Rule(_same("", "managedBy"), "cannot change; make a new job", "managedBy")
-    for field in ONLY_SUSPENDED:
+    for field in _SPEC.values():
+        if field.traits.change == "Never":
+            yield Rule(_same("", field.alias), "cannot change; make a new job", field.alias)
+    for name in ONLY_SUSPENDED:
         # These are required, or have a default.
-        same = [f"self.{field} == oldSelf.{field}"]
-        if field == "environments":
+        same = [f"self.{name} == oldSelf.{name}"]
+        if name == "environments":
             same.append(_same_order("environments", "name"))
-        if field == "generation":
+        if name == "generation":
             same += [f"(!has(self.{path}) || {_same_order(path, key)})" for path, key in _keyed("generation.")]
-        yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, field)
+        yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, name)
     keyed = dict(_keyed("workers."))
-    for name, info in Workers.model_fields.items():
-        path = f"workers.{info.alias}"
-        if name in WORKERS_AT_ANY_TIME:
+    for field in _WORKERS:
+        path = f"workers.{field.alias}"
+        if field.traits.change != "Suspended":
             continue
-        same = [_same("workers.", str(info.alias))]
+        same = [_same("workers.", field.alias)]
         if path in keyed:
             same.append(f"(!has(self.{path}) || {_same_order(path, keyed[path])})")
         yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, path)

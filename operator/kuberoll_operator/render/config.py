@@ -6,9 +6,10 @@ import dataclasses
 import json
 from typing import Any, Final
 
-from kuberoll_api import contract
+from kuberoll_api import contract, traits
 from kuberoll_api.contract import PodConfig
-from kuberoll_api.rolloutjob import PodOptions
+from kuberoll_api.rolloutjob import RolloutJobSpec
+from kuberoll_api.traits import Traits
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.output import output_of
@@ -18,14 +19,6 @@ CONFIG_DIRECTORY: Final = "/etc/kuberoll"
 CONFIG_FILE: Final = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"
 DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
 STATE_DIRECTORY: Final = "/var/lib/kuberoll"
-
-# What is for the operator alone. It may change while pods run, and how the generation pods are made, their variables
-# included, is not to be read where environments run.
-_OF_THE_JOB: Final = frozenset(
-    {"suspend", "managedBy", "activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
-)
-_OF_PODS: Final = frozenset(field.alias or name for name, field in PodOptions.model_fields.items())
-_OF_WORKERS: Final = frozenset({"replicas", "retriesPerShard", "maxFailedShards"})
 
 
 def build_config(subject: Subject) -> Object:
@@ -75,12 +68,5 @@ def _discovery(subject: Subject) -> dict[str, Any]:
 
 def _for_pods(subject: Subject) -> dict[str, Any]:
     given = subject.job.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"status", "metadata"})
-    spec = {key: value for key, value in given["spec"].items() if key not in _OF_THE_JOB}
-    spec["generation"] = _without(spec["generation"], _OF_PODS)
-    if "workers" in spec:
-        spec["workers"] = _without(spec["workers"], _OF_PODS | _OF_WORKERS)
+    spec = traits.without(given["spec"], RolloutJobSpec, lambda field: field.reader == "Operator", Traits())
     return {**given, "metadata": {"name": subject.name}, "spec": spec}
-
-
-def _without(mapping: dict[str, Any], fields: frozenset[str]) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if key not in fields}

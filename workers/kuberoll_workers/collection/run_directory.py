@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import orjson
 
+from kuberoll_api import traits
 from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.traits import Traits
 from kuberoll_workers.collection.storage import Storage, StorageError
 from kuberoll_workers.environments.source_digest import source_digest
 
@@ -63,21 +65,8 @@ def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> 
 
 
 def _identity(job: RolloutJob) -> dict[str, Any]:
-    spec = job.spec.model_dump(mode="json", by_alias=True)
-    generation, rollout = spec["generation"], spec["rollout"]
-    kept_of_environments = ("name", "type", "entrypoint", "config", "repeats")
-    policy = {key: generation[key] for key in ("model", "engine", "engineArgs", "simulated", "sampling")}
-    external = job.spec.generation.external
-    if external is not None:
-        # Where it answers may change; which policy answers there, and with which words, may not.
-        policy["external"] = {"model": external.model, "api": external.api}
-    return {
-        "metadata": {"name": job.metadata.name},
-        "generation": policy,
-        "environments": [{key: item[key] for key in kept_of_environments} for item in spec["environments"]],
-        "dataset": {key: value for key, value in spec["dataset"].items() if key != "source"},
-        "rollout": {key: rollout[key] for key in ("maxTurns", "maxSequenceLength", "observationTemplate", "groups")},
-    }
+    spec = traits.select(job.spec, lambda field: field.identity is True, Traits())
+    return {"metadata": {"name": job.metadata.name}, **spec}
 
 
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

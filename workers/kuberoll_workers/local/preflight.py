@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kuberoll_api.rolloutjob import PodOptions, RolloutJob
+from pydantic import BaseModel
+
+from kuberoll_api import traits
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.traits import Traits
 from kuberoll_workers.collection.dataset import DatasetError
 from kuberoll_workers.collection.inputs import InputSummary, scan
 from kuberoll_workers.collection.tracking import TrackingUnavailable, check_tracking
@@ -20,14 +24,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 MAX_PROCESSES = 256
 """Worker processes that `kuberoll run` starts."""
-
-# What only a cluster can honor; a manifest that has it still runs here, and the user is told.
-# All that says how pods are made, but the variables, and the resources, whose GPUs are counted here too.
-_OF_PODS = tuple(name for name in PodOptions.model_fields if name not in {"env", "resources"})
-_CLUSTER_ONLY = {
-    "generation": _OF_PODS,
-    "workers": (*_OF_PODS, "resources", "retries_per_shard", "max_failed_shards"),
-}
 
 
 class Refused(Exception):
@@ -158,10 +154,18 @@ def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str]) -> str:
     )
 
 
-def _notes(job: RolloutJob) -> list[str]:
-    notes = []
-    for part, names in _CLUSTER_ONLY.items():
-        section = getattr(job.spec, part)
-        given = [type(section).model_fields[name].alias for name in names if name in section.model_fields_set]
-        notes += [f"spec.{part}.{alias} is for clusters and has no effect here" for alias in given]
-    return notes
+def _notes(job: RolloutJob) -> Iterator[str]:
+    """Sentences about the fields that were set, and that only a cluster honors."""
+    for path in _cluster_fields(job.spec, "spec", Traits()):
+        yield f"{path} is for clusters and has no effect here"
+
+
+def _cluster_fields(value: BaseModel, path: str, parent: Traits) -> Iterator[str]:
+    for field in traits.fields(type(value), parent):
+        if field.name not in value.model_fields_set:
+            continue
+        inner = getattr(value, field.name)
+        if field.traits.place == "Cluster":
+            yield f"{path}.{field.alias}"
+        elif isinstance(inner, BaseModel):
+            yield from _cluster_fields(inner, f"{path}.{field.alias}", field.traits)
