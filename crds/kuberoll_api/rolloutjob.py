@@ -718,7 +718,7 @@ class RolloutJobSpec(Model):
     active_deadline_seconds: Annotated[int | None, _LIFE] = Field(
         default=None, ge=1, le=MAX_SECONDS, description="Longest that the job may run before it is failed."
     )
-    startup_deadline_seconds: Annotated[int, _LIFE | Traits(place="Anywhere")] = Field(
+    startup_deadline_seconds: Annotated[int, _LIFE | Traits(reader="Pods", place="Anywhere")] = Field(
         default=1800,
         ge=1,
         le=7 * 86400,

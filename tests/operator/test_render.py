@@ -162,7 +162,6 @@ def test_what_environments_run_beside_does_not_know_the_engines_secrets() -> Non
         {"suspend": True},
         {"activeDeadlineSeconds": 7},
         {"ttlSecondsAfterFinished": 7},
-        {"startupDeadlineSeconds": 7},
     ],
 )
 def test_what_may_be_edited_while_pods_run_does_not_change_what_they_read(change: dict[str, Any]) -> None:
@@ -309,6 +308,11 @@ def test_what_is_printed_without_a_cluster_is_no_token() -> None:
 def test_scaling_does_not_change_the_shape() -> None:
     first = render.build_workers_job(subject(), suspend=False)
     assert not has_other_shape(first, seal(render.build_workers_job(subject(workers={"replicas": 1}), suspend=True)))
+
+
+def test_pods_know_how_long_the_policy_may_take_to_start() -> None:
+    told = json.loads(render.build_config(subject(startupDeadlineSeconds=7))["data"]["job.json"])
+    assert told["job"]["spec"]["startupDeadlineSeconds"] == 7
 
 
 def test_a_pods_startup_may_take_as_long_as_the_job_allows() -> None:
