@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_operator.app import AGAIN, Operator
@@ -49,9 +49,6 @@ def main(kubeconfig: Path | None, **given: Any) -> None:
         # One line per object and event; what goes wrong is told by others too.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         settings.signing_key()
-    except ValidationError as error:
-        mistakes = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False))
-        raise click.ClickException("; ".join(mistakes)) from error
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     try:

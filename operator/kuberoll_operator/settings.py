@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from ipaddress import ip_network
 from types import NoneType
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
 
 ENVIRONMENT_PREFIX = "KUBEROLL_"
 
@@ -20,6 +20,10 @@ Network = Annotated[str, AfterValidator(lambda text: str(ip_network(text)))]
 
 def _image(role: str) -> str:
     return f"kuberoll/{role}:{version('kuberoll')}"
+
+
+class SettingsRefused(ValueError):
+    """Settings cannot be used; the message names each and what is wrong with it."""
 
 
 class NoTokenKey(ValueError):
@@ -128,7 +132,7 @@ class Settings(BaseModel):
         """Settings of environment variables, under those that are given here.
 
         Raises:
-            pydantic.ValidationError: A variable's value cannot be used.
+            SettingsRefused: A variable's value, or one that is given, cannot be used; with its name.
         """
         found: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
@@ -140,4 +144,15 @@ class Settings(BaseModel):
                 continue
             listed = isinstance(field.default, tuple)
             found[name] = [item for item in map(str.strip, text.split(",")) if item] if listed else text
-        return cls.model_validate({**found, **given})
+        try:
+            return cls.model_validate({**found, **given})
+        except ValidationError as error:
+            raise SettingsRefused("; ".join(_mistakes(error, given))) from error
+
+
+def _mistakes(error: ValidationError, given: Mapping[str, Any]) -> Iterator[str]:
+    for item in error.errors(include_url=False):
+        name, *path = map(str, item["loc"])
+        shown = name if name in given else f"environment variable {ENVIRONMENT_PREFIX}{name.upper()}"
+        found = "" if name == "token_key" else f", found {item['input']!r}"
+        yield f"{'.'.join([shown, *path])}: {item['msg']}{found}"

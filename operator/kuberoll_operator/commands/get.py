@@ -124,9 +124,12 @@ def rendered_template(job: Object, image: str | None) -> Object:
     from kuberoll_api.rolloutjob import RolloutJob
     from kuberoll_operator import names
     from kuberoll_operator.commands.render import children_of
-    from kuberoll_operator.settings import Settings
+    from kuberoll_operator.settings import Settings, SettingsRefused
 
-    settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
+    try:
+        settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
+    except SettingsRefused as error:
+        raise ConsoleError(str(error)) from error
     parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
     name = names.finish(job["metadata"]["name"])
     try:

@@ -39,14 +39,12 @@ def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], ev
     operator's defaults, or KUBEROLL_GENERATION_IMAGE and KUBEROLL_WORKER_IMAGE. The exit code is 2 where a cluster
     would refuse the job.
     """
-    from pydantic import ValidationError
-
-    from kuberoll_operator.settings import Settings
+    from kuberoll_operator.settings import Settings, SettingsRefused
 
     try:
         settings = Settings.from_environment(os.environ)
         jobs = load_jobs(manifest, overrides) if every else [load_job(manifest, overrides)]
-    except (ManifestError, ValidationError) as error:
+    except (ManifestError, SettingsRefused) as error:
         click.echo(str(error), err=True)
         sys.exit(2)
     texts = []

@@ -1,0 +1,29 @@
+"""Settings of environment variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from kuberoll_operator.settings import Settings, SettingsRefused
+
+
+def test_variables_are_read_under_what_is_given() -> None:
+    environment = {"KUBEROLL_KUEUE": "true", "KUBEROLL_WORKER_IMAGE": "a:1", "KUEUE": "no"}
+    settings = Settings.from_environment(environment, worker_image="b:2")
+    assert (settings.kueue, settings.worker_image) == (True, "b:2")
+
+
+def test_a_variable_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(SettingsRefused) as refused:
+        Settings.from_environment({"KUBEROLL_KUEUE": "/usr/bin/kueue"}, http_port=0)
+    assert str(refused.value) == (
+        "environment variable KUBEROLL_KUEUE: Input should be a valid boolean, unable to interpret input, "
+        "found '/usr/bin/kueue'; http_port: Input should be greater than or equal to 1, found 0"
+    )
+
+
+def test_a_secret_is_not_shown() -> None:
+    with pytest.raises(SettingsRefused) as refused:
+        Settings.from_environment({}, token_key=["never-shown"])
+    assert "token_key" in str(refused.value)
+    assert "never-shown" not in str(refused.value)
