@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from kuberoll_api import conditions
 from kuberoll_api.metrics import Counter, Gauge, Histogram
 from kuberoll_operator import metric_definitions as definitions
+from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.model import Key, Object, condition, is_true
 from kuberoll_operator.placement import gpus_of
 from kuberoll_operator.plan import parse_time
@@ -164,7 +165,7 @@ class _Now(Collector):
         for key, item in self._jobs():
             status = item.get("status") or {}
             generation = status.get("generation") or {}
-            if status.get("phase") not in _UNDER_WAY or generation.get("backend") == "External":
+            if status.get("phase") not in _UNDER_WAY or not runs_in_job(generation.get("backend")):
                 continue
             for state in ("ready", "desired"):
                 count = int(generation.get(f"{state}Replicas") or 0)

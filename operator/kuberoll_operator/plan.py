@@ -17,7 +17,7 @@ from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import FinishMessage
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing, render
-from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of
+from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
 from kuberoll_operator.backends.pods import (
     Ended,
     ended,
@@ -230,7 +230,7 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
     return Situation(
         stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure, quota=quota),
         backend=name,
-        endpoint=backend.endpoint(job, raw["metadata"]["namespace"]) if backend else "",
+        endpoint=backend.hosting(job, raw["metadata"]["namespace"], settings).endpoint if backend else "",
         generation=generation,
         ready=ready,
         shards=shards,
@@ -249,11 +249,6 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
         output_of(job.spec.output.uri)
     except OutputRefused as error:
         return str(error)
-    if backend == "KubeRay" and settings.kuberay is False:
-        return (
-            "spec.generation.backend: KubeRay is not installed (the cluster does not serve ray.io/v1 rayservices); "
-            "install it, or set Native"
-        )
     return BACKENDS[backend].problem(job, settings)
 
 
@@ -264,8 +259,7 @@ def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation
         namespace=raw["metadata"]["namespace"],
         uid=raw["metadata"]["uid"],
         settings=settings,
-        endpoint=here.endpoint,
-        backend=here.backend,
+        hosting=BACKENDS[here.backend].hosting(job, raw["metadata"]["namespace"], settings),
         shards=here.shards.count,
         assignments=here.quota.assignments,
         tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in contract.SCOPES},
@@ -580,7 +574,6 @@ def is_ours(live: Mapping[str, Any], job: RolloutJob, raw: Object) -> bool:
 def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
     """All children that a job may have."""
     name = job.metadata.name
-    native = backend is not None and backend.name != "External"
     refs = [
         Ref("v1", "ConfigMap", names.config(name)),
         Ref("networking.k8s.io/v1", "NetworkPolicy", names.workers(name)),
@@ -590,7 +583,7 @@ def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
         Ref("batch/v1", "Job", names.finish(name)),
         _workload_ref(job),
     ]
-    if backend is not None and native:
+    if backend is not None and backend.in_job:
         refs += [
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.generation(name)),
             Ref("v1", "Service", names.generation(name)),
@@ -756,7 +749,7 @@ def _check(
     recorded = condition(status, conditions.WORKERS_CHECKED)
     # Nothing of ours waits for workers where the engine is somebody else's; a job that an older operator began was
     # never looked at, and goes on.
-    needless = backend == "External" or (not recorded and (shards.exists or not generation.gone))
+    needless = not runs_in_job(backend) or (not recorded and (shards.exists or not generation.gone))
     if needless or shards.done or recorded.get("status") == "True":
         return Check(done=True)
     live = observed.get("Job", names.check(job.metadata.name))

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from kuberoll_api import conditions, contract
 from kuberoll_api.contract import PodProgress, PodWeights, ServeWeights
 from kuberoll_operator import names
+from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import leads, of_component, shard_of
 from kuberoll_operator.model import Heard, Key, Object, Served, is_true
 from kuberoll_operator.plan import status_of
@@ -50,16 +51,17 @@ class _Questions:
     def __init__(self, raw: Object, pods: Sequence[Object], token: Callable[[str], str | None]) -> None:
         status = status_of(raw)
         generation = status.get("generation") or {}
-        backend = generation.get("backend")
+        backend = BACKENDS.get(generation.get("backend", ""))
+        source = None if backend is None else backend.weights_from
         self.workers = {
             pod["metadata"]["uid"]: (shard, host)
             for pod in of_component(pods, names.WORKERS)
             if (host := _host(pod)) is not None and (shard := shard_of(pod)) is not None
         }
         # Of a replica that spans pods, its leader answers.
-        engines = [pod for pod in of_component(pods, names.GENERATION) if backend == "Native" and leads(pod)]
+        engines = [pod for pod in of_component(pods, names.GENERATION) if source == "Pods" and leads(pod)]
         self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
-        ready = backend == "KubeRay" and is_true(status, conditions.GENERATION_READY)
+        ready = source == "Serve" and is_true(status, conditions.GENERATION_READY)
         self.serve = f"{generation['endpoint']}/v1/weights" if ready and generation.get("endpoint") else None
         self.token = token(raw["metadata"]["uid"]) if self.serve else None
 

@@ -14,6 +14,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import of, short
 from kuberoll_api.types import MAX_COUNT
 from kuberoll_operator import names
+from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.backends.pods import (
     MESSAGE_CHARACTERS,
     Problem,
@@ -437,10 +438,10 @@ def _mean(reward: float | None) -> Json:
 def _summary(status: Json) -> Json:
     """The columns of `kubectl get`."""
     generation, workers, progress = status["generation"], status["workers"], status["progress"]
-    external = generation["backend"] == "External"
     results = status.get("results") or progress
+    replicas = of(generation["readyReplicas"], generation["desiredReplicas"])
     return {
-        "generation": "-" if external else of(generation["readyReplicas"], generation["desiredReplicas"]),
+        "generation": replicas if runs_in_job(generation["backend"]) else "-",
         "workers": of(workers["ready"], workers["desired"]),
         "progress": of(progress["completed"], progress["trajectories"]),
         "meanReward": short(results.get("meanReward")),

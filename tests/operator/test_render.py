@@ -62,8 +62,7 @@ def subject(backend: str = "Native", **spec: Any) -> Subject:
         namespace=support.NAMESPACE,
         uid=UID,
         settings=support.SETTINGS,
-        endpoint=BACKENDS[backend].endpoint(job, support.NAMESPACE),
-        backend=backend,
+        hosting=BACKENDS[backend].hosting(job, support.NAMESPACE, support.SETTINGS),
         shards=4,
         tokens={scope: support.SETTINGS.token_of(UID, scope) for scope in contract.SCOPES},
     )

@@ -11,9 +11,15 @@ from kuberoll_operator.backends.external import External
 from kuberoll_operator.backends.kuberay import KubeRay
 from kuberoll_operator.backends.native import Native
 
-__all__ = ["BACKENDS", "Backend", "GenerationState", "backend_of"]
+__all__ = ["BACKENDS", "Backend", "GenerationState", "backend_of", "runs_in_job"]
 
 BACKENDS: Final[Mapping[str, Backend]] = {"KubeRay": KubeRay(), "Native": Native(), "External": External()}
+
+
+def runs_in_job(name: str | None) -> bool:
+    """Whether a backend runs the policy in pods of the job; one that is not known is taken to do so."""
+    backend = None if name is None else BACKENDS.get(name)
+    return backend is None or backend.in_job
 
 
 def backend_of(job: RolloutJob, status: Mapping[str, Any], *, kuberay: bool | None) -> str:

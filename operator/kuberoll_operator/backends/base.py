@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
@@ -51,11 +52,19 @@ class Backend(Protocol):
     def name(self) -> str:
         """As in `spec.generation.backend`."""
 
+    @property
+    def in_job(self) -> bool:
+        """Whether the policy runs in pods of the job."""
+
+    @property
+    def weights_from(self) -> Literal["Pods", "Serve"] | None:
+        """Who says which weights are served: each replica's pod, or Serve at the endpoint; None: nobody."""
+
     def problem(self, job: RolloutJob, settings: Settings) -> str | None:
         """Why this backend cannot run the job, with the field and how to mend it."""
 
-    def endpoint(self, job: RolloutJob, namespace: str) -> str:
-        """Base URL of the policy."""
+    def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
+        """How the policy is run, found and entered."""
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:
         """Children that cost nothing and are there as long as the job: Services."""

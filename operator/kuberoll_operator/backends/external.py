@@ -9,6 +9,7 @@ from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
@@ -18,15 +19,20 @@ class External:
     """Nothing to render, nothing to wait for: the workers are patient with an endpoint that is not there yet."""
 
     name = "External"
+    in_job = False
+    weights_from = None
 
     def problem(self, job: RolloutJob, settings: Settings) -> str | None:  # noqa: ARG002
         if job.spec.generation.external is None:
             return "spec.generation.external: missing; backend External needs external.url, the endpoint to use"
         return None
 
-    def endpoint(self, job: RolloutJob, namespace: str) -> str:  # noqa: ARG002
+    def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:  # noqa: ARG002
         external = job.spec.generation.external
-        return "" if external is None else external.url.rstrip("/")
+        if external is None:
+            return Hosting(endpoint="", in_job=False)
+        replicas = [url.rstrip("/") for url in (external.url, *external.urls)]
+        return Hosting(endpoint=replicas[0], in_job=False, discovery="Static", replicas=replicas)
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:  # noqa: ARG002
         return []
@@ -46,5 +52,5 @@ class External:
     def state(self, job: RolloutJob, observed: Observed) -> GenerationState:  # noqa: ARG002
         external = job.spec.generation.external
         others = f" and {len(external.urls)} more" if external and external.urls else ""
-        message = f"{self.endpoint(job, '')}{others}: run by somebody else"
+        message = f"{external.url.rstrip('/') if external else ''}{others}: run by somebody else"
         return GenerationState(ready=0, desired=0, reason=Reason.EXTERNAL, message=message, gone=True)

@@ -7,19 +7,21 @@ from datetime import datetime
 from typing import Any, Final
 
 from kuberoll_api.conditions import Reason
-from kuberoll_api.contract import fewest_replicas
+from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import Problem, first_problem, of_component, refusal, still_there, told
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true
 from kuberoll_operator.placement import CannotPlace, misplacement, place
-from kuberoll_operator.render.generation import SERVE_LABEL, build_generation_services
+from kuberoll_operator.render.generation import build_generation_services
+from kuberoll_operator.render.hosting import Hosting, namespaced, tcp
 from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
 
+_SERVE_LABEL: Final = "ray.io/serve"
 _READY: Final = "Ready"
 _BROKEN: Final = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 _WITHOUT_REPLICAS: Final = frozenset({"NOT_STARTED", "DELETING"})
@@ -29,12 +31,32 @@ class KubeRay:
     """A RayService and Services of ours; needs KubeRay in the cluster."""
 
     name = "KubeRay"
+    in_job = True
+    weights_from: Final = "Serve"
 
-    def problem(self, job: RolloutJob, settings: Settings) -> str | None:  # noqa: ARG002
+    def problem(self, job: RolloutJob, settings: Settings) -> str | None:
+        if settings.kuberay is False:
+            return (
+                "spec.generation.backend: KubeRay is not installed (the cluster does not serve ray.io/v1 rayservices); "
+                "install it, or set Native"
+            )
         return misplacement(job.spec.generation, one_each=False)
 
-    def endpoint(self, job: RolloutJob, namespace: str) -> str:
-        return names.generation_url(job.metadata.name, namespace)
+    def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
+        # KubeRay's operator talks to the dashboard of Ray, and ours asks Serve which weights its replicas have.
+        kuberay: Object = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+        visitors = [
+            {"ports": [tcp(names.RAY_DASHBOARD_PORT)], "from": [{**namespaced(settings.kuberay_namespace), **kuberay}]},
+            {"ports": [tcp(GENERATION_PORT)], "from": [namespaced(settings.lease_namespace)]},
+        ]
+        return Hosting(
+            endpoint=names.generation_url(job.metadata.name, namespace),
+            replica_ports=names.REPLICA_PORTS,
+            # KubeRay has a Service like ours, which is there only when the first cluster runs: workers and their
+            # resolvers would have noted by then that there is none.
+            service_labels={_SERVE_LABEL: "true"},
+            visitors=visitors,
+        )
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:
         return build_generation_services(subject)
@@ -199,4 +221,4 @@ def _is_dying(live: Object) -> bool:
 
 
 def _is_engine(pod: Object) -> bool:
-    return (pod["metadata"].get("labels") or {}).get(SERVE_LABEL) == "true" and not _is_dying(pod)
+    return (pod["metadata"].get("labels") or {}).get(_SERVE_LABEL) == "true" and not _is_dying(pod)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Final
 
 from kuberoll_api.conditions import Reason
-from kuberoll_api.contract import fewest_replicas
+from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import autoscaling, names
 from kuberoll_operator.backends.base import GenerationState
@@ -27,6 +28,7 @@ from kuberoll_operator.render.generation import (
     build_generation_groups,
     build_generation_services,
 )
+from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.objects import annotated, keep_shape
 from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
@@ -37,12 +39,19 @@ class Native:
     """Deployment and Services, which need nothing else in the cluster; for replicas that span pods LeaderWorkerSet."""
 
     name = "Native"
+    in_job = True
+    weights_from: Final = "Pods"
 
     def problem(self, job: RolloutJob, settings: Settings) -> str | None:
         return misplacement(job.spec.generation, one_each=True, spans=settings.leader_worker_set is not False)
 
-    def endpoint(self, job: RolloutJob, namespace: str) -> str:
-        return names.generation_url(job.metadata.name, namespace)
+    def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:  # noqa: ARG002
+        name = job.metadata.name
+        return Hosting(
+            endpoint=names.generation_url(name, namespace),
+            discovery="DNS",
+            replicas_host=f"{names.generation_pods(name)}.{namespace}.svc:{GENERATION_PORT}",
+        )
 
     def fixtures(self, subject: Subject) -> Sequence[Object]:
         return build_generation_services(subject, leaders=_size(subject.job) > 1)

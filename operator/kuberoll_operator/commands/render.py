@@ -87,15 +87,14 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         namespace=namespace,
         uid=UID,
         settings=settings,
-        endpoint=backend.endpoint(job, namespace),
-        backend=name,
+        hosting=backend.hosting(job, namespace, settings),
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
         tokens=dict.fromkeys(contract.SCOPES, TOKEN),
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
     first = "created before the engines, and whenever the job is resumed; deleted when its pod has ended well"
     engine = "created when the check is done; deleted when the job is suspended, done or failed"
-    if name == "External":
+    if not backend.in_job:
         engine, checks = "", []
     else:
         checks = [(first, built.build_check_job(subject))]

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any, Final
 
-from kuberoll_api import contract, traits
+from kuberoll_api import traits
 from kuberoll_api.contract import PodConfig
 from kuberoll_api.rolloutjob import RolloutJobSpec
 from kuberoll_api.traits import Traits
@@ -47,23 +47,14 @@ def pod_config(subject: Subject) -> PodConfig:
     return PodConfig(
         job=_for_pods(subject),
         base=DATASET_DIRECTORY,
-        endpoint=subject.endpoint,
+        endpoint=subject.hosting.endpoint,
         shard_count=subject.shards,
         output=output.location,
         turns=output.location if kept else None,
-        **_discovery(subject),
+        discovery=subject.hosting.discovery,
+        replicas=list(subject.hosting.replicas),
+        replicas_host=subject.hosting.replicas_host,
     )
-
-
-def _discovery(subject: Subject) -> dict[str, Any]:
-    """How workers find the replicas, which they talk to one by one."""
-    if subject.backend == "Native":
-        host = f"{names.generation_pods(subject.name)}.{subject.namespace}.svc:{contract.GENERATION_PORT}"
-        return {"discovery": "DNS", "replicas_host": host}
-    external = subject.job.spec.generation.external
-    if subject.backend == "External" and external is not None:
-        return {"discovery": "Static", "replicas": [url.rstrip("/") for url in (external.url, *external.urls)]}
-    return {"discovery": "Endpoint"}
 
 
 def _for_pods(subject: Subject) -> dict[str, Any]:

@@ -23,7 +23,6 @@ MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
 GROUPS_MUTABLE: Final = frozenset({"replicas"})
 """The same, of the LeaderWorkerSet."""
 
-SERVE_LABEL: Final = "ray.io/serve"
 """KubeRay's: "true" on pods of engines, "false" on the head."""
 
 GRACE_SECONDS: Final = 60
@@ -143,9 +142,7 @@ def build_generation_services(subject: Subject, *, leaders: bool = False) -> lis
     """
     http = {"name": "http", "port": contract.GENERATION_PORT, "targetPort": contract.GENERATION_PORT}
     metrics = {"name": "metrics", "port": contract.STATUS_PORT, "targetPort": contract.STATUS_PORT}
-    # KubeRay has a Service like the first, which is there only when the first cluster runs: workers and their
-    # resolvers would have noted by then that there is none.
-    serving = {SERVE_LABEL: "true"} if subject.backend == "KubeRay" else {}
+    serving = dict(subject.hosting.service_labels)
     leading = {names.WORKER_INDEX_LABEL: "0"} if leaders else {}
     return [
         _service(subject, names.generation(subject.name), {"type": "ClusterIP", "ports": [http]}, serving | leading),

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.hosting import tcp
 from kuberoll_operator.render.subject import Subject
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
@@ -25,24 +26,24 @@ _OF_THE_WORKERS: Final = [names.CHECK, names.FINISH, names.READER, names.WORKERS
 
 def build_network_policies(subject: Subject) -> list[Object]:
     """NetworkPolicy <job>-workers, of all pods made by the workers' options, and <job>-generation where it is ours."""
-    return [_workers(subject), *([] if subject.backend == "External" else [_generation(subject)])]
+    return [_workers(subject), *([_generation(subject)] if subject.hosting.in_job else [])]
 
 
 def _workers(subject: Subject) -> Object:
     egress: list[Object] = [_DNS]
-    if subject.backend != "External":
+    if subject.hosting.in_job:
         pods = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
         egress.append({"ports": _policy_ports(subject), "to": [pods]})
     ports, named = {*subject.settings.egress_ports}, _ports_of(subject)
     without = subject.settings.egress_except
     if without:
-        egress.append({"ports": [_tcp(port) for port in sorted(ports)], "to": _anywhere(without)})
+        egress.append({"ports": [tcp(port) for port in sorted(ports)], "to": _anywhere(without)})
         # What the job names may be in the cluster: an object store, a tracker, an endpoint.
         ports = named
     else:
         ports |= named
     if ports:
-        egress.append({"ports": [_tcp(port) for port in sorted(ports)], "to": [*_ANYWHERE_INSIDE, *_anywhere(())]})
+        egress.append({"ports": [tcp(port) for port in sorted(ports)], "to": [*_ANYWHERE_INSIDE, *_anywhere(())]})
     spec = {
         "podSelector": {
             "matchExpressions": [{"key": names.COMPONENT_LABEL, "operator": "In", "values": _OF_THE_WORKERS}],
@@ -50,7 +51,7 @@ def _workers(subject: Subject) -> Object:
         },
         "policyTypes": ["Egress", "Ingress"],
         "egress": egress,
-        "ingress": [{"ports": [_tcp(contract.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
+        "ingress": [{"ports": [tcp(contract.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
     }
     return _policy(subject, names.workers(subject.name), names.WORKERS, spec)
 
@@ -63,9 +64,9 @@ def _generation(subject: Subject) -> Object:
         "policyTypes": ["Ingress"],
         "ingress": [
             {"ports": _policy_ports(subject), "from": [workers]},
-            {"ports": [_tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
+            {"ports": [tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
             {"from": [own]},
-            *(_operators(subject) if subject.backend == "KubeRay" else []),
+            *subject.hosting.visitors,
         ],
     }
     return _policy(subject, names.generation(subject.name), names.GENERATION, spec)
@@ -80,34 +81,13 @@ def _anywhere(without: Collection[str]) -> list[Object]:
 
 
 def _policy_ports(subject: Subject) -> list[Object]:
-    """Where workers reach the policy; with KubeRay, Serve's replicas have ports of their own."""
-    first, last = names.REPLICA_PORTS
-    replicas = [{**_tcp(first), "endPort": last}] if subject.backend == "KubeRay" else []
-    return [_tcp(contract.GENERATION_PORT), *replicas]
-
-
-def _operators(subject: Subject) -> list[Object]:
-    """KubeRay's operator talks to the dashboard of Ray, and this one asks Serve which weights its replicas have."""
-    kuberay: Object = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
-    return [
-        {
-            "ports": [_tcp(names.RAY_DASHBOARD_PORT)],
-            "from": [{**_namespace(subject.settings.kuberay_namespace), **kuberay}],
-        },
-        {"ports": [_tcp(contract.GENERATION_PORT)], "from": [_namespace(subject.settings.lease_namespace)]},
-    ]
-
-
-def _namespace(name: str | None) -> Object:
-    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}} if name else {}}
+    """Where workers reach the policy."""
+    ports = subject.hosting.replica_ports
+    return [tcp(contract.GENERATION_PORT), *([] if ports is None else [tcp(*ports)])]
 
 
 def _policy(subject: Subject, name: str, component: str, spec: dict[str, Any]) -> Object:
     return {**subject.child("networking.k8s.io/v1", "NetworkPolicy", name, component), "spec": spec}
-
-
-def _tcp(port: int) -> dict[str, Any]:
-    return {"protocol": "TCP", "port": port}
 
 
 def _ports_of(subject: Subject) -> set[int]:

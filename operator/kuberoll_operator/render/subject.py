@@ -9,6 +9,7 @@ from typing import Any
 from kuberoll_api.rolloutjob import API_VERSION, KIND, RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.settings import Settings
 
 
@@ -37,8 +38,7 @@ class Subject:
 
     Attributes:
         uid: Of the RolloutJob, for owner references.
-        endpoint: Base URL of the policy.
-        backend: Who runs it.
+        hosting: Of the policy.
         shards: Parts of the dataset.
         tokens: Of the policy, by scope.
         assignments: What the quota gives to pods, by pod set; empty where there is none.
@@ -48,8 +48,7 @@ class Subject:
     namespace: str
     uid: str
     settings: Settings
-    endpoint: str
-    backend: str
+    hosting: Hosting
     shards: int
     tokens: Mapping[str, str]
     assignments: Mapping[str, Assignment] = field(default_factory=dict)

@@ -39,4 +39,4 @@ def token_variables(subject: Subject, *scopes: contract.Scope) -> list[dict[str,
 
 
 def _has_tokens(subject: Subject) -> bool:
-    return subject.backend != "External"
+    return subject.hosting.in_job
