@@ -1,16 +1,21 @@
-"""The rules of the house: who may import whom, and what importing costs."""
+"""The rules of the house: who may import whom, what importing costs, and what docs/architecture.md says of it."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from kuberoll_api import contract
+
 ROOT = Path(__file__).resolve().parent.parent
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 HEAVY = {"ray", "torch", "vllm", "transformers"}
 # What a machine must have that only validates; with what pydantic itself is made of.
 API_NEEDS = {
@@ -60,3 +65,44 @@ def test_importing_any_module_is_cheap(package: str) -> None:
 def test_the_command_needs_little() -> None:
     foreign = {name for name in loaded_by("kuberoll_api.cli") - set(sys.stdlib_module_names) if name[0] != "_"}
     assert foreign == API_NEEDS | {"kuberoll_api"}
+
+
+def rows_of(title: str) -> list[list[str]]:
+    """The cells of a section's table in docs/architecture.md, without its head."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return [row for row in rows if "`" in row[0] or "`" in row[-1]]
+
+
+def quoted(text: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_the_map_has_the_import_rules() -> None:
+    rows = rows_of("Packages and what they may import")
+    packages = {quoted(row[0])[0]: set(quoted(row[2])) for row in rows if len(row) == 3}
+    layers = [set(quoted(row[0])) for row in rows if len(row) == 2]
+    assert packages == {
+        rule["source_modules"][0]: set(rule["forbidden_modules"]) for rule in CONTRACTS if rule["type"] == "forbidden"
+    }
+    [rule] = [rule for rule in CONTRACTS if rule["type"] == "layers"]
+    assert layers == [set(layer.split(" | ")) for layer in rule["layers"]]
+
+
+def test_the_map_names_the_contract() -> None:
+    named = {name for row in rows_of("The contract between operator and pods") for name in quoted(row[2])}
+    assert named <= set(vars(contract))
+    types = {name for name, value in vars(contract).items() if getattr(value, "__module__", "") == contract.__name__}
+    # Parts of others.
+    assert {name for name in types if name[0].isupper()} - named == {"EnvironmentResult", "WeightsSource"}
+
+
+def test_the_map_names_code_and_tests_of_every_guarantee() -> None:
+    rows = rows_of("Guarantees, and where they are kept")
+    assert len(rows) > 20
+    for guarantee, code, tests in rows:
+        assert quoted(code), guarantee
+        assert [path for path in quoted(code) if not (ROOT / path).is_file()] == []
+        assert all("::test_" in test for test in quoted(tests) or [""]), guarantee
