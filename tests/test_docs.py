@@ -27,7 +27,18 @@ from kuberoll_workers.telemetry import RolloutMetrics
 from tests.rollouts.fakes import CharacterTokenizer, CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "benchmarks/*.md",
+        "charts/*/*.md",
+        "examples/models/*/*.md",
+        ".github/**/*.md",
+    )
+    for page in ROOT.glob(pattern)
+)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -155,3 +166,21 @@ def test_every_row_about_nemo_rl_names_a_test() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_index_has_every_page_once() -> None:
+    rows = [line for line in (ROOT / "docs/README.md").read_text().splitlines() if line.startswith("| [")]
+    linked = [match[1] for row in rows if (match := re.match(r"\| \[[^]]+\]\(([^)]+)\) \| \S.*\|$", row))]
+    assert len(linked) == len(rows)
+    assert len(set(linked)) == len(linked)
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in linked if "/" not in page} == pages
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_lead_somewhere(page: str) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text()):
+        linked = (ROOT / page).parent / target if target else ROOT / page
+        headings = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in slugs, f"{target}#{anchor}"
