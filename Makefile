@@ -26,7 +26,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install demo crd images check test test-long lint format clean
+.PHONY: help install demo crd images release-images chart release-chart wheel check test test-ray test-processes test-cluster test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -58,6 +58,25 @@ images: ## Build the three images with BUILDER=docker (podman, buildah), for ENG
 	$(BUILD) --target serve --build-arg ENGINE=$(ENGINE) -t $(REGISTRY)/kuberoll/generation:$(TAG) \
 		$(if $(filter cpu,$(ENGINE)),-t $(REGISTRY)/kuberoll/generation:$(TAG)-cpu) .
 
+# What was pushed for one architecture becomes one name for both, and is signed by its digest.
+release-images: ## Join and sign the images of both architectures in REGISTRY: docker buildx, cosign.
+	for name in operator worker generation; do \
+		image=$(REGISTRY)/kuberoll/$$name && \
+		docker buildx imagetools create --tag $$image:$(TAG) $$image:$(TAG)-amd64 $$image:$(TAG)-arm64 && \
+		digest=$$(docker buildx imagetools inspect --format '{{.Manifest.Digest}}' $$image:$(TAG)) && \
+		cosign sign --yes --recursive $$image@$$digest || exit 1; \
+	done
+
+release-chart: ## Push and sign the package of `make chart` in REGISTRY: helm, cosign.
+	digest=$$(helm push dist/kuberoll-$(VERSION).tgz oci://$(REGISTRY)/kuberoll/charts 2>&1 | tee /dev/stderr | sed -n 's/^Digest: //p') && \
+		test -n "$$digest" && cosign sign --yes $(REGISTRY)/kuberoll/charts/kuberoll@$$digest
+
+chart: install ## Lint the Helm chart and package it into dist/.
+	$(BIN)/python scripts/package_chart.py dist
+
+wheel: install ## Build the wheel and the source distribution into dist/.
+	$(BIN)/python -m build --outdir dist
+
 # As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
 PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
 
@@ -67,14 +86,28 @@ check: install lint ## Check style, types and imports, and run the tests that st
 test: install lint ## Check and test everything.
 	$(BIN)/pytest $(PARALLEL) --durations 25
 
+# `make test` in parts, for machines side by side: each test is in `check` or in one of these.
+test-ray: install ## Run the tests that start Ray or vLLM.
+	$(BIN)/pytest $(PARALLEL) --durations 25 -m "engine or ray"
+
+test-processes: install ## Run the tests that start processes of KubeRoll, Prometheus or Chromium.
+	$(BIN)/pytest $(PARALLEL) --durations 25 -m "(browser or processes) and not (engine or ray)"
+
+test-cluster: install ## Run the tests that need an API server or containers.
+	$(BIN)/pytest $(PARALLEL) --durations 25 -m "(cluster or images) and not (browser or engine or processes or ray)"
+
 test-long: install ## The tests that take a minute or more, too: half an hour and more.
 	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long
 
-lint: install ## Check style, types and the import rules.
+lint: install ## Check style, types, the import rules and the workflows of GitHub.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/zizmor --offline --quiet --no-progress .github
 
 format: install ## Format the code.
 	$(BIN)/ruff check --fix --quiet
