@@ -19,7 +19,7 @@ GENERATION_REPLICAS: Final = Gauge(
     name="kuberoll_operator_generation_replicas",
     unit="replicas",
     labels=("namespace", "rolloutjob", "state"),
-    help="Replicas of the policy, ready and desired, of jobs that start or run.",
+    help="Replicas of the policy, ready and desired, of starting and running jobs.",
 )
 GENERATION_GPUS: Final = Gauge(
     name="kuberoll_operator_generation_gpus",
@@ -85,7 +85,7 @@ API_REQUESTS: Final = Counter(
 CACHED_OBJECTS: Final = Gauge(
     name="kuberoll_operator_cached_objects", unit="objects", labels=("kind",), help="Objects in the cache."
 )
-LEADER: Final = Gauge(name="kuberoll_operator_leader", unit="0 or 1", help="1 while this operator leads.")
+LEADER: Final = Gauge(name="kuberoll_operator_leader", unit="0 or 1", help="1 while this operator holds the lease.")
 
 GROUPS: Final = (
     Group("Jobs", (JOBS, GENERATION_REPLICAS, GENERATION_GPUS, SCALINGS, MILESTONE_SECONDS)),

@@ -19,7 +19,7 @@ TRAJECTORIES_PLANNED: Final = Gauge(
     name="kuberoll_trajectories_planned",
     unit="trajectories",
     labels=_JOB,
-    help="Trajectories that this worker's shards are to come to.",
+    help="Planned trajectories of this worker's shards.",
 )
 TRAJECTORIES_STORED: Final = Gauge(
     name="kuberoll_trajectories_stored",
@@ -31,8 +31,8 @@ TRAJECTORIES_ABANDONED: Final = Gauge(
     name="kuberoll_trajectories_abandoned",
     unit="trajectories",
     labels=_JOB,
-    help="Planned trajectories that will not be stored: given up by this process, or of groups that were filtered out "
-    "and are not replaced.",
+    help="Planned trajectories that will not be stored: failed permanently in this process, or of groups that were "
+    "filtered out and are not replaced.",
 )
 TRAJECTORIES_ACTIVE: Final = Gauge(
     name="kuberoll_trajectories_active",
@@ -44,7 +44,7 @@ TRAJECTORIES: Final = Counter(
     name="kuberoll_trajectories_total",
     unit="trajectories",
     labels=(*_ENVIRONMENT, "stop_reason"),
-    help="Trajectories ended, by stop reason; failed ones are those given up.",
+    help="Trajectories ended, by stop reason; `failed` ones failed permanently.",
 )
 TRAJECTORY_SECONDS: Final = Histogram(
     name="kuberoll_trajectory_seconds",
@@ -70,7 +70,7 @@ DROPPED_TRAJECTORIES: Final = Counter(
     name="kuberoll_dropped_trajectories_total",
     unit="trajectories",
     labels=(*_ENVIRONMENT, "reason"),
-    help="Trajectories that nobody wanted in the end: oversampled ones, and groups that were filtered out.",
+    help="Trajectories that were not wanted: oversampled ones, and groups that were filtered out.",
 )
 DROPPED_TOKENS: Final = Counter(
     name="kuberoll_dropped_tokens_total",
@@ -113,7 +113,7 @@ TOKENS: Final = Counter(
     name="kuberoll_tokens_total",
     unit="tokens",
     labels=(*_ENVIRONMENT, "kind"),
-    help="Tokens by kind: prompt (sent, every turn anew), cached (of those, reused by the engine), generated, "
+    help="Tokens by kind: prompt (sent, counted in every turn), cached (of those, reused by the engine), generated, "
     "environment.",
 )
 
@@ -136,19 +136,19 @@ FAILURES: Final = Counter(
     name="kuberoll_failures_total",
     unit="failures",
     labels=(*_ENVIRONMENT, "kind", "stage"),
-    help="Trajectories given up, by who was at fault and at what stage.",
+    help="Trajectories that failed permanently, by what was at fault and at which stage.",
 )
 RETRIES: Final = Counter(
     name="kuberoll_retries_total",
     unit="retries",
     labels=(*_ENVIRONMENT, "stage"),
-    help="Operations tried again.",
+    help="Operations retried.",
 )
 PREFIX_VIOLATIONS: Final = Counter(
     name="kuberoll_prefix_violations_total",
     unit="violations",
     labels=_ENVIRONMENT,
-    help="Trajectories given up because their context was not what was sent and sampled: a bug of the policy.",
+    help="Trajectories that failed because their context was not what was sent and sampled: a bug in the policy.",
 )
 
 JOURNAL_SYNC_SECONDS: Final = Histogram(
@@ -176,7 +176,7 @@ POLICY_REQUESTS: Final = Counter(
     name="kuberoll_policy_requests_total",
     unit="requests",
     labels=(*_JOB, "outcome"),
-    help="Requests sent to replicas, by what came of them; only those answered cost the trajectory anything.",
+    help="Requests sent to replicas, by outcome; only `answered` ones count as turns.",
 )
 POLICY_REPLICAS: Final = Gauge(
     name="kuberoll_policy_replicas",
@@ -195,7 +195,7 @@ POLICY_WINDOW_REQUESTS: Final = Gauge(
     name="kuberoll_policy_window_requests",
     unit="requests",
     labels=_JOB,
-    help="Requests that the worker sends at once, over all replicas, at most: learned from their refusals.",
+    help="Maximum number of concurrent requests from the worker to all replicas, learned from their refusals.",
 )
 SESSIONS_MOVED: Final = Counter(
     name="kuberoll_sessions_moved_total",
@@ -234,7 +234,7 @@ GROUPS: Final = (
     Group("Rewards", (TRAJECTORY_REWARD, REWARD)),
     Group("Failures", (FAILURES, RETRIES, PREFIX_VIOLATIONS)),
     Group(
-        "The way to the replicas",
+        "Request routing",
         (POLICY_REQUESTS, POLICY_REPLICAS, POLICY_WAITING_REQUESTS, POLICY_WINDOW_REQUESTS, SESSIONS_MOVED),
     ),
     Group("The worker itself", (JOURNAL_SYNC_SECONDS, JOURNAL_ERRORS, EVENT_LOOP_LAG_SECONDS)),
