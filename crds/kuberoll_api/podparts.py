@@ -21,16 +21,16 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 @with_config(_STRICT)
 class _EnvVar(TypedDict):
     name: Annotated[ShortText, Field(description="Name of the variable.")]
-    value: NotRequired[Annotated[LongText, Field(description="Its value; $(OTHER) is replaced.")]]
+    value: NotRequired[Annotated[LongText, Field(description="Value of the variable; $(OTHER) is replaced.")]]
     valueFrom: NotRequired[
-        Annotated[JsonObject, Field(description="Where its value is: secretKeyRef, configMapKeyRef, fieldRef, ...")]
+        Annotated[JsonObject, Field(description="Source of the value: secretKeyRef, configMapKeyRef, fieldRef, ...")]
     ]
 
 
 @with_config(_STRICT)
 class _EnvFrom(TypedDict):
     prefix: NotRequired[
-        Annotated[str, StringConstraints(max_length=1024), Field(description="Put before each variable's name.")]
+        Annotated[str, StringConstraints(max_length=1024), Field(description="Prefix of each variable's name.")]
     ]
     configMapRef: NotRequired[Annotated[JsonObject, Field(description="A ConfigMap: name, optional.")]]
     secretRef: NotRequired[Annotated[JsonObject, Field(description="A Secret: name, optional.")]]
@@ -40,7 +40,9 @@ class _EnvFrom(TypedDict):
 class _Toleration(TypedDict):
     key: NotRequired[Annotated[ShortText, Field(description="Key of the taint; absent with Exists: every taint.")]]
     operator: NotRequired[
-        Annotated[Literal["Exists", "Equal", "Lt", "Gt"], Field(description="How value is compared; absent: Equal.")]
+        Annotated[
+            Literal["Exists", "Equal", "Lt", "Gt"], Field(description="Comparison with the value; absent: Equal.")
+        ]
     ]
     value: NotRequired[Annotated[str, StringConstraints(max_length=1024), Field(description="Value of the taint.")]]
     effect: NotRequired[
@@ -52,7 +54,11 @@ class _Toleration(TypedDict):
     tolerationSeconds: NotRequired[
         Annotated[
             int,
-            Field(ge=-(2**31), le=2**31 - 1, description="How long a NoExecute taint is tolerated; absent: for ever."),
+            Field(
+                ge=-(2**31),
+                le=2**31 - 1,
+                description="Seconds for which a NoExecute taint is tolerated; absent: forever.",
+            ),
         ]
     ]
 
@@ -61,12 +67,10 @@ class _Toleration(TypedDict):
 class _Volume(TypedDict):
     name: Annotated[DnsLabel, Field(description="Name of the volume, for volumeMounts.")]
     configMap: NotRequired[Annotated[JsonObject, Field(description="Files from a ConfigMap.")]]
-    csi: NotRequired[
-        Annotated[JsonObject, Field(description="A volume of a CSI driver that lives as long as the pod.")]
-    ]
+    csi: NotRequired[Annotated[JsonObject, Field(description="A volume of a CSI driver with the lifetime of the pod.")]]
     downwardAPI: NotRequired[Annotated[JsonObject, Field(description="Files with fields of the pod.")]]
-    emptyDir: NotRequired[Annotated[JsonObject, Field(description="An empty directory that lives as long as the pod.")]]
-    ephemeral: NotRequired[Annotated[JsonObject, Field(description="A claim that lives as long as the pod.")]]
+    emptyDir: NotRequired[Annotated[JsonObject, Field(description="An empty directory with the lifetime of the pod.")]]
+    ephemeral: NotRequired[Annotated[JsonObject, Field(description="A claim with the lifetime of the pod.")]]
     hostPath: NotRequired[Annotated[JsonObject, Field(description="A path of the node.")]]
     image: NotRequired[Annotated[JsonObject, Field(description="The files of a container image.")]]
     nfs: NotRequired[Annotated[JsonObject, Field(description="An NFS export.")]]
@@ -78,22 +82,22 @@ class _Volume(TypedDict):
 @with_config(_STRICT)
 class _VolumeMount(TypedDict):
     name: Annotated[DnsLabel, Field(description="Name of the volume.")]
-    mountPath: Annotated[ShortText, Field(description="Where the container sees it.")]
+    mountPath: Annotated[ShortText, Field(description="Path of the mount in the container.")]
     subPath: NotRequired[Annotated[ShortText, Field(description="Path inside the volume; absent: its root.")]]
     subPathExpr: NotRequired[
         Annotated[ShortText, Field(description="Path inside the volume, with $(VARIABLES) replaced.")]
     ]
-    readOnly: NotRequired[Annotated[bool, Field(description="Whether the container may only read it.")]]
+    readOnly: NotRequired[Annotated[bool, Field(description="Mount it read-only.")]]
     recursiveReadOnly: NotRequired[
         Annotated[
             Literal["Disabled", "IfPossible", "Enabled"],
-            Field(description="Whether readOnly holds for mounts inside it, too."),
+            Field(description="Apply readOnly to mounts inside it, too."),
         ]
     ]
     mountPropagation: NotRequired[
         Annotated[
             Literal["None", "HostToContainer", "Bidirectional"],
-            Field(description="Which later mounts are seen on the other side."),
+            Field(description="Propagation of later mounts between host and container."),
         ]
     ]
 

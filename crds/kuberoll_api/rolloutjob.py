@@ -90,10 +90,10 @@ class ModelSource(Model):
     """Which model generates."""
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
-        description="Hub id, local directory (relative paths start at the manifest), or s3:// or gs:// URI."
+        description="Hub id, local directory (relative to the manifest), or s3:// or gs:// URI."
     )
     tokenizer: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
-        default=None, description="Where the tokenizer is, when not beside the model."
+        default=None, description="Location of the tokenizer, if it is not with the model."
     )
     revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of a hub model."
@@ -106,11 +106,13 @@ class Sampling(Model):
     temperature: float = Field(default=1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(default=-1, ge=-1, le=1_000_000, description="Tokens considered; -1 and 0 mean all.")
-    max_tokens: int = Field(default=512, ge=1, le=1_000_000, description="Most tokens generated in one turn.")
+    max_tokens: int = Field(
+        default=512, ge=1, le=1_000_000, description="Maximum number of tokens generated in one turn."
+    )
     stop: list[StopString] = Field(
         default_factory=list,
         max_length=64,
-        description="Stop strings of the first turn where the dataset row names none; included in the output.",
+        description="Stop strings of the first turn, unless the dataset row has its own; included in the output.",
     )
     seed: int | None = Field(
         default=None,
@@ -118,7 +120,7 @@ class Sampling(Model):
         le=MAX_SEED,
         description="Base of the per-trajectory sampling seeds; absent: derived from the job's name.",
     )
-    greedy: bool = Field(default=False, description="Always take the most likely token, whatever the temperature.")
+    greedy: bool = Field(default=False, description="Always take the most likely token, regardless of the temperature.")
 
 
 class SimulatedEngine(Model):
@@ -127,35 +129,35 @@ class SimulatedEngine(Model):
     responses: list[LongText] = Field(
         default_factory=list,
         max_length=1024,
-        description="Texts to answer with, one drawn per request by its seed; none: random token ids.",
+        description="Texts of the answers, one drawn per request by its seed; none: random token ids.",
     )
     first_token_seconds: float = Field(default=0.0, ge=0, le=600, description="Median seconds to the first token.")
     token_seconds: float = Field(
-        default=0.0, ge=0, le=60, description="Median seconds per further token of a batch of one."
+        default=0.0, ge=0, le=60, description="Median seconds per further token, in a batch of one."
     )
-    sigma: float = Field(default=0.0, ge=0, le=4, description="Spread of those times: the lognormal's sigma.")
+    sigma: float = Field(
+        default=0.0, ge=0, le=4, description="Spread of these times: the sigma of their lognormal distribution."
+    )
     mean_tokens: int = Field(default=32, ge=1, le=1_000_000, description="Mean length of a random answer, tokens.")
-    max_batch: int = Field(
-        default=256, ge=1, le=1_000_000, description="Requests generated at once; further ones wait their turn."
-    )
+    max_batch: int = Field(default=256, ge=1, le=1_000_000, description="Maximum batch size; further requests wait.")
     batch_slowdown: float = Field(
-        default=0.0, ge=0, le=1, description="How much longer a token takes per further request in the batch."
+        default=0.0, ge=0, le=1, description="Relative slowdown of a token for each further request in the batch."
     )
 
 
 class Autoscaling(Model):
     """Replicas that follow the load."""
 
-    min_replicas: int = Field(default=1, ge=0, le=1024, description="Fewest replicas.")
-    max_replicas: int = Field(ge=1, le=1024, description="Most replicas.")
+    min_replicas: int = Field(default=1, ge=0, le=1024, description="Minimum number of replicas.")
+    max_replicas: int = Field(ge=1, le=1024, description="Maximum number of replicas.")
     target_ongoing_requests: float = Field(
-        default=64, gt=0, le=100_000, description="Running and waiting requests per replica to aim at."
+        default=64, gt=0, le=100_000, description="Target number of running and waiting requests per replica."
     )
     upscale_delay_seconds: float = Field(
-        default=10, ge=0, le=86_400, description="How long more replicas must be called for until there are more."
+        default=10, ge=0, le=86_400, description="Seconds for which more replicas must be needed before scaling up."
     )
     downscale_delay_seconds: float = Field(
-        default=120, ge=0, le=86_400, description="How long fewer replicas must do until there are fewer."
+        default=120, ge=0, le=86_400, description="Seconds for which fewer replicas must suffice before scaling down."
     )
 
     @model_validator(mode="after")
@@ -171,12 +173,13 @@ class Weights(Model):
     """Weights in place of the model's own; they may change while the job runs, and no trajectory is lost by it."""
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
-        description="Where the replicas read them, in the model's own format: a directory that they have mounted, or "
+        description="Location of the weights, in the model's own format: a directory that the replicas have "
+        "mounted, or"
         "an s3:// or gs:// URI."
     )
     version: Annotated[str, StringConstraints(pattern=VERSION_PATTERN, max_length=63)] = Field(
-        description="What the trajectories call them: every generated token is recorded with the version that made "
-        "it. Other weights need another version; 0 is the model's own."
+        description="Name of these weights: every generated token is recorded with the version that produced it. "
+        "Different weights need a different version; 0 is the model's own."
     )
 
 
@@ -191,8 +194,8 @@ class External(Model):
     )
     api: Annotated[Literal["Auto", "KubeRoll", "OpenAI"], IDENTITY] = Field(
         default="Auto",
-        description="KubeRoll's own, or that of any OpenAI-compatible server (/v1/completions with token ids as "
-        "prompt); Auto: ask the endpoint.",
+        description="Protocol of the endpoint: KubeRoll's own, or that of an OpenAI-compatible server (/v1/completions "
+        "with token ids as prompt); Auto: ask the endpoint.",
     )
     model: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, IDENTITY] = Field(
         default=None, description="The model's name at an OpenAI-compatible server; absent: the first that it lists."
@@ -209,8 +212,12 @@ class External(Model):
 class Resources(Model):
     """Kubernetes resource requirements."""
 
-    limits: dict[str, Quantity] = Field(default_factory=dict, max_length=32, description="Most it may use.")
-    requests: dict[str, Quantity] = Field(default_factory=dict, max_length=32, description="What it is given.")
+    limits: dict[str, Quantity] = Field(
+        default_factory=dict, max_length=32, description="Maximum amounts that it may use."
+    )
+    requests: dict[str, Quantity] = Field(
+        default_factory=dict, max_length=32, description="Amounts that are reserved for it."
+    )
 
 
 class PodOptions(Model):
@@ -241,13 +248,13 @@ class PodOptions(Model):
         default_factory=list,
         max_length=64,
         json_schema_extra=keyed_by("name"),
-        description="Volumes, as in a pod; a kind that is not here can be had through podTemplate.",
+        description="Volumes, as in a pod; kinds that are not listed here can be set in podTemplate.",
     )
     volume_mounts: Annotated[list[VolumeMount], POD] = Field(
         default_factory=list,
         max_length=64,
         json_schema_extra=keyed_by("mountPath"),
-        description="Where the main container sees them, as in a container.",
+        description="Mounts of these volumes in the main container, as in a container.",
     )
     node_selector: Annotated[Labels, POD] = Field(default_factory=dict, description="Labels that a node must have.")
     tolerations: Annotated[list[Toleration], POD] = Field(
@@ -255,15 +262,14 @@ class PodOptions(Model):
     )
     service_account_name: Annotated[DnsName | None, POD] = Field(
         default=None,
-        description="Service account of the pods; they get no token of it in any case. Absent: the namespace's "
-        "default.",
+        description="Service account of the pods, which never get its token. Absent: the namespace's default.",
     )
     runtime_class_name: Annotated[DnsName | None, POD] = Field(
-        default=None, description="RuntimeClass that runs the pods: gVisor or Kata for code that is not trusted."
+        default=None, description="RuntimeClass of the pods: gVisor or Kata for untrusted code."
     )
     priority_class_name: Annotated[DnsName | None, POD] = Field(default=None, description="PriorityClass of the pods.")
     pod_labels: Annotated[Labels, POD] = Field(
-        default_factory=dict, description="Further labels of the pods; those of the operator prevail."
+        default_factory=dict, description="Further labels of the pods; the operator's own take precedence."
     )
     pod_annotations: Annotated[Annotations, POD] = Field(default_factory=dict, description="Annotations of the pods.")
     pod_template: Annotated[PodTemplate | None, POD] = Field(
@@ -287,25 +293,26 @@ class Generation(PodOptions):
 
     backend: Annotated[Literal["Auto", "KubeRay", "Native", "External"], OPERATION] = Field(
         default="Auto",
-        description="Who runs the engine: KubeRay, plain Deployments, or somebody else; Auto: KubeRay where its CRD "
-        "is served, else Native. A laptop treats all but External as local.",
+        description="How the engine is run: by KubeRay, in plain Deployments (Native), or outside the job (External). "
+        "Auto: KubeRay if the cluster serves its CRD, else Native. `kuberoll run` treats all but External as "
+        "local.",
     )
     model: Annotated[ModelSource, IDENTITY] = Field(description="The model that generates.")
     engine: Annotated[Literal["VLLM", "Simulated"], IDENTITY] = Field(
-        default="VLLM", description="vLLM, or a model of its latency."
+        default="VLLM", description="vLLM, or a simulation of its latency."
     )
     engine_args: Annotated[JsonObject, IDENTITY] = Field(
-        default_factory=dict, description="Handed to vLLM verbatim, in vLLM's spelling (max_model_len, ...)."
+        default_factory=dict, description="Arguments passed to vLLM unchanged, in its spelling (max_model_len, ...)."
     )
     simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(
         default=None, description="Settings of the Simulated engine."
     )
-    sampling: Annotated[Sampling, IDENTITY] = Field(default_factory=Sampling, description="How tokens are sampled.")
+    sampling: Annotated[Sampling, IDENTITY] = Field(default_factory=Sampling, description="Sampling parameters.")
     replicas: Annotated[int | None, OPERATION] = Field(
         default=None, ge=1, le=1024, description="Engine replicas; absent: 1."
     )
     autoscaling: Annotated[Autoscaling | None, OPERATION] = Field(
-        default=None, description="Replicas that follow the load instead."
+        default=None, description="Replicas that follow the load, instead of a fixed number."
     )
     gpus_per_replica: Annotated[float | None, OPERATION] = Field(
         default=None,
@@ -315,10 +322,13 @@ class Generation(PodOptions):
         "engineArgs. A fraction lets replicas share a GPU (backend KubeRay).",
     )
     max_ongoing_requests: Annotated[int, OPERATION] = Field(
-        default=512, ge=1, le=100_000, description="Requests that one replica accepts at once."
+        default=512, ge=1, le=100_000, description="Maximum number of concurrent requests of one replica."
     )
     routing: Annotated[Literal["Session", "LeastLoaded"], OPERATION] = Field(
-        default="Session", description="Session: turns of a trajectory stay with the replica that has their prefix."
+        default="Session",
+        description="Session: turns of a trajectory stay with the replica that has their prefix cached. "
+        "LeastLoaded: each"
+        "turn goes to the replica with the least load.",
     )
     external: External | None = Field(default=None, description="The endpoint, with backend External.")
 
@@ -342,17 +352,18 @@ class EnvironmentAccess(Model):
     """What the processes of an environment may use beyond what they have anyway, with isolation Process."""
 
     variables: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]] = Field(
-        default_factory=list, max_length=64, description="Environment variables of the worker that they inherit."
+        default_factory=list, max_length=64, description="Environment variables that they inherit from the worker."
     )
     readable_paths: list[_SandboxPath] = Field(
         default_factory=list,
         max_length=64,
-        description="Files and directories that they may read: those below /tmp, credentials of a home directory.",
+        description="Further files and directories that they may read, such as some below /tmp or in the home "
+        "directory.",
     )
     writable_paths: list[_SandboxPath] = Field(
         default_factory=list,
         max_length=64,
-        description="Files and directories that they may change, beside a temporary directory of their own.",
+        description="Files and directories that they may change, in addition to a temporary directory of their own.",
     )
 
 
@@ -371,7 +382,7 @@ class Environment(Model):
         Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None, IDENTITY
     ] = Field(default=None, description="Your own environment class, `package.module:Class`.")
     config: Annotated[JsonObject, IDENTITY] = Field(
-        default_factory=dict, description="Handed to the environment's constructor."
+        default_factory=dict, description="Argument of the environment's constructor."
     )
     isolation: Annotated[Literal["Inline", "Process"], OPERATION] = Field(
         default="Inline",
@@ -381,13 +392,14 @@ class Environment(Model):
         default=1, ge=1, le=256, description="Child processes per worker, with isolation Process."
     )
     access: Annotated[EnvironmentAccess, OPERATION] = Field(
-        default_factory=EnvironmentAccess, description="What child processes may use beyond the usual."
+        default_factory=EnvironmentAccess,
+        description="Variables and paths that child processes may use in addition to the usual ones.",
     )
     max_batch: Annotated[int, OPERATION] = Field(
-        default=256, ge=1, le=65536, description="Most trajectories handed to one step call."
+        default=256, ge=1, le=65536, description="Maximum number of trajectories in one call of step."
     )
     step_timeout_seconds: Annotated[Seconds, OPERATION] = Field(
-        default=30.0, description="Longest that one step call may take."
+        default=30.0, description="Maximum duration of one call of step."
     )
     repeats: Annotated[int | None, IDENTITY] = Field(
         default=None, ge=1, le=65536, description="Samples per prompt of this environment; absent: dataset.repeats."
@@ -405,7 +417,7 @@ class GeneratorSource(Model):
     """Rows made by environments themselves, through `generate_dataset(count, seed)`."""
 
     environments: list[Name] = Field(
-        default_factory=list, max_length=64, description="Environments to ask, in this order; none: all."
+        default_factory=list, max_length=64, description="Environments that generate rows, in this order; none: all."
     )
     count: int = Field(ge=1, le=100_000_000, description="Rows of each environment.")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of the generator.")
@@ -433,10 +445,10 @@ class HuggingFaceSource(Model):
     """Rows of a dataset of the Hugging Face hub, through the `datasets` package; streamed."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
-        description="Hub id, or a local directory that `datasets` can load (relative paths start at the manifest)."
+        description="Hub id, or a local directory that `datasets` can load (relative to the manifest)."
     )
     config: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Configuration of the dataset, where it has several."
+        default=None, description="Configuration of the dataset, if it has several."
     )
     split: Annotated[str, StringConstraints(min_length=1, max_length=256)] = Field(
         default="train", description="Split of the dataset."
@@ -454,11 +466,11 @@ class DatasetSource(Model):
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
         default=None,
-        description="A file of JSON lines (also .gz, .zst) or Parquet, a directory or a pattern of such files: a path "
-        "(relative paths start at the manifest), or a URI that fsspec knows (s3://, gs://, https://, ...).",
+        description="A file of JSON lines (also .gz, .zst) or Parquet, or a directory or pattern of such files: a path "
+        "(relative to the manifest), or a URI of any fsspec file system (s3://, gs://, https://, ...).",
     )
     huggingface: HuggingFaceSource | None = Field(default=None, description="A dataset of the Hugging Face hub.")
-    rows: list[JsonObject] | None = Field(default=None, max_length=10_000, description="Rows written right here.")
+    rows: list[JsonObject] | None = Field(default=None, max_length=10_000, description="Rows written in the manifest.")
     generator: GeneratorSource | None = Field(default=None, description="Rows made by the environments.")
     config_map: ConfigMapSource | None = Field(default=None, description="Rows in a ConfigMap; cluster only.")
     pvc: PersistentVolumeSource | None = Field(default=None, description="Rows on a volume; cluster only.")
@@ -483,7 +495,7 @@ class PromptTemplate(Model):
 class Dataset(Model):
     """The prompts, and how many samples each gets."""
 
-    source: Annotated[DatasetSource, OPERATION] = Field(description="Where the rows come from.")
+    source: Annotated[DatasetSource, OPERATION] = Field(description="Source of the rows.")
     limit: Annotated[int | None, IDENTITY] = Field(
         default=None, ge=1, le=MAX_COUNT, description="Use only the first rows; absent: all."
     )
@@ -492,11 +504,10 @@ class Dataset(Model):
     )
     seed_per_repeat: Annotated[bool, IDENTITY] = Field(
         default=True,
-        description="Give every trajectory its own sampling seed, so that a run can be repeated; false: the engine's "
-        "randomness.",
+        description="Give every trajectory its own sampling seed, so that a run is reproducible; false: random.",
     )
     prompt_template: Annotated[PromptTemplate | None, IDENTITY] = Field(
-        default=None, description="Makes the prompt of rows that have neither `messages` nor `prompt`."
+        default=None, description="Template of the prompt for rows that have neither `messages` nor `prompt`."
     )
 
 
@@ -507,22 +518,28 @@ class Retries(Model):
         default=30,
         ge=1,
         le=1000,
-        description="Tries of one generation request, when the endpoint is at fault; the default outlasts a replica "
-        "that needs ten minutes to restart.",
+        description="Attempts of one generation request if the endpoint is at fault; the default outlasts a "
+        "replica that"
+        "takes ten minutes to restart.",
     )
-    environment_attempts: int = Field(default=2, ge=1, le=1000, description="Tries of one environment step.")
-    backoff_seconds: float = Field(default=0.5, ge=0, le=600, description="Wait before the second try; doubles.")
-    max_backoff_seconds: float = Field(default=30.0, ge=0, le=3600, description="Longest wait between tries.")
+    environment_attempts: int = Field(default=2, ge=1, le=1000, description="Attempts of one environment step.")
+    backoff_seconds: float = Field(
+        default=0.5, ge=0, le=600, description="Seconds before the second attempt; doubled for each further one."
+    )
+    max_backoff_seconds: float = Field(default=30.0, ge=0, le=3600, description="Maximum seconds between attempts.")
 
 
 class Timeouts(Model):
     """How long things may take. What takes longer is stopped, its request aborted, and recorded as failed."""
 
-    generation_seconds: Seconds = Field(default=600.0, description="One generation request, waiting included.")
-    turn_seconds: Seconds | None = Field(
-        default=None, description="One turn, generation and environment with all retries; absent: no bound."
+    generation_seconds: Seconds = Field(
+        default=600.0, description="Time limit of one generation request, including waiting."
     )
-    trajectory_seconds: Seconds | None = Field(default=None, description="One trajectory; absent: no bound.")
+    turn_seconds: Seconds | None = Field(
+        default=None,
+        description="Time limit of one turn, including all retries of generation and environment; absent: none.",
+    )
+    trajectory_seconds: Seconds | None = Field(default=None, description="Time limit of one trajectory; absent: none.")
 
 
 class Groups(Model):
@@ -532,12 +549,13 @@ class Groups(Model):
         default=0,
         ge=0,
         le=65536,
-        description="Samples begun per prompt beyond dataset.repeats. The first that finish are kept, the others are "
-        "stopped and go to dropped.jsonl: faster, and biased towards short trajectories.",
+        description="Samples started per prompt in addition to dataset.repeats. The first to finish are kept, "
+        "the others"
+        "are stopped and go to dropped.jsonl: faster, but biased towards short trajectories.",
     )
     atomic: bool = Field(
         default=False,
-        description="All samples of a prompt or none: when one fails for good, its group fails with it.",
+        description="All samples of a prompt or none: if one fails permanently, its group fails with it.",
     )
     drop_equal_rewards: bool = Field(
         default=False,
@@ -545,14 +563,17 @@ class Groups(Model):
         "dropped.jsonl.",
     )
     drop_budget: int | None = Field(
-        default=None, ge=0, le=MAX_COUNT, description="Most groups that dropEqualRewards may drop; absent: no bound."
+        default=None,
+        ge=0,
+        le=MAX_COUNT,
+        description="Maximum number of groups that dropEqualRewards may drop; absent: no limit.",
     )
     wanted: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="Stop when so many groups are kept; each dropped one is replaced by the dataset's next. Absent: "
-        "the whole dataset.",
+        description="Number of kept groups at which to stop; each dropped group is replaced by the dataset's next. "
+        "Absent: the whole dataset.",
     )
 
     @model_validator(mode="after")
@@ -572,28 +593,31 @@ class Rollout(Model):
         description="Concurrent: every trajectory at its own pace. Lockstep: batches of `concurrency`, turn by turn.",
     )
     max_turns: Annotated[int, IDENTITY] = Field(
-        default=20, ge=1, le=1_000_000, description="Most turns of a trajectory."
+        default=20, ge=1, le=1_000_000, description="Maximum turns per trajectory."
     )
     max_sequence_length: Annotated[int | None, IDENTITY] = Field(
-        default=None, ge=2, le=100_000_000, description="Most tokens of a trajectory; absent: the engine's window."
+        default=None, ge=2, le=100_000_000, description="Maximum tokens per trajectory; absent: the engine's window."
     )
     concurrency: Annotated[int, OPERATION] = Field(
         default=256, ge=1, le=100_000, description="Trajectories in flight per worker."
     )
     observation_template: Annotated[Literal["Raw", "ChatTemplate"], IDENTITY] = Field(
         default="Raw",
-        description="Raw: an observation's tokens are appended as they are. ChatTemplate: with the role boundaries of "
-        "the model's chat template.",
+        description="Raw: an observation's tokens are appended unchanged. ChatTemplate: with the role "
+        "boundaries of the"
+        "model's chat template.",
     )
-    groups: Annotated[Groups, IDENTITY] = Field(default_factory=Groups, description="Which samples of a prompt count.")
+    groups: Annotated[Groups, IDENTITY] = Field(
+        default_factory=Groups, description="Rules for the samples of a prompt."
+    )
     journal_turns: Annotated[bool, OPERATION] = Field(
         default=True,
-        description="Write every turn to disk, so that a trajectory that was interrupted goes on after its last one.",
+        description="Write every turn to disk, so that an interrupted trajectory resumes after its last complete turn.",
     )
     retries: Annotated[Retries, OPERATION] = Field(default_factory=Retries, description="Retries of failed steps.")
     timeouts: Annotated[Timeouts, OPERATION] = Field(default_factory=Timeouts, description="Time limits.")
     max_failed_fraction: Annotated[float, OPERATION] = Field(
-        default=0.0, ge=0, le=1, description="The failure budget: part of the trajectories that may fail at last."
+        default=0.0, ge=0, le=1, description="The failure budget: fraction of trajectories that may fail permanently."
     )
 
     @model_validator(mode="after")
@@ -612,17 +636,20 @@ class Workers(PodOptions):
         default_factory=Resources, description="Requests and limits of the main container."
     )
     replicas: Annotated[int, OPERATION | Traits(change="AnyTime", reader="Operator")] = Field(
-        default=1, ge=0, le=100_000, description="Workers at once."
+        default=1, ge=0, le=100_000, description="Maximum number of concurrent workers."
     )
     shards: Annotated[int | None, OPERATION] = Field(
-        default=None, ge=1, le=100_000, description="Parts of the dataset, each one output file; absent: replicas."
+        default=None,
+        ge=1,
+        le=100_000,
+        description="Number of parts of the dataset, each with its own output file; absent: replicas.",
     )
     retries_per_shard: Annotated[int, POD] = Field(
         default=6,
         ge=0,
         le=1000,
-        description="How often the pod of a shard may crash and be made anew before the shard has failed; evictions "
-        "and lost nodes do not count. Cluster only.",
+        description="Pod restarts allowed per shard before it fails; evictions and lost nodes do not count. "
+        "Cluster only.",
     )
     max_failed_shards: Annotated[int, POD] = Field(
         default=0, ge=0, le=100_000, description="Shards that may fail before the job does. Cluster only."
@@ -632,12 +659,14 @@ class Workers(PodOptions):
 class OutputParts(Model):
     """Objects in an object store, which cannot be appended to; a directory has none."""
 
-    max_bytes: int = Field(default=32 << 20, ge=1 << 10, le=1 << 30, description="A part of so many bytes is written.")
+    max_bytes: int = Field(
+        default=32 << 20, ge=1 << 10, le=1 << 30, description="Size at which a part is written, bytes."
+    )
     max_seconds: float = Field(
         default=15.0,
         gt=0,
         le=3600,
-        description="A trajectory waits no longer than this for its part to be written; until then a crash loses it.",
+        description="Maximum seconds that a trajectory waits for its part to be written; until then a crash loses it.",
     )
 
 
@@ -659,7 +688,7 @@ class MlflowTracking(Model):
     tracking_uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
         description="The store: http://..., sqlite:///..., databricks."
     )
-    experiment: TrackingName = Field(description="Name of the experiment; made where there is none.")
+    experiment: TrackingName = Field(description="Name of the experiment; created if it does not exist.")
     run_name: TrackingName | None = Field(default=None, description="Name of the run; absent: the job's.")
 
 
@@ -678,22 +707,20 @@ class Tracking(Model):
 
 
 class Output(Model):
-    """Where the trajectories go."""
+    """Destination of the trajectories."""
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
         default=None,
-        description="URI of an object store (s3://, gs://, abfs:// and whatever else fsspec has); in a cluster also "
-        "pvc://CLAIM[/path], a directory of a PersistentVolumeClaim; on a laptop also a directory (relative paths "
-        "start where the command runs). Absent: runs/<job's name> on a laptop.",
+        description="URI of an object store (s3://, gs://, abfs:// or any other of fsspec); in a cluster also "
+        "pvc://CLAIM[/path], a directory of a PersistentVolumeClaim; with `kuberoll run` also a directory "
+        "(relative to the working directory). Absent: runs/<job's name> with `kuberoll run`.",
     )
     format: Literal["JSONL", "Parquet"] = Field(
         default="JSONL",
-        description="Final format of the shards; while a shard is being run it is JSON lines in any case.",
+        description="Final format of the shards; a shard in progress is always JSON lines.",
     )
-    parts: OutputParts = Field(
-        default_factory=OutputParts, description="Sizes of what is written while a shard is being run."
-    )
-    tracking: Tracking | None = Field(default=None, description="Experiment trackers that are told of the run.")
+    parts: OutputParts = Field(default_factory=OutputParts, description="Sizes of the parts of a shard in progress.")
+    tracking: Tracking | None = Field(default=None, description="Experiment trackers to which the run is logged.")
 
     @model_validator(mode="after")
     def _claim(self) -> Self:
@@ -707,31 +734,35 @@ class Output(Model):
 
 
 class RolloutJobSpec(Model):
-    """What the user wants."""
+    """Specification of the job."""
 
     suspend: Annotated[bool, _LIFE] = Field(
-        default=False, description="Stop after the turns under way; as in batch/v1."
+        default=False, description="Stop the job; trajectories in flight are finished first. As in batch/v1."
     )
     managed_by: Annotated[
         Annotated[str, StringConstraints(min_length=1, max_length=253)] | None, _LIFE | Traits(change="Never")
     ] = Field(default=None, description="The controller that manages this job, as in batch/v1; immutable.")
     active_deadline_seconds: Annotated[int | None, _LIFE] = Field(
-        default=None, ge=1, le=MAX_SECONDS, description="Longest that the job may run before it is failed."
+        default=None, ge=1, le=MAX_SECONDS, description="Maximum duration of the job, after which it fails."
     )
     startup_deadline_seconds: Annotated[int, _LIFE | Traits(reader="Pods", place="Anywhere")] = Field(
         default=1800,
         ge=1,
         le=7 * 86400,
-        description="The check of what workers need, then generation, then the first worker must be ready within so "
-        "many seconds each, else the job fails.",
+        description="Maximum duration of each step of the start, after which the job fails: the check, then "
+        "generation,"
+        "then the first worker.",
     )
     ttl_seconds_after_finished: Annotated[int | None, _LIFE] = Field(
-        default=None, ge=0, le=MAX_SECONDS, description="The job is deleted so long after its end; absent: never."
+        default=None,
+        ge=0,
+        le=MAX_SECONDS,
+        description="Seconds after its end at which the job is deleted; absent: never.",
     )
-    generation: Annotated[Generation, _WORK] = Field(description="The policy that generates.")
+    generation: Annotated[Generation, _WORK] = Field(description="The policy: model, engine and replicas.")
     weights: Annotated[Weights | None, _WORK | Traits(identity=False, change="AnyTime")] = Field(
         default=None,
-        description="Weights to load in place of the model's own; may change at any time, while the job runs.",
+        description="Weights that replace the model's own; may change while the job runs.",
     )
     environments: Annotated[list[Environment], _WORK] = Field(
         min_length=1, max_length=64, json_schema_extra=keyed_by("name"), description="The environments."
@@ -742,7 +773,7 @@ class RolloutJobSpec(Model):
         default_factory=Workers, description="The environment workers."
     )
     output: Annotated[Output, _WORK | OPERATION] = Field(
-        default_factory=Output, description="Where the trajectories go."
+        default_factory=Output, description="Destination of the trajectories."
     )
 
     @model_validator(mode="after")
@@ -771,5 +802,5 @@ class RolloutJob(Model):
     api_version: Literal["kuberoll.io/v1alpha1"] = Field(description="The version of this API.")
     kind: Literal["RolloutJob"] = Field(description="The kind of this object.")
     metadata: ObjectMeta = Field(description="Kubernetes object metadata.")
-    spec: RolloutJobSpec = Field(description="What the user wants.")
+    spec: RolloutJobSpec = Field(description="Specification of the job.")
     status: JsonObject | None = Field(default=None, description="Written by the operator; not read here.")

@@ -116,7 +116,7 @@ _RULES: Final[dict[str, tuple[Rule, ...]]] = {
     RolloutJob.__name__: (
         Rule(
             f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{JOB_NAME_PATTERN}')",
-            f"metadata.name must be at most {MAX_NAME_LENGTH} small letters, digits and dashes, beginning with a "
+            f"metadata.name must be at most {MAX_NAME_LENGTH} lowercase letters, digits and dashes, beginning with a "
             "letter and ending with a letter or digit: the names of its pods and Services begin with it",
         ),
     ),

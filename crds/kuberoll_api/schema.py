@@ -27,9 +27,10 @@ Schema = dict[str, Any]
 
 # A pattern that is not here is shown as it is.
 _FORMS = {
-    DNS_LABEL_PATTERN: "only small letters, digits and dashes, beginning and ending with a letter or digit",
-    DNS_NAME_PATTERN: "only small letters, digits, dots and dashes, beginning and ending with a letter or digit",
-    JOB_NAME_PATTERN: "only small letters, digits and dashes, beginning with a letter, ending with a letter or digit",
+    DNS_LABEL_PATTERN: "only lowercase letters, digits and dashes, beginning and ending with a letter or digit",
+    DNS_NAME_PATTERN: "only lowercase letters, digits, dots and dashes, beginning and ending with a letter or digit",
+    JOB_NAME_PATTERN: "only lowercase letters, digits and dashes, beginning with a letter, ending with a letter "
+    "or digit",
     NAME_PATTERN: "only letters, digits and ._-, beginning and ending with a letter or digit",
     ENTRYPOINT_PATTERN: "of the form package.module:Class",
     QUANTITY_PATTERN: "a quantity as Kubernetes writes it (500m, 2.5, 16Gi)",

@@ -33,42 +33,44 @@ class Condition(Model):
         description="Suspended, WorkersChecked, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, "
         "FailureTarget, Complete or Failed."
     )
-    status: Literal["True", "False", "Unknown"] = Field(description="Whether it is so.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=256)] = Field(
-        description="Why, in one word; docs/operating.md explains each."
+        description="Reason in one word; docs/operating.md explains each."
     )
     message: Annotated[str, StringConstraints(max_length=32768)] = Field(
-        default="", description="Why, in a sentence, with the cause's own words."
+        default="", description="Reason in a sentence, with the original message of the cause."
     )
-    last_transition_time: Timestamp = Field(description="When status last changed.")
-    observed_generation: Count | None = Field(default=None, description="The metadata.generation that was looked at.")
+    last_transition_time: Timestamp = Field(description="Time of the last change of status.")
+    observed_generation: Count | None = Field(default=None, description="The metadata.generation that was observed.")
 
 
 class GenerationStatus(Model):
     """The policy's replicas."""
 
     backend: Literal["KubeRay", "Native", "External"] | None = Field(
-        default=None, description="Who runs the engine, settled when the job was first seen."
+        default=None, description="Backend that runs the engine, resolved when the job was first seen."
     )
     endpoint: Annotated[str, StringConstraints(max_length=2048)] | None = Field(
-        default=None, description="Base URL that the workers talk to."
+        default=None, description="Base URL that the workers use."
     )
     ready_replicas: Pods = Field(default=0, description="Replicas that answer.")
-    desired_replicas: Pods = Field(default=0, description="Replicas that are wanted now; 0 once they are released.")
+    desired_replicas: Pods = Field(default=0, description="Desired number of replicas; 0 once they are released.")
     policy_version: Annotated[str, StringConstraints(max_length=63)] | None = Field(
-        default=None, description="Version of the weights that all replicas serve; absent while it is not known."
+        default=None, description="Version of the weights that all replicas serve; absent: unknown."
     )
 
 
 class WorkersStatus(Model):
     """The environment workers and their shards."""
 
-    desired: Pods = Field(default=0, description="Pods at once that are wanted.")
+    desired: Pods = Field(default=0, description="Desired number of concurrent pods.")
     active: Pods = Field(default=0, description="Pods that are pending or running.")
-    ready: Pods = Field(default=0, description="Pods that run, and are not told to end.")
+    ready: Pods = Field(default=0, description="Pods that run and are not terminating.")
     succeeded: Pods = Field(default=0, description="Shards that are done.")
-    failed: Pods = Field(default=0, description="Shards that have failed for good.")
-    shards: Pods | None = Field(default=None, description="Parts of the dataset; settled when the workers first start.")
+    failed: Pods = Field(default=0, description="Shards that failed permanently.")
+    shards: Pods | None = Field(
+        default=None, description="Number of parts of the dataset; fixed when the workers first start."
+    )
     selector: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
         default=None, description="Selects the worker pods; for the scale subresource."
     )
@@ -77,20 +79,22 @@ class WorkersStatus(Model):
 class Progress(Model):
     """How far the trajectories are: polled while workers run, settled from what they said when they ended."""
 
-    trajectories: Count = Field(default=0, description="Trajectories that are planned.")
-    completed: Count = Field(default=0, description="Trajectories that are finished and stored.")
-    failed: Count = Field(default=0, description="Trajectories that failed for good; failures.jsonl has their causes.")
+    trajectories: Count = Field(default=0, description="Planned trajectories.")
+    completed: Count = Field(default=0, description="Finished and stored trajectories.")
+    failed: Count = Field(
+        default=0, description="Trajectories that failed permanently; failures.jsonl has their causes."
+    )
     dropped: Count = Field(default=0, description="Trajectories in dropped.jsonl.")
     turns: Count = Field(default=0, description="Turns played.")
     generated_tokens: Count = Field(default=0, description="Tokens generated.")
     percentage: Annotated[int, Field(ge=0, le=100)] = Field(
-        default=0, description="Part of the planned trajectories that is completed, failed or dropped."
+        default=0, description="Percentage of the planned trajectories that are completed, failed or dropped."
     )
     estimated_seconds_remaining: Count | None = Field(
-        default=None, description="From the pace so far; absent: not known."
+        default=None, description="Estimate from the pace so far; absent: unknown."
     )
     mean_reward: Reward | None = Field(default=None, description="Mean total reward of the completed ones.")
-    last_updated: Timestamp | None = Field(default=None, description="When these numbers were taken.")
+    last_updated: Timestamp | None = Field(default=None, description="Time of these numbers.")
 
 
 class EnvironmentResults(Model):
@@ -113,7 +117,7 @@ class Results(Model):
         default_factory=list,
         max_length=64,
         json_schema_extra=keyed_by("name"),
-        description="The same, of each environment.",
+        description="The same for each environment.",
     )
 
 
@@ -124,20 +128,20 @@ class Summary(Model):
     workers: Word = Field(default="", description="Worker pods, running of desired: 3/4.")
     progress: Word = Field(default="", description="Trajectories, finished of planned: 812/1024.")
     mean_reward: Word = Field(default="", description="Mean reward so far: 0.413.")
-    reason: Word = Field(default="", description="Reason of the condition that says most about the phase.")
+    reason: Word = Field(default="", description="Reason of the condition that explains the phase best.")
 
 
 class RolloutJobStatus(Model):
-    """What the operator sees and did; conditions are what tools wait for."""
+    """State of the job as the operator observes it; tools should wait for conditions."""
 
     observed_generation: Count | None = Field(
-        default=None, description="The metadata.generation that this status is of."
+        default=None, description="The metadata.generation that this status describes."
     )
     phase: Phase | None = Field(
         default=None, description="For people; wait for conditions instead (kubectl wait --for=condition=Complete)."
     )
-    start_time: Timestamp | None = Field(default=None, description="When the job began; anew when it is resumed.")
-    completion_time: Timestamp | None = Field(default=None, description="When the job was Complete or Failed.")
+    start_time: Timestamp | None = Field(default=None, description="Time of the job's start, reset when it is resumed.")
+    completion_time: Timestamp | None = Field(default=None, description="Time when the job became Complete or Failed.")
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
@@ -147,7 +151,7 @@ class RolloutJobStatus(Model):
     )
     generation: GenerationStatus | None = Field(default=None, description="The policy's replicas.")
     workers: WorkersStatus | None = Field(default=None, description="The environment workers and their shards.")
-    progress: Progress | None = Field(default=None, description="How far the trajectories are.")
+    progress: Progress | None = Field(default=None, description="Progress of the trajectories.")
     results: Results | None = Field(default=None, description="The main numbers of a finished job.")
     summary: Summary | None = Field(default=None, description="The columns of kubectl get, as text; for people.")
 

@@ -53,7 +53,7 @@ _TAKEN = 'spec.{}[1]: Duplicate value: {{"{}":"same"}}'
 
 REFUSED: dict[str, Contradiction] = {
     "a name that begins with a digit": Contradiction({"metadata.name": "1st"}, "beginning with a letter"),
-    "a name with a dot": Contradiction({"metadata.name": "a.b"}, "small letters, digits and dashes"),
+    "a name with a dot": Contradiction({"metadata.name": "a.b"}, "lowercase letters, digits and dashes"),
     "a name too long": Contradiction({"metadata.name": "a" * 41}, "metadata.name must be at most 40"),
     "External without its endpoint": Contradiction(
         {"spec.generation.backend": "External"},

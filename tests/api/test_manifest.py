@@ -126,7 +126,7 @@ MISTAKES = {
         "  dataset:\n",
         "  dataset: # here\n    repeats: 2\n  output:\n    uri: out\n  workers: {}\n  managedBy: me\n  other:\n",
         "spec.dataset.source",
-        ["is missing; it must be a mapping of 1 field. Where the rows come from."],
+        ["is missing; it must be a mapping of 1 field. Source of the rows."],
     ),
     "missing field of a list's item": (
         "    - name: mine\n      entrypoint",
@@ -172,7 +172,7 @@ MISTAKES = {
         "name: puzzles",
         "name: My_Puzzles # here",
         "metadata.name",
-        ["only small letters, digits and dashes"],
+        ["only lowercase letters, digits and dashes"],
     ),
     "both of two fields": (
         "    - name: mine\n",

@@ -55,7 +55,7 @@ def test_bounds_in_words(schema: dict[str, object], words: str) -> None:
 def test_fields_and_their_descriptions() -> None:
     assert "maxTurns" in fields(("spec", "rollout"))
     assert fields(("spec", "environments", 0, "config")) == {}
-    assert description(("spec", "rollout", "maxTurns")) == "Most turns of a trajectory."
+    assert description(("spec", "rollout", "maxTurns")) == "Maximum turns per trajectory."
     assert description(("spec", "environments", 0)) == ""
     assert description(()) == ""
 
