@@ -20,6 +20,7 @@ from kuberoll_operator.render import rayservice, seal
 from kuberoll_operator.status import compute_status
 from kuberoll_workers.policy import app
 from kuberoll_workers.policy.client import SESSION_HEADER
+from kuberoll_workers.policy.engines.registry import placed_engine_args
 from kuberoll_workers.policy.ray_settings import serve_environment
 from tests.operator import support
 from tests.operator.support import at, child, condition, job, observed, pod, raw, terminated, unschedulable
@@ -239,7 +240,7 @@ def test_serve_and_the_app_read_what_is_rendered(case: str) -> None:
     # A change of it would start all engines anew.
     assert args.weights is None
     assert args.tokens_required
-    options = app.deployment_options(args, gpus=app.replica_gpus(args, cpu=False))
+    options = app.deployment_options(args, gpus=app.replica_gpus(args, on_gpus=True))
     group = made["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     container = group["template"]["spec"]["containers"][0]
     limits = container.get("resources", {}).get("limits", {})
@@ -256,7 +257,7 @@ def test_an_engine_on_cpus_is_not_given_a_part_of_a_gpus_memory() -> None:
     [application] = json.loads(made["spec"]["serveConfigV2"])["applications"]
     args = app.read_args(application["args"])
     # vLLM refuses a part of 0.
-    assert "gpu_memory_utilization" not in app.placed_engine_args(args)
+    assert "gpu_memory_utilization" not in placed_engine_args(args)
 
 
 def test_serve_is_set_up_as_on_one_machine(tmp_path: Any) -> None:

@@ -20,11 +20,11 @@ from kuberoll_workers.policy.app import (
     deployment_options,
     gpus_of,
     most_replicas,
-    placed_engine_args,
     read_args,
     replica_gpus,
 )
 from kuberoll_workers.policy.causes import death_by_signal, root_cause
+from kuberoll_workers.policy.engines.registry import ENGINES, placed_engine_args
 from kuberoll_workers.policy.engines.vllm_engine import check_argument_names, engine_arguments
 from kuberoll_workers.policy.ray_settings import (
     HAPROXY_OPEN_FILES,
@@ -153,12 +153,16 @@ def test_arguments_survive_serve_s_configuration() -> None:
         ({"engineArgs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}}, 8),
         ({"engineArgs": {"tensor_parallel_size": 4}, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, 2),
         ({"gpusPerReplica": 0.5, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, 0.5),
-        ({"engine": "Simulated", "resources": {"limits": {"nvidia.com/gpu": 1}}}, 0),
     ],
 )
 def test_gpus_of_a_replica(generation: dict[str, Any], gpus: float) -> None:
-    assert replica_gpus(app(**generation), cpu=False) == gpus
-    assert replica_gpus(app(**generation), cpu=True) == 0
+    assert replica_gpus(app(**generation), on_gpus=True) == gpus
+    assert replica_gpus(app(**generation), on_gpus=False) == 0
+
+
+def test_a_simulated_engine_takes_no_gpu() -> None:
+    assert not ENGINES["Simulated"].on_gpus()
+    assert ENGINES["Simulated"].missing() is None
 
 
 def test_weights_to_start_with_are_what_may_change_later() -> None:
@@ -192,7 +196,7 @@ def test_replicas_that_follow_the_load() -> None:
 def test_a_replica_over_several_pods() -> None:
     bundles = [{"CPU": 2.0, "GPU": 1.0}, *([{"CPU": 1.0, "GPU": 1.0}] * 7)]
     args = dataclasses.replace(app(engineArgs={"tensor_parallel_size": 8}), bundles=bundles)
-    assert replica_gpus(args, cpu=False) == 8
+    assert replica_gpus(args, on_gpus=True) == 8
     options = deployment_options(args, gpus=8)
     assert options["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 0}
     assert (options["placement_group_bundles"], options["placement_group_strategy"]) == (bundles, "PACK")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from kuberoll_workers.collection.inputs import InputSummary, scan
 from kuberoll_workers.collection.tracking import TrackingUnavailable, check_tracking
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.policy.engines.vllm_engine import missing_library
+from kuberoll_workers.policy.engines.registry import ENGINES
 from kuberoll_workers.worker import dataset_source, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -83,14 +82,7 @@ def _check_processes(job: RolloutJob) -> None:
 def _check_packages(job: RolloutJob) -> None:
     if job.spec.generation.backend == "External":
         return
-    if job.spec.generation.engine != "VLLM":
-        return
-    if importlib.util.find_spec("vllm") is None:
-        raise Refused(
-            "spec.generation.engine: vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, "
-            "without a GPU, `make install`; or set engine: Simulated for a dry run"
-        )
-    if (missing := missing_library()) is not None:
+    if (missing := ENGINES[job.spec.generation.engine].missing()) is not None:
         raise Refused(f"spec.generation.engine: {missing}")
 
 

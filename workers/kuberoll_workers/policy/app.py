@@ -22,14 +22,13 @@ from kuberoll_api.contract import (
     token_variable,
     user_config,
 )
-from kuberoll_api.rolloutjob import Generation, SimulatedEngine
+from kuberoll_api.rolloutjob import Generation
 from kuberoll_workers.policy import controller, wire
 from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
 from kuberoll_workers.policy.bodies import BodyRefused, read_body
 from kuberoll_workers.policy.client import LOAD_HEADER
-from kuberoll_workers.policy.engines.interface import OWN_VERSION, Engine
-from kuberoll_workers.policy.engines.simulated import Simulated
-from kuberoll_workers.policy.engines.vllm_engine import VLLMEngine, is_cpu_build, world_size
+from kuberoll_workers.policy.engines.interface import OWN_VERSION
+from kuberoll_workers.policy.engines.registry import ENGINES
 from kuberoll_workers.policy.executor import BoundedExecutor
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.openai_api import OpenAIRoutes
@@ -58,8 +57,6 @@ _ASK_REPLICAS_SECONDS = 10.0
 _MOST_WEIGHTS_BYTES = 64 << 10
 # A body of so many bytes is parsed at once; a longer one is for a thread.
 _SHORT_BYTES = 256 << 10
-# What vLLM takes of a GPU by default, here of the share that a replica has of one.
-_GPU_MEMORY_PART = 0.9
 
 
 _ARGS: Final = TypeAdapter(ServeArgs)
@@ -82,31 +79,6 @@ def gpus_of(generation: Generation) -> float | None:
     return None if gpus is None else float(gpus)
 
 
-def make_engine(args: ServeArgs) -> Engine:
-    """The engine that the arguments ask for, not yet started."""
-    if args.engine == "Simulated":
-        return Simulated(
-            model=args.model,
-            tokenizer=args.tokenizer,
-            settings=SimulatedEngine.model_validate(args.simulated or {}),
-            engine_args=args.engine_args,
-        )
-    return VLLMEngine(
-        model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=placed_engine_args(args)
-    )
-
-
-def placed_engine_args(args: ServeArgs) -> dict[str, Any]:
-    """The engine's arguments with what follows from where it is placed; what the user set comes first."""
-    placed: dict[str, Any] = {}
-    if args.bundles is not None:
-        placed["distributed_executor_backend"] = "ray"
-    # 0 of them: a pod without GPUs.
-    if args.gpus is not None and 0 < args.gpus < 1:
-        placed["gpu_memory_utilization"] = round(_GPU_MEMORY_PART * args.gpus, 4)
-    return {**placed, **args.engine_args}
-
-
 class GenerationServer:
     """One replica: an engine behind a few routes.
 
@@ -125,7 +97,7 @@ class GenerationServer:
         if self._tokens is None and self._args.tokens_required:
             raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, and this policy is to ask for tokens")
         self._id = controller.own_id()
-        self._engine = make_engine(self._args)
+        self._engine = ENGINES[self._args.engine].make(self._args)
         self._weights = LiveWeights(self._engine)
         self._executor = BoundedExecutor()
         self._openai = OpenAIRoutes(
@@ -287,17 +259,18 @@ def _error(status: int, kind: str, message: str) -> Response:
     return _json(status, {"error": {"type": kind, "message": message}})
 
 
-def replica_gpus(args: ServeArgs, *, cpu: bool) -> float:
+def replica_gpus(args: ServeArgs, *, on_gpus: bool) -> float:
     """GPUs that one replica takes, in all its pods.
 
     Args:
-        cpu: With the CPU build of vLLM it takes none, whatever the job says of the cluster it was written for.
+        on_gpus: Whether the engine computes on GPUs here; else it takes none, whatever the job says of the cluster it
+            was written for.
     """
-    if cpu or args.engine == "Simulated":
+    if not on_gpus:
         return 0
     if args.bundles is not None:
         return sum(bundle.get("GPU", 0) for bundle in args.bundles)
-    return float(world_size(args.engine_args)) if args.gpus is None else args.gpus
+    return float(ENGINES[args.engine].world_size(args.engine_args)) if args.gpus is None else args.gpus
 
 
 def most_replicas(args: ServeArgs) -> int:
@@ -355,5 +328,5 @@ def build(args: Mapping[str, Any]) -> Application:
     from ray import serve
 
     parsed = read_args(args)
-    options = deployment_options(parsed, gpus=replica_gpus(parsed, cpu=is_cpu_build()))
+    options = deployment_options(parsed, gpus=replica_gpus(parsed, on_gpus=ENGINES[parsed.engine].on_gpus()))
     return serve.deployment(**options)(GenerationServer).bind(dict(args))

@@ -35,7 +35,7 @@ from kuberoll_workers.policy.app import build, most_replicas, replica_gpus
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.causes import MESSAGE_CHARACTERS, root_cause
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.engines.vllm_engine import is_cpu_build
+from kuberoll_workers.policy.engines.registry import ENGINES
 from kuberoll_workers.policy.group import OBJECT_STORE_BYTES, RAY_PORT, Group, await_group, start_leading
 from kuberoll_workers.policy.processes import kill_all
 from kuberoll_workers.policy.ray_settings import (
@@ -155,7 +155,8 @@ class Host:
         # Ray has put a handler of its own in the place of ours.
         signal.signal(signal.SIGTERM, exit_on_signal)
         # Serve would wait for them for ever.
-        needed, here = replica_gpus(args, cpu=is_cpu_build()) * replicas, ray.cluster_resources().get("GPU", 0)
+        needed = replica_gpus(args, on_gpus=ENGINES[args.engine].on_gpus()) * replicas
+        here = ray.cluster_resources().get("GPU", 0)
         if needed > here:
             raise RuntimeError(
                 f"generation needs {needed:g} GPUs for {replicas} replicas and this machine has {here:g}; "

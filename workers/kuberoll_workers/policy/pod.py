@@ -55,7 +55,7 @@ from kuberoll_workers.policy import controller
 from kuberoll_workers.policy.app import gpus_of
 from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.policy.engines.interface import OWN_VERSION
-from kuberoll_workers.policy.engines.vllm_engine import world_size
+from kuberoll_workers.policy.engines.registry import ENGINES
 from kuberoll_workers.policy.group import Group, follow, group_of
 from kuberoll_workers.policy.host import (
     Host,
@@ -198,7 +198,7 @@ def host_config(job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, gr
 def _spread(job: RolloutJob) -> dict[str, Any]:
     """The arguments of a replica that spans pods: one GPU a part, as vLLM wants it; the first has the replica's CPU."""
     generation = job.spec.generation
-    gpus = round(generation.gpus_per_replica or world_size(generation.engine_args))
+    gpus = round(generation.gpus_per_replica or ENGINES[generation.engine].world_size(generation.engine_args))
     return {"gpus": None, "bundles": [{"CPU": 1.0, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(gpus - 1))]}
 
 
