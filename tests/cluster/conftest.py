@@ -15,7 +15,7 @@ from kuberoll_workers.local.watchdog import end_processes
 from tests.cluster.api import Api, ApiError
 from tests.cluster.control_plane import ApiServer, MissingBinaries, start_api_server, start_controller_manager
 from tests.cluster.kubelet import Kubelet, running_kubelet
-from tests.cluster.pods import PODS_VARIABLE, MakeRuntime, containers, processes
+from tests.cluster.pods import MakeRuntime, containers, kind_of_pods, processes
 
 
 @pytest.fixture(scope="session")
@@ -62,12 +62,9 @@ def session_id() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def make_runtime(control_plane: ApiServer, session_id: str, request: pytest.FixtureRequest) -> MakeRuntime:
-    """What starts pods, as KUBEROLL_TEST_PODS says."""
-    given = os.environ.get(PODS_VARIABLE, "processes")
-    if given == "processes":
+    """What starts pods, as KUBEROLL_TEST_PODS says, or as this machine can."""
+    if kind_of_pods() == "processes":
         return processes(session_id)
-    if given != "containers":
-        raise ValueError(f"{PODS_VARIABLE} is containers or processes, not {given!r}")
     return containers(request.getfixturevalue("containerd"))
 
 

@@ -163,8 +163,12 @@ class Builder:
                 "--iidfile", str(identity), ".",
             )  # fmt: skip
             made = identity.read_text().strip().removeprefix("sha256:")
-            self._keep(made, f"localhost/kuberoll-tests/{target}:{hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]}")
+            self._keep(made, tag_of(target))
             return made
+
+    def has_built(self, target: str) -> bool:
+        """Tells whether a target was built of this checkout before, as it is or as it was."""
+        return self._is_there(tag_of(target))
 
     def _keep(self, image: str, name: str) -> None:
         """Names what was built of this checkout, and removes what had the name before: gigabytes, of every change."""
@@ -200,6 +204,11 @@ class Builder:
     def size(self, image: str) -> str:
         """An image's size in words."""
         return self.buildah("images", "--format", "{{.ID}} {{.Size}}", "--all").partition(image[:12])[2].splitlines()[0]
+
+
+def tag_of(target: str) -> str:
+    """The name of a target's image in the cache: the newest that was built of this checkout."""
+    return f"localhost/kuberoll-tests/{target}:{hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]}"
 
 
 def builder() -> Builder:
