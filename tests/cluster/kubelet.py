@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.cluster.runtime import Launch, Runtime
 from tests.cluster.scheduling import in_use, why_not
 from tests.cluster.services import Services
 from tests.cluster.volumes import NotYet, variables
-from tests.containers.runtime import ContainerRuntime
+from tests.containers.runtime import ContainerExecution, ContainerRuntime
 
 T = TypeVar("T")
 
@@ -534,6 +534,23 @@ class Kubelet:
                             await item.kill()
 
         self._do(kill())
+
+    def exec_url(self, namespace: str, pod: str, container: str, command: Sequence[str]) -> str:
+        """The address at which a WebSocket runs a command in a container of the runtime.
+
+        Raises:
+            LookupError: No such container runs.
+        """
+
+        async def ask() -> str:
+            for runner in self.node.runners.values():
+                if (runner.namespace, runner.name) == (namespace, pod):
+                    for item in runner.containers:
+                        if item.name == container and isinstance(item.execution, ContainerExecution):
+                            return await item.execution.exec_url(command)
+            raise LookupError(f"{namespace}/{pod} has no container {container} that runs")
+
+        return self._do(ask())
 
     def evict(self, namespace: str, pod: str) -> None:
         """Through the API, as a drain of the node does: condition DisruptionTarget, then deletion."""

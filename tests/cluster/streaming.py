@@ -1,7 +1,8 @@
 """Commands in the containers of the test kubelet, as `kubectl exec` has them run: the kubelet's own HTTPS server.
 
-The API server hands a WebSocket of `v4.channel.k8s.io` on as it is. A command gets the environment and the directory
-of its container's first process, and the paths that this one was given in the place of its spec's.
+The API server hands a WebSocket of `v4.channel.k8s.io` on as it is. Where pods are containers, so does this server, to
+the runtime's own. Beside a process, a command gets the environment and the directory of its container's first process,
+and the paths that this one was given in the place of its spec's.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import psutil
-from aiohttp import WSMsgType, web
+from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType, web
 
 from tests.cluster.api import Api
 from tests.cluster.control_plane import ApiServer
-from tests.cluster.kubelet import NODE
+from tests.cluster.kubelet import NODE, Kubelet
 from tests.cluster.processes import marked
 
 _PROTOCOL = "v4.channel.k8s.io"
+_STDOUT = 1
 _CHUNK = 1 << 16
 
 
@@ -35,8 +37,8 @@ class ExecServer:
         cut_after: Bytes of standard output after which connections are cut, one entry each; then no more are.
     """
 
-    def __init__(self, server: ApiServer) -> None:
-        self._server = server
+    def __init__(self, server: ApiServer, kubelet: Kubelet) -> None:
+        self._server, self._kubelet = server, kubelet
         self.started = 0
         self.cut_after: list[int] = []
         self._loop = asyncio.new_event_loop()
@@ -84,8 +86,26 @@ class ExecServer:
     async def _exec(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(protocols=(_PROTOCOL,), max_msg_size=0)
         await socket.prepare(request)
-        namespace, name = request.match_info["namespace"], request.match_info["pod"]
-        pod = await self._api.get("Pod", namespace, name)
+        self.started += 1
+        cut = self.cut_after.pop(0) if self.cut_after else None
+        run = self._in_container if self._kubelet.in_containers else self._beside_process
+        await run(request, socket, cut)
+        return socket
+
+    async def _in_container(self, request: web.Request, socket: web.WebSocketResponse, cut: int | None) -> None:
+        names = (request.match_info[part] for part in ("namespace", "pod", "container"))
+        url = await asyncio.to_thread(self._kubelet.exec_url, *names, request.query.getall("command"))
+        async with ClientSession() as session, session.ws_connect(url, protocols=(_PROTOCOL,), max_msg_size=0) as inner:
+            ways = {asyncio.create_task(_relay(inner, socket, cut)), asyncio.create_task(_relay(socket, inner, None))}
+            # Who has gone away reads nothing any more.
+            _, left = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            await socket.close()
+
+    async def _beside_process(self, request: web.Request, socket: web.WebSocketResponse, cut: int | None) -> None:
+        pod = await self._api.get("Pod", request.match_info["namespace"], request.match_info["pod"])
         spec = next(item for item in pod["spec"]["containers"] if item["name"] == request.match_info["container"])
         marker = f"{pod['metadata']['uid']}/{spec['name']}"
         first = await asyncio.to_thread(_first, marker)
@@ -100,14 +120,12 @@ class ExecServer:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        self.started += 1
         try:
-            await self._connect(socket, process, self.cut_after.pop(0) if self.cut_after else None)
+            await self._connect(socket, process, cut)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.communicate()
-        return socket
 
     async def _connect(
         self, socket: web.WebSocketResponse, process: asyncio.subprocess.Process, cut: int | None
@@ -115,7 +133,7 @@ class ExecServer:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        whole = asyncio.create_task(_pump(process.stdout, socket, 1, cut))
+        whole = asyncio.create_task(_pump(process.stdout, socket, _STDOUT, cut))
         errors = asyncio.create_task(_pump(process.stderr, socket, 2, None))
         typed = asyncio.create_task(_type(socket, process.stdin))
         # Who has gone away reads nothing any more, and what is cut is not heard of.
@@ -142,6 +160,24 @@ def _first(marker: str) -> psutil.Process:
     return min(marked(marker), key=lambda process: process.create_time())
 
 
+async def _relay(
+    source: web.WebSocketResponse | ClientWebSocketResponse,
+    sink: web.WebSocketResponse | ClientWebSocketResponse,
+    cut: int | None,
+) -> None:
+    """Hands messages on until the source closes, or so many bytes of standard output have passed."""
+    with contextlib.suppress(ConnectionError):
+        async for message in source:
+            if message.type is not WSMsgType.BINARY:
+                continue
+            data = message.data
+            if cut is not None and data[0] == _STDOUT:
+                data, cut = data[: 1 + cut], cut + 1 - len(data)
+            await sink.send_bytes(data)
+            if cut is not None and cut <= 0:
+                return
+
+
 async def _pump(stream: asyncio.StreamReader, socket: web.WebSocketResponse, channel: int, cut: int | None) -> bool:
     """Whether the stream came to its end, and was not cut."""
     with contextlib.suppress(ConnectionError):
@@ -165,9 +201,9 @@ async def _type(socket: web.WebSocketResponse, stdin: asyncio.StreamWriter) -> N
 
 
 @contextlib.contextmanager
-def running_exec_server(server: ApiServer) -> Iterator[ExecServer]:
+def running_exec_server(server: ApiServer, kubelet: Kubelet) -> Iterator[ExecServer]:
     """The server of the one node that there is."""
-    found = ExecServer(server)
+    found = ExecServer(server, kubelet)
     try:
         yield found
     finally:

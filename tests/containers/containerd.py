@@ -298,6 +298,11 @@ class Cri:
             return 126, str(error.details())
         return done.exit_code, (done.stdout + done.stderr).decode(errors="replace")
 
+    async def exec_url(self, container: str, command: list[str]) -> str:
+        """The address at which a WebSocket runs a command in a container, once, with all three of its streams."""
+        asked = cri.ExecRequest(container_id=container, cmd=command, stdin=True, stdout=True, stderr=True)
+        return str((await self._runtime.Exec(asked)).url)
+
 
 @contextlib.contextmanager
 def running_containerd() -> Iterator[Containerd]:

@@ -221,3 +221,7 @@ class ContainerExecution:
     async def execute(self, command: Sequence[str], seconds: float) -> int:
         code, _ = await self.service.execute(self.id, list(command), seconds)
         return code
+
+    async def exec_url(self, command: Sequence[str]) -> str:
+        """The address at which a WebSocket runs another command in it."""
+        return await self.service.exec_url(self.id, list(command))
