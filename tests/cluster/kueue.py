@@ -1,6 +1,6 @@
 """Queues for tests: Kueue itself where this machine has it, else a stand-in that admits and preempts as Kueue does.
 
-KUBEROLL_KUEUE names Kueue's binary, and KUBEROLL_KUEUE_CONFIG the directory `config` of the sources it was built from.
+KUBEROLL_TEST_KUEUE names Kueue's binary, and KUBEROLL_TEST_KUEUE_CONFIG the directory `config` of the sources it was built from.
 Kueue wants a certificate for its metrics, too, in /etc/kueue/metrics/certs (tls.crt, tls.key).
 """
 
@@ -43,13 +43,13 @@ async def queues(
     Args:
         configuration: Fields of Kueue's own configuration; of no meaning to the stand-in.
     """
-    binary = os.environ.get("KUBEROLL_KUEUE")
+    binary = os.environ.get("KUBEROLL_TEST_KUEUE")
     async with contextlib.AsyncExitStack() as stack:
         if binary is None:
             for plural in ("workloads", "resourceflavors", "workloadpriorityclasses"):
                 await _install(api, published_crds.crd(plural))
         else:
-            config = Path(os.environ["KUBEROLL_KUEUE_CONFIG"])
+            config = Path(os.environ["KUBEROLL_TEST_KUEUE_CONFIG"])
             for path in sorted((config / "components" / "crd" / "bases").glob("*.yaml")):
                 await _install(api, _one_version(YAML(typ="safe").load(path.read_text())))
             stack.push_async_callback(_remove_hooks, api)

@@ -93,8 +93,9 @@ class ExecServer:
         return socket
 
     async def _in_container(self, request: web.Request, socket: web.WebSocketResponse, cut: int | None) -> None:
-        names = (request.match_info[part] for part in ("namespace", "pod", "container"))
-        url = await asyncio.to_thread(self._kubelet.exec_url, *names, request.query.getall("command"))
+        namespace, pod, container = (request.match_info[part] for part in ("namespace", "pod", "container"))
+        command = request.query.getall("command")
+        url = await asyncio.to_thread(self._kubelet.exec_url, namespace, pod, container, command)
         async with ClientSession() as session, session.ws_connect(url, protocols=(_PROTOCOL,), max_msg_size=0) as inner:
             ways = {asyncio.create_task(_relay(inner, socket, cut)), asyncio.create_task(_relay(socket, inner, None))}
             # Who has gone away reads nothing any more.

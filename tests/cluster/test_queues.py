@@ -65,7 +65,9 @@ MANAGES_ALL = {
 }
 
 
-@pytest.mark.skipif("KUBEROLL_KUEUE" not in os.environ, reason="needs Kueue itself: KUBEROLL_KUEUE names its binary")
+@pytest.mark.skipif(
+    "KUBEROLL_TEST_KUEUE" not in os.environ, reason="needs Kueue itself: KUBEROLL_TEST_KUEUE names its binary"
+)
 @pytest.mark.parametrize("queued", [MANAGES_ALL], indirect=True, ids=["manages all"])
 async def test_kueue_that_manages_all_jobs_leaves_a_job_s_children_alone(queued: Cluster) -> None:
     await queued.create(in_queue(queued.namespace, "first"))
