@@ -1,6 +1,7 @@
 """Queues for tests: Kueue itself where this machine has it, else a stand-in that admits and preempts as Kueue does.
 
-KUBEROLL_TEST_KUEUE names Kueue's binary, and KUBEROLL_TEST_KUEUE_CONFIG the directory `config` of the sources it was built from.
+KUBEROLL_TEST_KUEUE names Kueue's binary, and KUBEROLL_TEST_KUEUE_CONFIG the directory `config` of the sources it was
+built from.
 Kueue wants a certificate for its metrics, too, in /etc/kueue/metrics/certs (tls.crt, tls.key).
 """
 
