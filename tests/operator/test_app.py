@@ -265,7 +265,7 @@ async def test_a_process_whose_watches_have_ended_ends(tmp_path: Path) -> None:
     ("arguments", "environment", "words"),
     [
         (["--concurrency=many"], {}, "concurrency"),
-        ([], {"KUBEROLL_HTTP_PORT": "0"}, "http_port"),
+        ([], {"KUBEROLL_HTTP_PORT": "0"}, "KUBEROLL_HTTP_PORT"),
         (["--log-level=loud"], {}, "LOUD"),
         (["--kubeconfig=/nowhere"], {}, "does not exist"),
         ([], {}, "KUBEROLL_TOKEN_KEY: not set or empty"),
