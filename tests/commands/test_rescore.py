@@ -18,6 +18,7 @@ from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.commands.rescore import rescore
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryRecord, encode_line
+from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.worker import environment_source
 from tests.local.support import manifest
@@ -26,12 +27,34 @@ CONFIG = {"size": 2, "maxMoves": 3}
 WAYS = ("up", "down", "left", "right")
 SCORING = """
 import random
+from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
 
 class Doubled(SlidingPuzzleEnvironment):
     def step(self, logs, metadata):
         returned = super().step(logs, metadata)
         return returned._replace(rewards=[2 * reward + 0.5 for reward in returned.rewards])
+
+class Peeking(SlidingPuzzleEnvironment):
+    def __init__(self, config):
+        config = dict(config)
+        self.path = config.pop("peek")
+        super().__init__(config)
+
+    def look(self):
+        try:
+            return open(self.path).read(1) != ""
+        except OSError:
+            return False
+
+    def generate_dataset(self, count, seed):
+        if self.look():
+            raise ValueError("the run can be read while rows are made")
+        return super().generate_dataset(count, seed)
+
+    def step(self, logs, metadata):
+        returned = super().step(logs, metadata)
+        return returned._replace(rewards=[float(self.look()) for _ in logs])
 
 class Moody(SlidingPuzzleEnvironment):
     def step(self, logs, metadata):
@@ -147,3 +170,15 @@ def test_what_cannot_be_rescored(run: Path, tmp_path: Path) -> None:
     more = typed(run, "--manifest", job, "--set", "spec.dataset.source.generator.count=6", "--force")
     assert more.exit_code == 0, more.output
     assert row_of(more)[4:] == ["0", "0", "0"]
+
+
+@pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
+def test_environments_in_processes_do_not_read_the_run(run: Path, tmp_path: Path) -> None:
+    peeking = {"entrypoint": "scoring:Peeking", "isolation": "Process"}
+    job = job_file(tmp_path / "job.yaml", **peeking)
+    document = json.loads(job.read_text())
+    document["spec"]["environments"][0]["config"]["peek"] = str(run / "shard-00000.jsonl")
+    job.write_text(json.dumps(document))
+    result = typed(run, "--manifest", job, "--force")
+    assert result.exit_code == 0, result.output
+    assert row_of(result)[3] == "0.000"

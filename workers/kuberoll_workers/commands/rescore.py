@@ -101,14 +101,15 @@ def _rescore(
     from kuberoll_workers.collection.rescore import FirstStates, open_rescored, refuse_other_dataset
     from kuberoll_workers.collection.run_files import RunFiles
     from kuberoll_workers.local.run import module_directories
-    from kuberoll_workers.worker import environment_source
+    from kuberoll_workers.worker import dataset_source, environment_source, own_places
 
     source = RunFiles(run)
     names = _names(job, environments)
     # An entrypoint's module may lie beside the manifest, or where the command runs.
     sys.path[:0] = module_directories(base)
-    make = environment_source(job)
-    inputs = scan(job, base=base, environment=make).as_json()
+    make, protected = environment_source(job), own_places(run, destination)
+    rows_of = dataset_source(job, protected=protected)
+    inputs = scan(job, base=base, environment=rows_of).as_json()
     if not force:
         refuse_other_dataset(source, inputs)
     with ExitStack() as stack:
@@ -116,14 +117,21 @@ def _rescore(
             open_rescored(source, destination, job, inputs=inputs, resume=resume, force=force)
         )
         file = stack.enter_context(tempfile.TemporaryFile(prefix="kuberoll-"))
-        states = FirstStates(file, prompt_groups(job, base=base, environment=make))
-        tallies = asyncio.run(_replay(job, source, storage, states, names, force=force))
+        states = FirstStates(file, prompt_groups(job, base=base, environment=rows_of))
+        tallies = asyncio.run(_replay(job, source, storage, states, names, protected, force=force))
         aggregate([rescored := RunFiles(destination)], make=make).write_beside(rescored)
     return tallies
 
 
 async def _replay(
-    job: RolloutJob, source: RunFiles, output: Storage, states: FirstStates, names: list[str], *, force: bool
+    job: RolloutJob,
+    source: RunFiles,
+    output: Storage,
+    states: FirstStates,
+    names: list[str],
+    protected: list[str],
+    *,
+    force: bool,
 ) -> Mapping[str, Tally]:
     from kuberoll_workers.collection.rescore import Replayer, Rescoring
     from kuberoll_workers.rollouts.settings import RetryPolicy
@@ -136,7 +144,7 @@ async def _replay(
         backoff_seconds=rollout.retries.backoff_seconds,
         max_backoff_seconds=rollout.retries.max_backoff_seconds,
     )
-    async with open_environments(job) as environments:
+    async with open_environments(job, protected=protected) as environments:
         return await Rescoring(
             source,
             output,
