@@ -19,6 +19,7 @@ from kuberoll_workers.collection.export.exporting import Exported, export_run, r
 from kuberoll_workers.collection.export.formats import FORMATS, ExportError
 from kuberoll_workers.collection.export.selection import Selection
 from kuberoll_workers.collection.export.views import token_view
+from kuberoll_workers.collection.parquet import write_parquet
 from kuberoll_workers.collection.run_directory import RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.data.messages import Message, token_array
@@ -256,6 +257,24 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, to: str) -> None:
     (tmp_path / "run" / "shard-00001.parquet").write_bytes(b"{}\n")
     with pytest.raises(ValueError, match=r"shard-00001.parquet: not a Parquet file"):
         export_run(files, to=to, output=tmp_path / "out")
+    assert list((tmp_path / "out").glob("*")) == []
+
+
+def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = run_of(tmp_path / "run", trajectory())
+    shard = tmp_path / "run" / "shard-00001.parquet"
+    write_parquet(shard, [trajectory(1)])
+    # The keys can be read, the messages can not.
+    group = parquet.ParquetFile(shard).metadata.row_group(0)
+    (column,) = [
+        group.column(n) for n in range(group.num_columns) if group.column(n).path_in_schema.endswith("content")
+    ]
+    with shard.open("r+b") as file:
+        file.seek(column.dictionary_page_offset)
+        file.write(b"\xff" * column.total_compressed_size)
+    with pytest.raises((ValueError, OSError)):
+        export_run(files, to="trl", output=tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 

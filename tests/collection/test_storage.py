@@ -19,7 +19,7 @@ from kuberoll_workers.collection.journal import JournalBroken
 from kuberoll_workers.collection.parts import PartJournal, PartLimits
 from kuberoll_workers.collection.run_files import NotARun, RunFiles
 from kuberoll_workers.collection.storage import ObjectStorage, Storage, StorageError, open_storage
-from kuberoll_workers.data.record import encode_line
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord, encode_line
 from tests.collection.s3 import S3Server, s3, s3_server
 from tests.collection.support import Observed, dropped, failure, record
 
@@ -115,8 +115,9 @@ async def test_parquet_made_and_journal_not_yet_removed(location: str) -> None:
     # As after a crash between the two steps.
     await store(storage, 0, 1)
     run = RunFiles(location)
-    assert [item.task_index for item in run.trajectories()] == [0, 1]
-    assert run.duplicates == 2
+    trajectories = run.read()
+    assert [item.task_index for item in trajectories] == [0, 1]
+    assert trajectories.precedence.duplicates == 2
     records.to_parquet(storage, SHARD)
     assert keys(storage) == [0, 1]
 
@@ -331,9 +332,8 @@ async def test_failures_and_dropped_are_read_from_anywhere(location: str) -> Non
         await journal.append(item)
         await journal.close()
     await store(storage, 0)
-    run = RunFiles(location)
-    assert [item.task_index for item in run.failures()] == [1]
-    assert [item.task_index for item in run.dropped()] == [2]
+    kinds = [(type(item), item.task_index) for item in RunFiles(location).read()]
+    assert kinds == [(TrajectoryRecord, 0), (FailureRecord, 1), (DroppedRecord, 2)]
 
 
 @pytest.mark.parametrize("held", [b"", b"\0" * 80, b'{"owner": "x", "renewed": FUTURE}'])

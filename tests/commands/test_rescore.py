@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -182,3 +183,14 @@ def test_environments_in_processes_do_not_read_the_run(run: Path, tmp_path: Path
     result = typed(run, "--manifest", job, "--force")
     assert result.exit_code == 0, result.output
     assert row_of(result)[3] == "0.000"
+
+
+def test_of_two_attempts_the_one_that_counts_is_rescored(run: Path, tmp_path: Path) -> None:
+    shard = run / "shard-00000.jsonl"
+    row = SlidingPuzzleEnvironment(CONFIG).generate_dataset(5, 0)[0]
+    later = dataclasses.replace(played(row, 0, 1), rollout_index=0, attempt=1)
+    shard.write_bytes(shard.read_bytes() + encode_line(later))
+    result = typed(run, "--manifest", tmp_path / "job.yaml")
+    assert (result.exit_code, row_of(result)[1]) == (0, "20"), result.output
+    found = {record.key: record for record in RunFiles(str(tmp_path / "run-rescored")).trajectories()}
+    assert (found[later.key].attempt, found[later.key].messages[1].content) == (1, "<action>down</action>")

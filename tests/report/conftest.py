@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.collection.report.data import report_data
-from kuberoll_workers.collection.report.ended import EndedRecord
 from kuberoll_workers.collection.report.page import render
 
 if TYPE_CHECKING:

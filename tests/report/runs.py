@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kuberoll_workers.collection.report.ended import EndedRecord
+from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
     DroppedRecord,

@@ -11,10 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
+from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.collection.report.browsed import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
 from kuberoll_workers.collection.report.data import ReportData, report_data
-from kuberoll_workers.collection.report.ended import EndedRecord, ended, row_of
 from kuberoll_workers.collection.report.page import render
+from kuberoll_workers.collection.report.row import row_of
 from kuberoll_workers.collection.report.text import cut, one_line, visible
 from kuberoll_workers.collection.run_directory import RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
@@ -45,12 +46,12 @@ def test_every_trajectory_once(tmp_path: Path) -> None:
     ]
     store(tmp_path, records)
     store(tmp_path, [trajectory(1)])
-    found = [(type(record).__name__, *record.key) for record in ended(RunFiles(str(tmp_path)))]
+    found = [(type(record).__name__, *record.key) for record in RunFiles(str(tmp_path)).read()]
     assert found == [
         ("TrajectoryRecord", 1, 0), ("TrajectoryRecord", 2, 0), ("FailureRecord", 5, 0), ("FailureRecord", 6, 1),
         ("DroppedRecord", 6, 0), ("DroppedRecord", 7, 0),
     ]  # fmt: skip
-    (latest,) = [record for record in ended(RunFiles(str(tmp_path))) if record.task_index == 5]
+    (latest,) = [record for record in RunFiles(str(tmp_path)).read() if record.task_index == 5]
     assert latest.attempt == 1
 
 
@@ -58,7 +59,7 @@ def test_reading_goes_no_further_than_asked(tmp_path: Path) -> None:
     store(tmp_path, [trajectory(1), trajectory(2)])
     with (tmp_path / "shard-00000.jsonl").open("ab") as file:
         file.write(b"broken\n")
-    first = ended(RunFiles(str(tmp_path)))
+    first = iter(RunFiles(str(tmp_path)).read())
     assert next(first).task_index == 1
 
 

@@ -33,7 +33,6 @@ from kuberoll_workers.collection import records
 from kuberoll_workers.collection.expansion import shard_of, share
 from kuberoll_workers.collection.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.collection.journal import write_atomically
-from kuberoll_workers.collection.keys import KeySet
 from kuberoll_workers.collection.run_directory import (
     MANIFEST,
     RunManifest,
@@ -43,6 +42,8 @@ from kuberoll_workers.collection.run_directory import (
     read_manifest,
 )
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
+from kuberoll_workers.collection.trajectories import Trajectories
+from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.pod_files import ConfigRefused, encode_message, leave_message, read_config
 from kuberoll_workers.pod_http import health_route, json_route
@@ -409,15 +410,10 @@ def stored_earlier(storage: Storage, shard: int, shard_count: int) -> Progress:
     Raises:
         RecordError: A line is not what it should be, with file and line.
     """
-    found, finished, dropped = Progress(), KeySet(), KeySet()
-    for record in records.trajectories(storage, records.shard_name(shard)):
-        if record.key not in finished:
-            finished.add(record.key)
+    found = Progress()
+    for record in Trajectories([storage], shards=[records.shard_name(shard)]):
+        if not isinstance(record, FailureRecord) and shard_of(record.task_index, shard_count) == shard:
             found.add(record)
-    for unwanted in records.dropped(storage):
-        if shard_of(unwanted.task_index, shard_count) == shard and unwanted.key not in dropped:
-            dropped.add(unwanted.key)
-            found.add(unwanted)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kuberoll_workers.collection.aggregate_environment import (
 )
 from kuberoll_workers.collection.aggregate_sources import Contents, Dropped, Failure, read_contents
 from kuberoll_workers.collection.aggregate_table import Frame, Table
+from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.collection.run_directory import AGGREGATES, RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.data.record import TrajectoryKey
@@ -43,21 +44,31 @@ class Aggregates:
         tail: Kept against dropped trajectories.
         planned: Trajectories that the run is to come to; None without a manifest, or where it stops when it has
             groups enough.
-        duplicates: Lines passed over because another line of the same trajectory counts.
+        contents: What the numbers are of.
+        tasks: The finished trajectories by task, of each environment.
     """
 
     job: str | None
     summaries: Mapping[str, EnvironmentSummary]
     tail: TailReport
     planned: int | None
-    duplicates: int
-    _tasks: Mapping[str, Tasks]
-    _stop_reasons: Sequence[str]
+    contents: Contents
+    tasks: Mapping[str, Tasks]
 
     @property
     def trajectories(self) -> int:
         """Finished ones."""
         return sum(summary.trajectories for summary in self.summaries.values())
+
+    @property
+    def failed(self) -> int:
+        """Trajectories that failed permanently."""
+        return len(self.contents.failures)
+
+    @property
+    def duplicates(self) -> int:
+        """Lines passed over because another line of the same trajectory counts."""
+        return self.contents.duplicates
 
     @property
     def missing(self) -> int | None:
@@ -74,7 +85,7 @@ class Aggregates:
             "trajectories": self.trajectories,
             "planned": self.planned,
             "missing": self.missing,
-            "failed": sum(summary.failed for summary in self.summaries.values()),
+            "failed": self.failed,
             "duplicates": self.duplicates,
             "environments": {name: summary.as_json() for name, summary in self.summaries.items()},
             "tail": self.tail.as_json() if self.tail.dropped else None,
@@ -85,10 +96,10 @@ class Aggregates:
 
     def task_lines(self) -> Iterator[bytes]:
         """The lines of `task_metrics.jsonl`, made as they are asked for."""
-        for name, tasks in self._tasks.items():
+        for name, tasks in self.tasks.items():
             success = self.summaries[name].success
             threshold = None if success is None else success.threshold
-            for row in task_rows(tasks, environment=name, stop_reasons=self._stop_reasons, threshold=threshold):
+            for row in task_rows(tasks, environment=name, stop_reasons=self.contents.stop_reasons, threshold=threshold):
                 yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
 
     def write_beside(self, run: RunFiles) -> list[str]:
@@ -117,6 +128,7 @@ def aggregate(
     make: MakeEnvironment | None = None,
     environments: Sequence[str] = (),
     threshold: float | None = None,
+    observe: Callable[[EndedRecord], None] | None = None,
 ) -> Aggregates:
     """Compute the numbers of one run.
 
@@ -129,12 +141,13 @@ def aggregate(
             of the manifest.
         threshold: Rewards from here on are successes. None: from 1 on, where all rewards are 0 or 1; elsewhere there
             is no success, and tries are measured by their rewards.
+        observe: Called with each trajectory as it is read, so that what else is made of them needs no other pass.
 
     Raises:
         RunRefused: The locations are not of one run, or a manifest cannot be read.
-        RecordError: A line is not what it should be, with file and line.
+        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
     """
-    contents = read_contents(runs)
+    contents = read_contents(runs, observe=observe)
     manifest = contents.manifest
     found = {
         *contents.frames,
@@ -163,9 +176,8 @@ def aggregate(
         summaries=summaries,
         tail=_tail(summaries.values(), contents),
         planned=_planned(manifest),
-        duplicates=contents.duplicates,
-        _tasks=tasks,
-        _stop_reasons=contents.stop_reasons,
+        contents=contents,
+        tasks=tasks,
     )
 
 

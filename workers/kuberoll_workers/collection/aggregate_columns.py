@@ -67,7 +67,7 @@ class _Reader:
     def _pass(self, column: str) -> dict[str, list[Any]]:
         frames = {name: self.contents.frames[name] for name in self._environments}
         found: dict[str, list[Any]] = {name: [None] * len(frame.tasks) for name, frame in frames.items()}
-        total = sum(len(frame.tasks) for frame in self.contents.frames.values()) + self.contents.duplicates
+        total = sum(len(frame.tasks) for frame in self.contents.frames.values())
         places = {name: np.full(total, -1, dtype=np.int64) for name in frames}
         for name, frame in frames.items():
             places[name][frame.ordinals] = np.arange(len(frame.ordinals))

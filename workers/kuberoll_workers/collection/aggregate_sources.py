@@ -1,26 +1,23 @@
-"""What several locations hold of one run: every trajectory, failure and drop once, in whatever order they lie."""
+"""The contents of a run, in one location or several, as columns."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from kuberoll_workers.collection import records
-from kuberoll_workers.collection.aggregate_table import Frame, Table
+from kuberoll_workers.collection.aggregate_table import Frame, Table, several_environments
+from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.collection.run_directory import RunManifest, RunRefused, differences
 from kuberoll_workers.collection.run_files import RunFiles
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.collection.trajectories import Trajectories
+from kuberoll_workers.data.record import FailureRecord, RecordError, TrajectoryKey, TrajectoryRecord
 
 
 class Failure(NamedTuple):
-    """A trajectory that was given up; of several times the greatest counts, which is the latest attempt."""
+    """A trajectory that was given up."""
 
-    attempt: int
     environment: str
     kind: str
     stage: str
@@ -28,11 +25,10 @@ class Failure(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A trajectory that was not wanted; of several times the greatest counts, which got furthest."""
+    """A trajectory that was not wanted."""
 
     turns: int
     generated_tokens: int
-    attempt: int
     reward: float
     environment: str
     reason: str
@@ -41,13 +37,13 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What the locations hold.
+    """What the locations hold: each trajectory once, in one of `frames`, `failures` and `dropped`.
 
     Attributes:
         manifest: Of the run; None where no location has one.
         frames: The finished trajectories, by environment.
-        failures: Trajectories that were given up, and neither finished nor dropped later.
-        dropped: Trajectories that were dropped and not finished later.
+        failures: Trajectories that were given up.
+        dropped: Trajectories that were not wanted.
         duplicates: Lines passed over because another line of the same trajectory counts.
     """
 
@@ -58,58 +54,68 @@ class Contents:
     dropped: Mapping[TrajectoryKey, Dropped]
     duplicates: int
     _table: Table
-    _shards: Sequence[tuple[RunFiles, str, int]]
+    _trajectories: Trajectories
 
     def again(self) -> Iterator[tuple[int, TrajectoryRecord]]:
         """The finished trajectories once more, with the ordinals that the frames name them by.
 
         Raises:
-            RecordError: They are no longer those that were there.
+            RecordError: One of them is no longer there.
         """
         ordinal = 0
-        for run, shard, count in self._shards:
-            end = ordinal + count
-            for record in itertools.islice(records.trajectories(run.storage, shard), count):
-                if record.key != self._table.key(ordinal):
-                    break
+        for record in self._trajectories.finished():
+            # What was added since is passed over.
+            if ordinal < len(self._table) and record.key == self._table.key(ordinal):
                 yield ordinal, record
                 ordinal += 1
-            if ordinal != end:
-                raise RecordError(f"{run.storage.where(shard)}: changed while it was read; try again")
+        if ordinal < len(self._table):
+            raise RecordError("the run was changed while it was read; try again")
 
 
-def read_contents(runs: Sequence[RunFiles]) -> Contents:
+def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], None] | None = None) -> Contents:
     """Read all locations; streamed, memory is some 100 bytes a trajectory.
+
+    Args:
+        observe: Called with each trajectory: the finished ones first, then those that failed, then those dropped.
 
     Raises:
         RunRefused: The locations are not of one run, or a manifest cannot be read.
-        RecordError: A line is not what it should be, with file and line.
+        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
     """
     manifest = common_manifest(runs)
-    table, shards = Table(), []
-    for run in runs:
-        for shard in run.storage.shards():
-            before, where = len(table), run.storage.where(shard)
-            for record in records.trajectories(run.storage, shard):
-                table.add(record, where=where)
-            shards.append((run, shard, len(table) - before))
-    frames = table.frames()
-    failures = _failures(itertools.chain.from_iterable(run.failures() for run in runs))
-    dropped = _dropped(itertools.chain.from_iterable(run.dropped() for run in runs))
-    for key in _finished(frames, {*failures, *dropped}):
-        failures.pop(key, None)
-        dropped.pop(key, None)
-    for key in [key for key in failures if key in dropped and dropped[key].attempt > failures[key].attempt]:
-        del failures[key]
+    trajectories = Trajectories([run.storage for run in runs])
+    table = Table()
+    failures: dict[TrajectoryKey, Failure] = {}
+    dropped: dict[TrajectoryKey, Dropped] = {}
+    texts: dict[str, str] = {}
+    for record in trajectories:
+        if isinstance(record, TrajectoryRecord):
+            table.add(record)
+        elif isinstance(record, FailureRecord):
+            names = (record.task_name, record.kind, record.stage, record.cause)
+            failures[record.key] = Failure(*(texts.setdefault(name, name) for name in names))
+        else:
+            dropped[record.key] = Dropped(
+                turns=record.turn_count,
+                generated_tokens=record.tokens.generated,
+                reward=record.total_reward,
+                environment=texts.setdefault(record.task_name, record.task_name),
+                reason=texts.setdefault(record.reason, record.reason),
+                finished=record.stop_reason is not None,
+            )
+        if observe is not None:
+            observe(record)
+    if environments := trajectories.precedence.environments:
+        raise several_environments(*next(iter(environments.items())))
     return Contents(
         manifest=manifest,
-        frames=frames,
+        frames=table.frames(),
         stop_reasons=table.stop_reasons,
         failures=failures,
         dropped=dropped,
-        duplicates=table.duplicates,
+        duplicates=trajectories.precedence.duplicates,
         _table=table,
-        _shards=shards,
+        _trajectories=trajectories,
     )
 
 
@@ -140,41 +146,3 @@ def common_manifest(runs: Sequence[RunFiles]) -> RunManifest | None:
                 f"  {lines}\nAggregate them one by one"
             )
     return manifest
-
-
-def _failures(found: Iterator[FailureRecord]) -> dict[TrajectoryKey, Failure]:
-    latest: dict[TrajectoryKey, Failure] = {}
-    texts: dict[str, str] = {}
-    for record in found:
-        names = (record.task_name, record.kind, record.stage, record.cause)
-        failure = Failure(record.attempt, *(texts.setdefault(name, name) for name in names))
-        latest[record.key] = max(failure, latest.get(record.key, failure))
-    return latest
-
-
-def _dropped(found: Iterator[DroppedRecord]) -> dict[TrajectoryKey, Dropped]:
-    furthest: dict[TrajectoryKey, Dropped] = {}
-    texts: dict[str, str] = {}
-    for record in found:
-        dropped = Dropped(
-            turns=record.turn_count,
-            generated_tokens=record.tokens.generated,
-            attempt=record.attempt,
-            reward=record.total_reward,
-            environment=texts.setdefault(record.task_name, record.task_name),
-            reason=texts.setdefault(record.reason, record.reason),
-            finished=record.stop_reason is not None,
-        )
-        furthest[record.key] = max(dropped, furthest.get(record.key, dropped))
-    return furthest
-
-
-def _finished(frames: Mapping[str, Frame], keys: Collection[TrajectoryKey]) -> set[TrajectoryKey]:
-    """Those of the keys that have a finished trajectory."""
-    tasks = np.array(sorted({key.task_index for key in keys}), dtype=np.int64)
-    finished: set[TrajectoryKey] = set()
-    for frame in frames.values():
-        rows = np.flatnonzero(np.isin(frame.tasks, tasks))
-        pairs = zip(frame.tasks[rows].tolist(), frame.rollouts[rows].tolist(), strict=True)
-        finished.update(key for pair in pairs if (key := TrajectoryKey(*pair)) in keys)
-    return finished

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,12 @@ class Frame:
 
 
 class Table:
-    """Takes records one by one, in any order, and tells them apart by environment and key."""
+    """Takes trajectories one by one, in any order and each once, and tells them apart by environment and key."""
 
     def __init__(self) -> None:
         self.environments: list[str] = []
         self.stop_reasons: list[str] = []
-        self.duplicates = 0
-        self._tasks, self._rollouts, self._attempts = array("q"), array("q"), array("q")
+        self._tasks, self._rollouts = array("q"), array("q")
         self._environment, self._stop_reason = array("H"), array("B")
         self._answers = array("q")
         self._dense = {name: array("d") for name in (REWARD, TURNS, *TOKENS, *SECONDS)}
@@ -67,24 +66,13 @@ class Table:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def add(self, record: TrajectoryRecord, *, where: str) -> None:
-        """Take the numbers of one record.
-
-        Args:
-            where: Names its shard in errors.
-
-        Raises:
-            RecordError: Its key is no number that can be stored.
-        """
+    def add(self, record: TrajectoryRecord) -> None:
+        """Take the numbers of one trajectory."""
         row = len(self)
-        try:
-            self._tasks.append(record.task_index)
-            self._rollouts.append(record.rollout_index)
-            self._attempts.append(record.attempt)
-            environment = _number(self.environments, record.task_name)
-            self._environment.append(environment)
-        except OverflowError as error:
-            raise RecordError(f"{where}: trajectory {tuple(record.key)}: an index is too large") from error
+        self._tasks.append(record.task_index)
+        self._rollouts.append(record.rollout_index)
+        environment = _number(self.environments, record.task_name)
+        self._environment.append(environment)
         self._stop_reason.append(_number(self.stop_reasons, record.stop_reason))
         self._answers.append(_answer(record.answer))
         tokens, timing = record.tokens, record.timing
@@ -111,22 +99,17 @@ class Table:
         values.append(value)
 
     def frames(self) -> dict[str, Frame]:
-        """The trajectories by environment; counts in `duplicates` how many were there already.
-
-        Of several with one key the one of the latest attempt counts; of the same attempt that with the greatest
-        values, so that the order in which they were added changes nothing.
+        """The trajectories by environment.
 
         Raises:
             RecordError: Two environments have trajectories of one task.
         """
-        kept = self._once()
-        environment = np.frombuffer(self._environment, dtype=np.uint16)[kept]
-        tasks = _integers(self._tasks)[kept]
-        self._check_tasks(tasks, environment)
-        frames = {}
-        for number, name in enumerate(self.environments):
-            frames[name] = self._frame(number, kept[environment == number])
-        return frames
+        order: Integers = np.lexsort((_integers(self._rollouts), _integers(self._tasks)))
+        environment = np.frombuffer(self._environment, dtype=np.uint16)[order]
+        self._check_tasks(_integers(self._tasks)[order], environment)
+        return {
+            name: self._frame(number, order[environment == number]) for number, name in enumerate(self.environments)
+        }
 
     def _frame(self, environment: int, ordinals: Integers) -> Frame:
         rows = np.arange(len(ordinals))
@@ -154,55 +137,24 @@ class Table:
             columns=columns,
         )
 
-    def _once(self) -> Integers:
-        """Ordinals by key, one for each."""
-        tasks, rollouts = _integers(self._tasks), _integers(self._rollouts)
-        order: Integers = np.lexsort((rollouts, tasks))
-        again = np.zeros(len(order), dtype=bool)
-        again[1:] = (np.diff(tasks[order]) == 0) & (np.diff(rollouts[order]) == 0)
-        self.duplicates = int(again.sum())
-        if not self.duplicates:
-            return order
-        firsts = np.flatnonzero(~again)
-        sizes = np.diff(np.append(firsts, len(order)))
-        kept: Integers = order[firsts]
-        sparse = self._sparse_of(order[np.repeat(sizes > 1, sizes)])
-        for group in np.flatnonzero(sizes > 1):
-            candidates = order[firsts[group] : firsts[group] + sizes[group]].tolist()
-            kept[group] = max(candidates, key=lambda row: self._rank(row, sparse))
-        return kept
-
-    def _sparse_of(self, rows: Integers) -> dict[int, list[tuple[str, str]]]:
-        """The sparse values of some rows, as texts, which NaN does not keep from being compared."""
-        found: dict[int, list[tuple[str, str]]] = {}
-        for (_, name), (sparse_rows, values) in self._sparse.items():
-            for position in np.flatnonzero(np.isin(_integers(sparse_rows), rows)).tolist():
-                found.setdefault(sparse_rows[position], []).append((name, repr(values[position])))
-        return found
-
-    def _rank(self, row: int, sparse: Mapping[int, list[tuple[str, str]]]) -> tuple[Any, ...]:
-        return (
-            self._attempts[row],
-            self.environments[self._environment[row]],
-            self.stop_reasons[self._stop_reason[row]],
-            self._answers[row],
-            [repr(values[row]) for values in self._dense.values()],
-            sorted(sparse.get(row, ())),
-        )
-
     def _check_tasks(self, tasks: Integers, environment: Any) -> None:
         mixed = np.flatnonzero((np.diff(tasks) == 0) & (environment[1:] != environment[:-1]))
         if mixed.size:
             first = int(mixed[0])
-            names = sorted(self.environments[environment[row]] for row in (first, first + 1))
-            raise RecordError(
-                f"task {tasks[first]} has trajectories of the environments {' and '.join(map(repr, names))}: "
-                "these are trajectories of several runs; aggregate each run by itself"
-            )
+            names = [self.environments[environment[row]] for row in (first, first + 1)]
+            raise several_environments(int(tasks[first]), names)
 
     def key(self, ordinal: int) -> TrajectoryKey:
         """The key of the trajectory that was added as the `ordinal`-th, from 0."""
         return TrajectoryKey(self._tasks[ordinal], self._rollouts[ordinal])
+
+
+def several_environments(task: int, names: Collection[str]) -> RecordError:
+    """The error of a task whose trajectories are of several environments."""
+    return RecordError(
+        f"task {task} has trajectories of the environments {' and '.join(map(repr, sorted(names)))}: "
+        "these are trajectories of several runs; aggregate each run by itself"
+    )
 
 
 def _number(names: list[str], name: str) -> int:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from kuberoll_workers.collection.keys import KeySet
-from kuberoll_workers.collection.records import DROPPED, FAILURES, located_trajectories
+from kuberoll_workers.collection.records import DROPPED, FAILURES, shard_once
 from kuberoll_workers.collection.storage import StorageError, open_storage
-from kuberoll_workers.collection.unreadable import set_aside
-from kuberoll_workers.data.record import RecordError, TrajectoryRecord, decode_line, encode_line
+from kuberoll_workers.data.record import encode_line
 
 CHUNK_BYTES: Final = 256 << 10
 
@@ -142,23 +140,8 @@ class Copies:
         Raises:
             RecordError: The shard's Parquet file is none.
         """
-        storage, seen = open_storage(self.location), KeySet()
-        stored_as_table = any(file.name == f"{shard}.parquet" for file in self.files())
-        if stored_as_table:
-            for _, record in located_trajectories(storage, shard):
-                if record.key not in seen:
-                    seen.add(record.key)
-                    yield encode_line(record)
-            return
-        for where, line in storage.lines(shard):
-            try:
-                key = decode_line(line, TrajectoryRecord, where=where).key
-            except RecordError as error:
-                set_aside(error, trajectory=True)
-                continue
-            if key not in seen:
-                seen.add(key)
-                yield line
+        for line in shard_once(open_storage(self.location), shard):
+            yield encode_line(line.record) if line.line is None else line.line
 
     def _entries(self, folder: str) -> list[dict[str, Any]]:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kuberoll_workers.data.record import TrajectoryKey
 
 _ROLLOUT_BITS = 32
@@ -12,8 +14,10 @@ class KeySet:
 
     __slots__ = ("_packed",)
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Iterable[TrajectoryKey] = ()) -> None:
         self._packed: set[int] = set()
+        for key in keys:
+            self.add(key)
 
     def add(self, key: TrajectoryKey) -> None:
         self._packed.add(key.task_index << _ROLLOUT_BITS | key.rollout_index)

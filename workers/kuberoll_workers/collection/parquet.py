@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, token_array
-from kuberoll_workers.data.record import RecordError, Timing, TokenCounts, TrajectoryRecord
+from kuberoll_workers.data.record import RecordError, Timing, TokenCounts, TrajectoryKey, TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
@@ -97,6 +97,34 @@ def read_parquet(path: Path, *, where: str, unreadable: Callable[[RecordError], 
     Raises:
         RecordError: It is not Parquet, or not of trajectories.
     """
+    number = 0
+    for batch in _batches(path, where, None):
+        for row in batch.to_pylist():
+            number += 1
+            try:
+                record = _record(row)
+            except (LookupError, TypeError, ValueError) as error:
+                unreadable(RecordError(f"{where}: row {number}: not a TrajectoryRecord: {error}"))
+                continue
+            yield record
+
+
+def read_keys(path: Path, *, where: str) -> Iterator[TrajectoryKey]:
+    """Read the keys of a file's rows and nothing else of them; a row that is no trajectory may have one too.
+
+    Args:
+        where: Names the file in errors.
+
+    Raises:
+        RecordError: It is not Parquet, or not of trajectories.
+    """
+    for batch in _batches(path, where, ["task_index", "rollout_index"]):
+        for row in batch.to_pylist():
+            if None not in row.values():
+                yield TrajectoryKey(**row)
+
+
+def _batches(path: Path, where: str, columns: list[str] | None) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -108,16 +136,7 @@ def read_parquet(path: Path, *, where: str, unreadable: Callable[[RecordError], 
                 raise RecordError(
                     f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}"
                 )
-            number = 0
-            for batch in file.iter_batches(batch_size=_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    try:
-                        record = _record(row)
-                    except (LookupError, TypeError, ValueError) as error:
-                        unreadable(RecordError(f"{where}: row {number}: not a TrajectoryRecord: {error}"))
-                        continue
-                    yield record
+            yield from file.iter_batches(batch_size=_ROWS, columns=columns)
     except pa.ArrowException as error:
         raise RecordError(f"{where}: not a Parquet file: {error}") from error
 

@@ -29,8 +29,9 @@ from kuberoll_workers.collection.journal import Journal, Observes
 from kuberoll_workers.collection.run_directory import RunDirectory, RunManifest, new_manifest
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
+from kuberoll_workers.collection.trajectories import Trajectories
 from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -413,14 +414,15 @@ class Rescoring:
             RecordError: A stored line is no trajectory.
             JournalBroken: The output cannot be written.
         """
+        trajectories = self._source.read()
         try:
             if not self._force:
-                await self._probe()
+                await self._probe(trajectories)
             failed = self._journal(records.FAILURES)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(failed.close)
-                for shard in self._source.storage.shards():
-                    await self._shard(shard, failed)
+                for shard, found in trajectories.by_shard():
+                    await self._shard(shard, found, failed)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         if self._parquet:
@@ -429,18 +431,15 @@ class Rescoring:
         self._output.write(SUMMARY, self._summary())
         return self.tallies
 
-    async def _shard(self, name: str, failed: Journal) -> None:
-        stored = {record.key: record.total_reward for record in records.trajectories(self._output, name)}
+    async def _shard(self, name: str, found: Iterator[TrajectoryRecord], failed: Journal) -> None:
+        earlier = Trajectories([self._output], shards=[name])
+        stored = {record.key: record.total_reward for record in earlier.finished()}
         journal = self._journal(name)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(journal.close)
             # Waits for what is under way before the journal closes, whatever goes wrong.
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            seen: set[TrajectoryKey] = set()
-            async for record in _off_the_loop(records.trajectories(self._source.storage, name)):
-                if record.key in seen:
-                    continue
-                seen.add(record.key)
+            async for record in _off_the_loop(found):
                 if record.key in stored:
                     self._count_earlier(record, stored[record.key])
                     continue
@@ -502,10 +501,10 @@ class Rescoring:
                 return record, MISMATCHED
         return rescored(record, replay.outcomes), ""
 
-    async def _probe(self) -> None:
+    async def _probe(self, trajectories: Trajectories) -> None:
         """Replay some trajectories of each environment twice: one that does not answer the same twice is unscorable."""
         probed: dict[str, list[TrajectoryRecord]] = {name: [] for name in self._asked}
-        async for record in _off_the_loop(self._source.trajectories()):
+        async for record in _off_the_loop(trajectories.finished()):
             some = probed.get(record.task_name)
             if some is not None and len(some) < PROBED and record.turn_count:
                 some.append(record)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kuberoll_workers.collection import records
-from kuberoll_workers.collection.keys import KeySet
 from kuberoll_workers.collection.run_directory import MANIFEST, RunManifest, read_manifest
 from kuberoll_workers.collection.storage import StorageError, open_storage
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.collection.trajectories import Trajectories
+from kuberoll_workers.data.record import TrajectoryRecord
 
 
 class NotARun(ValueError):
@@ -21,7 +20,6 @@ class RunFiles:
     Attributes:
         location: The directory or URI, as it was given.
         storage: What is behind it.
-        duplicates: Lines passed over because their trajectory was there already, of what has been read so far.
     """
 
     def __init__(self, location: str) -> None:
@@ -31,7 +29,6 @@ class RunFiles:
             NotARun: There is none.
         """
         self.location = location
-        self.duplicates = 0
         try:
             self.storage = open_storage(location)
             shards, manifest = self.storage.shards(), self.storage.read(MANIFEST)
@@ -45,28 +42,17 @@ class RunFiles:
                 f"{location}: there is neither {MANIFEST} nor shard-*.jsonl there: name the output directory of a run"
             )
 
+    def read(self) -> Trajectories:
+        """The trajectories that are stored now, each once, however it ended."""
+        return Trajectories([self.storage])
+
     def trajectories(self) -> Iterator[TrajectoryRecord]:
-        """All finished trajectories, shard by shard, each once; streamed.
+        """The finished ones of them, in the order in which they are stored; streamed.
 
         Raises:
-            RecordError: A line is not a trajectory, with file and line.
+            RecordError: A shard's Parquet file is none.
         """
-        seen = KeySet()
-        for shard in self.storage.shards():
-            for record in records.trajectories(self.storage, shard):
-                if record.key in seen:
-                    self.duplicates += 1
-                    continue
-                seen.add(record.key)
-                yield record
-
-    def failures(self) -> Iterator[FailureRecord]:
-        """All failures, those of trajectories that were finished later included, oldest first."""
-        yield from records.failures(self.storage)
-
-    def dropped(self) -> Iterator[DroppedRecord]:
-        """All trajectories that were not wanted."""
-        yield from records.dropped(self.storage)
+        return self.read().finished()
 
     def manifest(self) -> RunManifest | None:
         """What the run is; None for trajectories without a manifest.

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 from kuberoll_workers.collection import records
 from kuberoll_workers.collection.keys import KeySet
 from kuberoll_workers.collection.storage import Storage
+from kuberoll_workers.collection.trajectories import Trajectories
 from kuberoll_workers.collection.turn_log import TurnLog
-from kuberoll_workers.data.record import FailureRecord, Partial, RecordError, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    Partial,
+    RecordError,
+    TrajectoryKey,
+    TrajectoryRecord,
+)
 
 _ELSEWHERE = "the line is of another run; move the file away and resume, or choose another --output"
 
@@ -32,14 +40,12 @@ class RunState:
         stored: Finished trajectories.
         filtered: Trajectories of groups that were filtered out.
         attempts: The number of the next attempt, of trajectories that failed.
-        duplicates: Lines of trajectories that were there already.
         groups_kept, groups_filtered: Whole groups among `stored` and `filtered`.
     """
 
     stored: KeySet = field(default_factory=KeySet)
     filtered: KeySet = field(default_factory=KeySet)
     attempts: dict[TrajectoryKey, int] = field(default_factory=dict)
-    duplicates: int = 0
     groups_kept: int = 0
     groups_filtered: int = 0
     _logs: Mapping[int, TurnLog] = field(default_factory=dict)
@@ -72,35 +78,30 @@ def read_state(
         RecordError: A line is not what it should be, with file and line.
     """
     state = RunState(_logs=logs, _shard_count=shard_count)
-    of_task: Counter[tuple[int, str]] = Counter()
-    for shard in shards:
-        for where, record in records.located_trajectories(storage, records.shard_name(shard)):
-            _refuse_foreign(
-                record,
-                where,
-                shard=shard,
-                shard_count=shard_count,
-                task_names=repeats,
-                tasks=tasks,
-                rollouts=rollouts,
-            )
-            if record.key in state.stored:
-                state.duplicates += 1
-            else:
-                state.stored.add(record.key)
-                of_task[record.task_index, record.task_name] += 1
-    state.groups_kept = sum(count // repeats[name] for (_, name), count in of_task.items())
-    of_task.clear()
+
+    def check(record: TrajectoryRecord, shard: str, where: str) -> None:
+        _refuse_foreign(
+            record, where, shard=shard, shard_count=shard_count, task_names=repeats, tasks=tasks, rollouts=rollouts
+        )
+
+    def of_mine(record: DroppedRecord) -> bool:
+        return record.task_index % shard_count in mine
+
     mine = frozenset(shards)
-    for dropped in records.dropped(storage):
-        of_mine = dropped.task_index % shard_count in mine
-        if of_mine and dropped.reason == "filtered" and dropped.key not in state.filtered:
-            state.filtered.add(dropped.key)
-            of_task[dropped.task_index, dropped.task_name] += 1
-    state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in of_task.items())
+    kept: Counter[tuple[int, str]] = Counter()
+    filtered: Counter[tuple[int, str]] = Counter()
+    for record in Trajectories([storage], shards=[records.shard_name(shard) for shard in shards], check=check):
+        if isinstance(record, TrajectoryRecord):
+            state.stored.add(record.key)
+            kept[record.task_index, record.task_name] += 1
+        elif isinstance(record, DroppedRecord) and record.reason == "filtered" and of_mine(record):
+            state.filtered.add(record.key)
+            filtered[record.task_index, record.task_name] += 1
+    state.groups_kept = sum(count // repeats[name] for (_, name), count in kept.items())
+    state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in filtered.items())
     useless: set[TrajectoryKey] = set()
     for failure in records.failures(storage):
-        state.attempts[failure.key] = failure.attempt + 1
+        state.attempts[failure.key] = max(failure.attempt + 1, state.attempts.get(failure.key, 0))
         if not goes_on(failure):
             useless.add(failure.key)
     for log in logs.values():
@@ -112,7 +113,7 @@ def _refuse_foreign(
     record: TrajectoryRecord,
     where: str,
     *,
-    shard: int,
+    shard: str,
     shard_count: int,
     task_names: Collection[str],
     tasks: int | None,
@@ -121,10 +122,10 @@ def _refuse_foreign(
     for name, index in record.key._asdict().items():
         if index < 0:
             raise RecordError(f"{where}: {name} {index}: indexes start at 0; {_ELSEWHERE}")
-    own = record.task_index % shard_count
+    own = records.shard_name(record.task_index % shard_count)
     if own != shard:
         raise RecordError(
-            f"{where}: task_index {record.task_index} belongs into {records.shard_name(own)} of {shard_count}: "
+            f"{where}: task_index {record.task_index} belongs into {own} of {shard_count}: "
             "files of runs must not be renamed or put together; merge what they hold with `kuberoll aggregate`"
         )
     if tasks is not None and record.task_index >= tasks:

@@ -16,7 +16,8 @@ from kuberoll_workers.collection.report.text import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kuberoll_workers.collection.report.ended import EndedRecord, Row
+    from kuberoll_workers.collection.precedence import EndedRecord
+    from kuberoll_workers.collection.report.row import Row
 
 _STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
 _PIPE_WIDTH = 240
@@ -62,7 +63,6 @@ def show(
     """
     from rich.console import Console
 
-    from kuberoll_workers.collection.report.ended import ended
     from kuberoll_workers.collection.run_directory import RunRefused
     from kuberoll_workers.collection.run_files import NotARun, RunFiles
     from kuberoll_workers.data.record import RecordError
@@ -74,7 +74,7 @@ def show(
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_WIDTH)
     try:
-        selected = chosen.of(ended(RunFiles(run)))
+        selected = chosen.of(RunFiles(run).read())
         found = _print_table(selected, limit, sort, console) if task is None else _print_turns(selected, limit, console)
     except (NotARun, RecordError, RunRefused, OSError) as error:
         click.echo(visible(str(error)), err=True)
@@ -95,7 +95,7 @@ class Chosen:
 
     def of(self, records: Iterable[EndedRecord]) -> Iterator[tuple[EndedRecord, Row]]:
         """Those of the records, with their rows; one that is named in full ends the search."""
-        from kuberoll_workers.collection.report.ended import row_of
+        from kuberoll_workers.collection.report.row import row_of
 
         for record in records:
             if self.task not in (None, record.task_index) or self.rollout not in (None, record.rollout_index):

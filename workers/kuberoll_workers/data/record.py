@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -331,6 +332,26 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
 
 
 _INDEXES = 1 << 63
+
+
+class _Key(msgspec.Struct):
+    task_index: int
+    rollout_index: int
+
+
+_KEY = msgspec.json.Decoder(_Key)
+_WRITTEN_KEY = re.compile(rb'\{"task_index":(-?\d{1,18}),"rollout_index":(-?\d{1,18}),')
+
+
+def key_of(line: bytes) -> TrajectoryKey | None:
+    """The key of a stored line, whose other fields are not looked at; None where the line has none."""
+    if written := _WRITTEN_KEY.match(line):
+        # As `encode_line` writes it: the rest of the line, which may be long, need not be parsed.
+        return TrajectoryKey(int(written[1]), int(written[2]))
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        key = TrajectoryKey(*msgspec.structs.astuple(_KEY.decode(line)))
+        return key if all(-_INDEXES <= index < _INDEXES for index in key) else None
+    return None
 
 
 def _check_lengths(messages: Sequence[Message], where: str) -> None:

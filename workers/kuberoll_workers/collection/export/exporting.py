@@ -54,7 +54,7 @@ def export_run(
     chosen = Chosen()
 
     def rows() -> Iterator[dict[str, Any]]:
-        for record in select(files.trajectories, selection, chosen):
+        for record in select(files.read().finished, selection, chosen):
             yield form.row(record, role)
 
     schema = form.schema() if form.schema is not None else None

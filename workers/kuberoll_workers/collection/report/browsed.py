@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from kuberoll_workers.collection.report.ended import EndedRecord, Row
+from kuberoll_workers.collection.precedence import EndedRecord
+from kuberoll_workers.collection.report.row import Row, row_of
 from kuberoll_workers.collection.report.sample import EvenSample
 from kuberoll_workers.collection.report.text import cut, one_line, visible
 from kuberoll_workers.data.messages import Message
@@ -53,13 +54,13 @@ class BrowsedSample:
         self._failed = sample(max(1, most * _MOST_FAILURES // MOST))
         self._dropped = sample(max(1, most * _MOST_DROPPED // MOST))
 
-    def offer(self, record: EndedRecord, row: Row) -> None:
-        """Offer a trajectory; its text is only made when it is kept."""
+    def offer(self, record: EndedRecord) -> None:
+        """Offer a trajectory; its row and its text are only made when it is kept."""
         if isinstance(record, FailureRecord):
             sample = self._failed
         else:
             sample = self._finished if isinstance(record, TrajectoryRecord) else self._dropped
-        sample.offer(lambda: Browsed(row, zlib.compress(orjson.dumps(readable(record)))))
+        sample.offer(lambda: Browsed(row_of(record), zlib.compress(orjson.dumps(readable(record)))))
 
     @property
     def offered(self) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 
 import orjson
 
+from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.collection.report.browsed import MOST, MOST_BYTES, Browsed, BrowsedSample
-from kuberoll_workers.collection.report.ended import EndedRecord, row_of
 from kuberoll_workers.collection.report.numbers import RunNumbers
+from kuberoll_workers.collection.report.row import row_of
 from kuberoll_workers.collection.report.text import one_line
 from kuberoll_workers.collection.run_directory import RunManifest
 
@@ -53,9 +54,8 @@ def report_data(
     """
     numbers, sample = RunNumbers(), BrowsedSample(most=most, most_bytes=most_bytes)
     for record in records:
-        row = row_of(record)
-        numbers.add(row)
-        sample.offer(record, row)
+        numbers.add(row_of(record))
+        sample.offer(record)
     return ReportData(
         head=_head(location, manifest),
         numbers=numbers.as_json(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kuberoll_workers.collection.report.data import report_data
-from kuberoll_workers.collection.report.ended import ended
 from kuberoll_workers.collection.report.page import render
 from kuberoll_workers.collection.run_files import RunFiles
 
@@ -32,5 +31,5 @@ def make_report(run: RunFiles) -> Report:
         RecordError: A line is not what it should be, with file and line.
         RunRefused: The manifest cannot be read.
     """
-    data = report_data(ended(run), location=run.location, manifest=run.manifest())
+    data = report_data(run.read(), location=run.location, manifest=run.manifest())
     return Report(render(data), len(data.browsed), data.offered)

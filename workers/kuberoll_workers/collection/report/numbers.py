@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kuberoll_workers.collection.report.ended import Row
 from kuberoll_workers.collection.report.histogram import Histogram
+from kuberoll_workers.collection.report.row import Row
 from kuberoll_workers.collection.report.spread import Spread
 from kuberoll_workers.collection.report.text import one_line
 

@@ -16,7 +16,7 @@ import orjson
 
 from kuberoll_workers.collection.report.browsed import Browsed
 from kuberoll_workers.collection.report.data import ReportData
-from kuberoll_workers.collection.report.ended import OUTCOMES
+from kuberoll_workers.collection.report.row import OUTCOMES
 
 _SCRIPTS = ("format.js", "charts.js", "trajectories.js", "detail.js", "browser.js", "report.js")
 _CHUNK = 64

@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kuberoll_workers.collection.report.ended import EndedRecord, Row
+from kuberoll_workers.collection.precedence import EndedRecord
+from kuberoll_workers.collection.report.row import Row
 from kuberoll_workers.collection.report.text import one_line, visible
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord

@@ -1,63 +1,17 @@
-"""Every trajectory of a run once, however it ended, and the row that a table of them has for it."""
+"""The row that a table of trajectories has for one, however it ended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal
 
-from kuberoll_workers.collection.keys import KeySet
-from kuberoll_workers.collection.run_files import RunFiles
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.collection.precedence import EndedRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
 
-EndedRecord = TrajectoryRecord | FailureRecord | DroppedRecord
 Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"]
 """How a trajectory ended: its stop reason, or why it was dropped."""
 
 OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
-
-_Again = TypeVar("_Again", FailureRecord, DroppedRecord)
-
-
-def ended(run: RunFiles) -> Iterator[EndedRecord]:
-    """Every trajectory once: the finished ones first, then those that failed for good, then those dropped.
-
-    A trajectory that failed or was dropped and finished later is finished; otherwise its latest attempt counts.
-    Streamed: memory is some 70 bytes a trajectory, for their keys; whoever stops early has read no more.
-
-    Raises:
-        RecordError: A line is not what it should be, with file and line.
-    """
-    finished = KeySet()
-    for record in run.trajectories():
-        finished.add(record.key)
-        yield record
-    failed, unwanted = _latest(run.failures(), finished), _latest(run.dropped(), finished)
-    for key in failed.keys() & unwanted.keys():
-        earlier = failed if unwanted[key].attempt > failed[key].attempt else unwanted
-        del earlier[key]
-    yield from _at(run.failures(), failed)
-    yield from _at(run.dropped(), unwanted)
-
-
-class _Place(NamedTuple):
-    attempt: int
-    number: int
-
-
-def _latest(records: Iterable[FailureRecord | DroppedRecord], finished: KeySet) -> dict[TrajectoryKey, _Place]:
-    """Where the latest record is of each trajectory that did not finish."""
-    latest: dict[TrajectoryKey, _Place] = {}
-    for number, record in enumerate(records):
-        if record.key not in finished:
-            latest[record.key] = max(_Place(record.attempt, number), latest.get(record.key, _Place(-1, -1)))
-    return latest
-
-
-def _at(records: Iterable[_Again], latest: Mapping[TrajectoryKey, _Place]) -> Iterator[_Again]:
-    """Those of the records; read once more, so that none has to be kept until it is known whether it counts."""
-    numbers = {place.number for place in latest.values()}
-    return (record for number, record in enumerate(records) if number in numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

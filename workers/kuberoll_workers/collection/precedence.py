@@ -1,0 +1,123 @@
+"""The rule for which of the stored lines of a trajectory counts; docs/trajectories.md states it for users.
+
+A trajectory has several lines where it failed or was dropped before it finished, where a crash came between two steps
+of writing a file, where a worker that was thought to be dead stored what another one had run again, and where files
+were copied together. The rule looks at what lines hold and never at where they are, so that neither their order nor
+the format of a shard changes which one counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kuberoll_workers.collection.statistics import Integers
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    TrajectoryKey,
+    TrajectoryRecord,
+    Unstorable,
+    encode_line,
+)
+
+EndedRecord = TrajectoryRecord | FailureRecord | DroppedRecord
+
+
+class Rank(NamedTuple):
+    """Place of a line among the lines of its trajectory: the greatest counts.
+
+    Attributes:
+        final: 2 of a finished trajectory, which is never run again; 1 of one whose group was filtered out, which is
+            settled for all its samples; 0 of what a resumed run tries again.
+        attempt: A later attempt begins when the earlier one has been given up.
+        failed: A failure says more than that the trajectory was not wanted.
+        digest: Of the contents. Of lines that are equal otherwise it picks one without regard to the reward.
+    """
+
+    final: int
+    attempt: int
+    failed: bool
+    digest: bytes
+
+
+def rank(record: EndedRecord) -> Rank:
+    """The rank of a stored line."""
+    if isinstance(record, TrajectoryRecord):
+        final = 2
+    else:
+        final = int(isinstance(record, DroppedRecord) and record.reason == "filtered")
+    try:
+        contents = encode_line(record)
+    except Unstorable:
+        # Lines that KubeRoll would not write can be read all the same.
+        contents = repr(record).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(contents, digest_size=8).digest()
+    return Rank(final, record.attempt, isinstance(record, FailureRecord), digest)
+
+
+class Precedence:
+    """The choice among the lines of each trajectory that has several.
+
+    Attributes:
+        duplicates: Lines that do not count because another line of the same trajectory does.
+        environments: Those that the lines of a trajectory name, by its task, where they name several.
+    """
+
+    def __init__(self, keys: Iterable[TrajectoryKey], lines: Callable[[], Iterable[EndedRecord]]) -> None:
+        """Compare the keys of all lines, and rank the lines of the trajectories that have several.
+
+        Memory is 16 bytes for each line, and some 300 for each trajectory that has several.
+
+        Args:
+            keys: Of all lines.
+            lines: Reads the lines; called only where a key repeats.
+        """
+        self._best: dict[TrajectoryKey, Rank] = {}
+        self.duplicates = 0
+        names: dict[int, set[str]] = {}
+        several = repeated(keys)
+        for record in lines() if several else ():
+            if record.key in several:
+                found = rank(record)
+                self.duplicates += record.key in self._best
+                self._best[record.key] = max(found, self._best.get(record.key, found))
+                names.setdefault(record.task_index, set()).add(record.task_name)
+        self.environments = {task: of_task for task, of_task in names.items() if len(of_task) > 1}
+
+    def selector(self) -> Callable[[EndedRecord], bool]:
+        """A test of each line in turn: whether it counts. Of equal lines the first does."""
+        done: set[TrajectoryKey] = set()
+
+        def counts(record: EndedRecord) -> bool:
+            best = self._best.get(record.key)
+            if best is None:
+                return True
+            if record.key in done or rank(record) != best:
+                return False
+            done.add(record.key)
+            return True
+
+        return counts
+
+
+def repeated(keys: Iterable[TrajectoryKey]) -> set[TrajectoryKey]:
+    """The keys that come more than once."""
+    tasks, rollouts = array("q"), array("q")
+    for key in keys:
+        tasks.append(key.task_index)
+        rollouts.append(key.rollout_index)
+    task, rollout = _integers(tasks), _integers(rollouts)
+    order: Integers = np.lexsort((rollout, task))
+    task, rollout = task[order], rollout[order]
+    again = (task[1:] == task[:-1]) & (rollout[1:] == rollout[:-1])
+    pairs = zip(task[1:][again].tolist(), rollout[1:][again].tolist(), strict=True)
+    return {TrajectoryKey(*pair) for pair in pairs}
+
+
+def _integers(values: array[int]) -> Integers:
+    return np.frombuffer(values, dtype=np.int64)
