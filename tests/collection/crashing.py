@@ -15,7 +15,7 @@ from kuberoll_api.rolloutjob import RolloutJob, SimulatedEngine
 from kuberoll_workers.collection.aggregate import aggregate
 from kuberoll_workers.collection.inputs import scan
 from kuberoll_workers.collection.records import DROPPED, FAILURES
-from kuberoll_workers.collection.report.make import PAGE, make_report
+from kuberoll_workers.collection.report.make import PAGE, read_report
 from kuberoll_workers.collection.run_directory import RunDirectory, new_manifest
 from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.collection.storage import open_storage
@@ -174,7 +174,7 @@ def run_whole(
         storage.compact(journal)
     run_files = RunFiles(output)
     aggregate([run_files]).write_beside(run_files)
-    run_files.write(PAGE, make_report(run_files).page)
+    run_files.write(PAGE, read_report(run_files).page)
     directory.close()
     if points is not None:
         Path(points).write_text(str(watched.passed))

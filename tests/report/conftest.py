@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kuberoll_workers.collection.precedence import EndedRecord
-from kuberoll_workers.collection.report.data import report_data
 from kuberoll_workers.collection.report.page import render
+from tests.report.runs import report_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
@@ -57,7 +57,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
 
     def show(records: Iterable[EndedRecord], *, report: dict[str, Any] | None = None, **options: Any) -> Opened:
         place = tmp_path / f"report-{len(pages)}.html"
-        place.write_bytes(render(report_data(records, **{"location": "runs/one", **(report or {})})))
+        place.write_bytes(render(report_of(records, **(report or {}))))
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         made = Opened(context.new_page())

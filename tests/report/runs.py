@@ -5,8 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import orjson
+
+from kuberoll_workers.collection.aggregate import aggregate
 from kuberoll_workers.collection.precedence import EndedRecord
+from kuberoll_workers.collection.report.browsed import MOST, MOST_BYTES, BrowsedSample
+from kuberoll_workers.collection.report.data import ReportData, report_data
+from kuberoll_workers.collection.run_directory import MANIFEST, RunManifest
+from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
     DroppedRecord,
@@ -224,3 +232,20 @@ def store(directory: Path, records: Iterable[EndedRecord]) -> str:
             else:
                 (failed if isinstance(record, FailureRecord) else unwanted).write(encode_line(record))
     return str(directory)
+
+
+def report_of(
+    records: Iterable[EndedRecord],
+    *,
+    location: str = "runs/one",
+    manifest: RunManifest | None = None,
+    most: int = MOST,
+    most_bytes: int = MOST_BYTES,
+) -> ReportData:
+    """What the report of a run of these records shows."""
+    sample = BrowsedSample(most=most, most_bytes=most_bytes)
+    with TemporaryDirectory() as directory:
+        store(Path(directory), records)
+        if manifest is not None:
+            (Path(directory) / MANIFEST).write_bytes(orjson.dumps(manifest))
+        return report_data(aggregate([RunFiles(directory)], observe=sample.offer), sample, location=location)

@@ -13,17 +13,17 @@ import pytest
 
 from kuberoll_workers.collection.precedence import EndedRecord
 from kuberoll_workers.collection.report.browsed import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
-from kuberoll_workers.collection.report.data import ReportData, report_data
+from kuberoll_workers.collection.report.data import ReportData
 from kuberoll_workers.collection.report.page import render
 from kuberoll_workers.collection.report.row import row_of
 from kuberoll_workers.collection.report.text import cut, one_line, visible
 from kuberoll_workers.collection.run_directory import RunManifest
 from kuberoll_workers.collection.run_files import RunFiles
-from tests.report.runs import dropped, failure, message, realistic, store, trajectory
+from tests.report.runs import dropped, failure, message, realistic, report_of, store, trajectory
 
 
 def data(*records: EndedRecord, **options: Any) -> ReportData:
-    return report_data(records, location="runs/one", **options)
+    return report_of(records, **options)
 
 
 def test_every_trajectory_once(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_size_of_the_page_is_bounded() -> None:
         return trajectory(task, messages=[message("assistant", text, 1)])
 
     small, large = (
-        render(report_data(map(noisy, range(count)), location="r", most_bytes=200_000)) for count in (50, 400)
+        render(report_of(map(noisy, range(count)), location="r", most_bytes=200_000)) for count in (50, 400)
     )
     assert len(large) < 1.4 * 200_000 + 150_000
     assert abs(len(large) - len(small)) < 100_000

@@ -134,9 +134,9 @@ def finish_run(job: RolloutJob, run: RunFiles, *, note: Callable[[str], None]) -
 def _write_report(run: RunFiles, note: Callable[[str], None]) -> None:
     # The trajectories and numbers are there; `kuberoll report` can make the page at any time.
     try:
-        from kuberoll_workers.collection.report.make import PAGE, make_report
+        from kuberoll_workers.collection.report.make import PAGE, read_report
 
-        note(f"wrote {run.write(PAGE, make_report(run).page)}")
+        note(f"wrote {run.write(PAGE, read_report(run).page)}")
     except Exception as error:
         _log.warning("no report", exc_info=error)
         note(f"warning: the report was not written: {type(error).__name__}: {error}")

@@ -24,7 +24,7 @@ def report(run: str, output: Path | None) -> None:
     exit code is 2 where there is no run or it cannot be read.
     """
     from kuberoll_workers.collection.journal import write_atomically
-    from kuberoll_workers.collection.report.make import PAGE, make_report
+    from kuberoll_workers.collection.report.make import PAGE, read_report
     from kuberoll_workers.collection.run_directory import RunRefused
     from kuberoll_workers.collection.run_files import NotARun, RunFiles
     from kuberoll_workers.collection.storage import StorageError
@@ -32,7 +32,7 @@ def report(run: str, output: Path | None) -> None:
 
     try:
         found = RunFiles(run)
-        made = make_report(found)
+        made = read_report(found)
         if output is None:
             where = found.write(PAGE, made.page)
         else:

@@ -26,7 +26,7 @@ from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.expansion import share
 from kuberoll_workers.collection.inputs import repeats_of
 from kuberoll_workers.collection.records import DROPPED, FAILURES
-from kuberoll_workers.collection.report.make import PAGE, make_report
+from kuberoll_workers.collection.report.make import PAGE, read_report
 from kuberoll_workers.collection.run_directory import (
     RunDirectory,
     RunRefused,
@@ -459,7 +459,7 @@ class _LocalRun:
                 result.tail = self._tail
             run = RunFiles(self._options.output)
             with self._step("report", "report"):
-                run.write(PAGE, make_report(run).page)
+                run.write(PAGE, read_report(run).page)
             if self._job.spec.output.tracking is not None:
                 with self._step("tracking", None):
                     log_run(self._job, run, note=self._reporter.note)

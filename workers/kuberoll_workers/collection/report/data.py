@@ -1,17 +1,16 @@
-"""From the records of a run to what its report shows, in one pass."""
+"""The contents of a report: the numbers of a run, and some of its trajectories to read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from kuberoll_workers.collection.precedence import EndedRecord
-from kuberoll_workers.collection.report.browsed import MOST, MOST_BYTES, Browsed, BrowsedSample
-from kuberoll_workers.collection.report.numbers import RunNumbers
-from kuberoll_workers.collection.report.row import row_of
+from kuberoll_workers.collection.aggregate import Aggregates
+from kuberoll_workers.collection.report.browsed import Browsed, BrowsedSample
+from kuberoll_workers.collection.report.numbers import run_numbers
 from kuberoll_workers.collection.report.text import one_line
 from kuberoll_workers.collection.run_directory import RunManifest
 
@@ -24,7 +23,7 @@ class ReportData:
 
     Attributes:
         head: What the run is: `location`, `job`, `created`, `planned`, `settings` as pairs of texts.
-        numbers: Over all trajectories; see `RunNumbers.as_json`.
+        numbers: Over all trajectories; see `run_numbers`.
         browsed: Trajectories to read: all, or a sample.
         offered: How many there are.
     """
@@ -35,30 +34,17 @@ class ReportData:
     offered: int
 
 
-def report_data(
-    records: Iterable[EndedRecord],
-    *,
-    location: str,
-    manifest: RunManifest | None = None,
-    most: int = MOST,
-    most_bytes: int = MOST_BYTES,
-) -> ReportData:
+def report_data(aggregates: Aggregates, sample: BrowsedSample, *, location: str) -> ReportData:
     """Compute a report.
 
-    Memory: 16 bytes a finished trajectory for its group, and the trajectories to read, compressed.
-
     Args:
-        records: Every trajectory once.
+        aggregates: The numbers of a run.
+        sample: Was offered every trajectory of it.
         location: Where the run is, for people.
-        most, most_bytes: Bounds of the trajectories to read, and of their compressed text.
     """
-    numbers, sample = RunNumbers(), BrowsedSample(most=most, most_bytes=most_bytes)
-    for record in records:
-        numbers.add(row_of(record))
-        sample.offer(record)
     return ReportData(
-        head=_head(location, manifest),
-        numbers=numbers.as_json(),
+        head=_head(location, aggregates.contents.manifest),
+        numbers=run_numbers(aggregates),
         browsed=sample.items(),
         offered=sample.offered,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kuberoll_workers.collection.aggregate import Aggregates, aggregate
+from kuberoll_workers.collection.report.browsed import BrowsedSample
 from kuberoll_workers.collection.report.data import report_data
 from kuberoll_workers.collection.report.page import render
 from kuberoll_workers.collection.run_files import RunFiles
@@ -24,12 +26,18 @@ class Report(NamedTuple):
     offered: int
 
 
-def make_report(run: RunFiles) -> Report:
-    """Read a run and make its page; memory is bounded.
+def read_report(run: RunFiles) -> Report:
+    """Read a run and make its report; memory is some 100 bytes a trajectory, besides the page.
 
     Raises:
-        RecordError: A line is not what it should be, with file and line.
+        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
         RunRefused: The manifest cannot be read.
     """
-    data = report_data(run.read(), location=run.location, manifest=run.manifest())
+    sample = BrowsedSample()
+    return make_report(aggregate([run], observe=sample.offer), sample, location=run.location)
+
+
+def make_report(aggregates: Aggregates, sample: BrowsedSample, *, location: str) -> Report:
+    """Make the report of a run from its numbers and a sample that was offered every trajectory of it."""
+    data = report_data(aggregates, sample, location=location)
     return Report(render(data), len(data.browsed), data.offered)

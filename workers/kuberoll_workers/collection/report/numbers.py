@@ -1,117 +1,91 @@
-"""The numbers of a run as its report shows them, by environment; rows go through one at a time."""
+"""The numbers of a report: those of the run's aggregates, and the bars of its charts."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from kuberoll_workers.collection.report.histogram import Histogram
-from kuberoll_workers.collection.report.row import Row
-from kuberoll_workers.collection.report.spread import Spread
-from kuberoll_workers.collection.report.text import one_line
+import numpy as np
 
-_MOST_CAUSES = 1000
-_TOLD_CAUSES = 50
+from kuberoll_workers.collection.aggregate import Aggregates
+from kuberoll_workers.collection.aggregate_environment import statistics_of
+from kuberoll_workers.collection.aggregate_table import REWARD, SECONDS, TOKENS, TURNS
+from kuberoll_workers.collection.report.histogram import bars
+from kuberoll_workers.collection.report.spread import spread
+from kuberoll_workers.collection.report.text import one_line
+from kuberoll_workers.collection.statistics import describe
+
+_MOST_CAUSES = 50
 _CAUSE_LENGTH = 300
 
-Cause = tuple[str, str, str]
+_FIELDS = {
+    "reward": REWARD,
+    "turns": TURNS,
+    "prompt": TOKENS[0],
+    "generated": TOKENS[1],
+    "observed": TOKENS[2],
+    "generation_seconds": SECONDS[0],
+    "environment_seconds": SECONDS[1],
+}
+_WHOLE = {TURNS, *TOKENS}
 
 
-class EnvironmentNumbers:
-    """What trajectories of one environment, or of several, come to. Bounded, but for the rewards of groups."""
+def run_numbers(aggregates: Aggregates) -> dict[str, Any]:
+    """`{"all": …, "environments": [{"name": …}, …]}`: of all environments together and of each that has trajectories.
 
-    def __init__(self) -> None:
-        self._outcomes: Counter[str] = Counter()
-        self._causes: Counter[Cause] = Counter()
-        self._other_causes = 0
-        self._histograms = {
-            "reward": Histogram(),
-            "turns": Histogram(finest=0),
-            "generated": Histogram(finest=0),
-            "prompt": Histogram(finest=0),
-            "observed": Histogram(finest=0),
-            "generation_seconds": Histogram(),
-            "environment_seconds": Histogram(),
-        }
-
-    def add(self, row: Row) -> None:
-        """Take one row; only finished trajectories count in what is told of rewards, turns, tokens and seconds."""
-        self._outcomes[row.outcome] += 1
-        if row.cause is not None:
-            kind, stage, cause = row.cause
-            self._count_cause((kind, stage, one_line(cause, _CAUSE_LENGTH)), 1)
-        if row.reward is None or row.generation_seconds is None or row.environment_seconds is None:
-            return
-        values = {
-            "reward": row.reward,
-            "turns": row.turns,
-            "generated": row.generated_tokens,
-            "prompt": row.prompt_tokens,
-            "observed": row.environment_tokens,
-            "generation_seconds": row.generation_seconds,
-            "environment_seconds": row.environment_seconds,
-        }
-        for name, value in values.items():
-            self._histograms[name].add(value)
-
-    def merge(self, other: EnvironmentNumbers) -> None:
-        """Take the rows of another one too."""
-        self._outcomes.update(other._outcomes)
-        self._other_causes += other._other_causes
-        for cause, count in other._causes.items():
-            self._count_cause(cause, count)
-        for name, histogram in self._histograms.items():
-            histogram.merge(other._histograms[name])
-
-    def _count_cause(self, cause: Cause, count: int) -> None:
-        if cause in self._causes or len(self._causes) < _MOST_CAUSES:
-            self._causes[cause] += count
-        else:
-            self._other_causes += count
-
-    def as_json(self) -> dict[str, Any]:
-        """Counts by outcome and cause, and each histogram by name."""
-        by_count = sorted(self._causes.items(), key=lambda item: (-item[1], item[0]))
-        told = [(*cause, count) for cause, count in by_count[:_TOLD_CAUSES]]
-        return {
-            "finished": self._histograms["turns"].count,
-            "outcomes": dict(self._outcomes),
-            "causes": told,
-            "other_causes": self._other_causes + sum(count for _, count in by_count[_TOLD_CAUSES:]),
-            **{name: histogram.as_json() for name, histogram in self._histograms.items()},
-        }
+    Each has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields, and `groups`.
+    """
+    summaries = sorted(aggregates.summaries.items())
+    names = [name for name, summary in summaries if summary.trajectories or summary.failed or summary.dropped]
+    listed = [_numbers(aggregates, name, [name]) for name in names]
+    everything = {**listed[0], "name": ""} if len(listed) == 1 else _numbers(aggregates, "", names)
+    return {"all": everything, "environments": listed}
 
 
-class RunNumbers:
-    """The numbers of a run: of every environment, and of all together where there are several."""
+def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> dict[str, Any]:
+    summaries = [aggregates.summaries[environment] for environment in environments]
+    outcomes: Counter[str] = Counter()
+    for summary in summaries:
+        outcomes.update(summary.stop_reasons + Counter(failed=summary.failed) + summary.dropped)
+    causes: Counter[tuple[str, str, str]] = Counter(
+        (failure.kind, failure.stage, one_line(failure.cause, _CAUSE_LENGTH))
+        for failure in aggregates.contents.failures.values()
+        if failure.environment in environments
+    )
+    by_count = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
+    tasks = [aggregates.tasks[environment] for environment in environments]
+    return {
+        "name": name,
+        "finished": sum(summary.trajectories for summary in summaries),
+        "outcomes": dict(outcomes),
+        "causes": [(*cause, count) for cause, count in by_count[:_MOST_CAUSES]],
+        "other_causes": sum(count for _, count in by_count[_MOST_CAUSES:]),
+        **{
+            key: _histogram([some.frame.columns[field].values for some in tasks], whole=field in _WHOLE)
+            for key, field in _FIELDS.items()
+        },
+        "groups": spread(tasks),
+    }
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, EnvironmentNumbers] = {}
-        self._spreads: dict[str, Spread] = {}
 
-    def add(self, row: Row) -> None:
-        """Take one row."""
-        if row.environment not in self._numbers:
-            self._numbers[row.environment] = EnvironmentNumbers()
-            self._spreads[row.environment] = Spread()
-        self._numbers[row.environment].add(row)
-        if row.reward is not None and row.generation_seconds is not None:
-            self._spreads[row.environment].add(row.key.task_index, row.reward)
+def _histogram(columns: Sequence[Any], *, whole: bool) -> dict[str, Any]:
+    """The statistics that the aggregates have of a field, its sum, the value that 90 % are not above, and its bars."""
+    values = np.concatenate([np.empty(0), *columns])
+    finite = values[np.isfinite(values)]
+    statistics = statistics_of(describe(values), 0, of=len(values))
+    return {
+        **{key: statistics[key] for key in ("count", "nonfinite", "mean", "std", "min", "median", "max")},
+        "p90": float(np.quantile(finite, 0.9, method="inverted_cdf")) if finite.size else None,
+        "total": _sum(finite.tolist()),
+        "whole": whole,
+        "bars": bars(finite, whole=whole),
+    }
 
-    @property
-    def environments(self) -> list[str]:
-        return sorted(self._numbers)
 
-    def as_json(self) -> dict[str, Any]:
-        """`{"all": …, "environments": [{"name": …}, …]}`, each with its numbers and its `groups`."""
-        everything, spread = EnvironmentNumbers(), Spread()
-        listed = []
-        for name in self.environments:
-            everything.merge(self._numbers[name])
-            spread.extend(self._spreads[name])
-            listed.append({"name": name, **self._numbers[name].as_json(), "groups": self._spreads[name].as_json()})
-        groups = spread.as_json()
-        # What is highest is another reward in each environment.
-        for bound in ("highest", "lowest"):
-            groups[bound] = sum(item["groups"][bound] for item in listed)
-        return {"all": {"name": "", **everything.as_json(), "groups": groups}, "environments": listed}
+def _sum(values: Sequence[float]) -> float | None:
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return None

@@ -3,60 +3,52 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from kuberoll_workers.collection.aggregate_environment import Tasks
+from kuberoll_workers.collection.aggregate_table import REWARD
 from kuberoll_workers.collection.statistics import describe, describe_groups
 
 _MOST_POINTS = 400
 _MEANS, _STDS = 40, 24
 
 
-class Spread:
-    """The rewards of tasks; 16 bytes a trajectory."""
+def spread(environments: Sequence[Tasks]) -> dict[str, Any]:
+    """Count the groups of two rewards or more, and those of them that teach nothing.
 
-    def __init__(self) -> None:
-        self._tasks = array("q")
-        self._rewards = array("d")
-
-    def add(self, task_index: int, reward: float) -> None:
-        """Take a finished trajectory."""
-        self._tasks.append(task_index)
-        self._rewards.append(reward)
-
-    def extend(self, other: Spread) -> None:
-        """Take the trajectories of another one too; a task is in one environment only."""
-        self._tasks.extend(other._tasks)
-        self._rewards.extend(other._rewards)
-
-    def as_json(self) -> dict[str, Any]:
-        """What groups of two rewards or more come to.
-
-        `equal` of the `groups` have no spread: `highest` of them at the highest reward of all, `lowest` at the lowest;
-        none where all rewards are one.
-        `points` are `[mean, std, groups]`, single ones while they are few, those of a grid's cells otherwise.
-        """
-        rewards = np.frombuffer(self._rewards, dtype=np.float64)
-        tasks = np.frombuffer(self._tasks, dtype=np.int64)
-        names, numbers = np.unique(tasks, return_inverse=True)
-        groups = describe_groups(rewards, numbers.astype(np.int64), len(names))
+    `equal` of the `groups` have no spread: `highest` of them at the highest reward of their environment, `lowest` at
+    the lowest; none where all its rewards are one.
+    `points` are `[mean, std, groups]`, single ones while they are few, those of a grid's cells otherwise.
+    """
+    means: list[float] = []
+    stds: list[float] = []
+    equal = highest = lowest = 0
+    for tasks in environments:
+        rewards = tasks.frame.columns[REWARD].values
+        groups = describe_groups(rewards, tasks.of_row, len(tasks.indexes))
         several = groups.count > 1
-        mean, std = groups.mean[several], groups.std[several]
-        equal = groups.minimum[several] == groups.maximum[several]
+        mean = groups.mean[several]
+        same = groups.minimum[several] == groups.maximum[several]
         overall = describe(rewards)
-        low, high = float(overall.minimum[0]), float(overall.maximum[0])
-        differ = low < high
-        return {
-            "groups": int(several.sum()),
-            "equal": int(equal.sum()),
-            "highest": int((equal & (mean == high)).sum()) if differ else 0,
-            "lowest": int((equal & (mean == low)).sum()) if differ else 0,
-            "mean_std": float(std.mean()) if len(std) else None,
-            "points": _points(mean.tolist(), std.tolist()),
-        }
+        low, high = overall.minimum[0], overall.maximum[0]
+        equal += int(same.sum())
+        if low < high:
+            highest += int((same & (mean == high)).sum())
+            lowest += int((same & (mean == low)).sum())
+        means += mean.tolist()
+        stds += groups.std[several].tolist()
+    return {
+        "groups": len(means),
+        "equal": equal,
+        "highest": highest,
+        "lowest": lowest,
+        "mean_std": float(np.mean(stds)) if stds else None,
+        "points": _points(means, stds),
+    }
 
 
 def _points(means: list[float], stds: list[float]) -> list[tuple[float, float, int]]:
