@@ -22,11 +22,9 @@ import msgspec
 
 from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
 from kuberoll_api.rolloutjob import External, RolloutJob
-from kuberoll_workers.collection.aggregate import EnvironmentSummary, aggregate
 from kuberoll_workers.collection.expansion import share
 from kuberoll_workers.collection.inputs import repeats_of
-from kuberoll_workers.collection.records import DROPPED, FAILURES
-from kuberoll_workers.collection.report.make import PAGE, read_report
+from kuberoll_workers.collection.records import FAILURES
 from kuberoll_workers.collection.run_directory import (
     RunDirectory,
     RunRefused,
@@ -35,7 +33,6 @@ from kuberoll_workers.collection.run_directory import (
 from kuberoll_workers.collection.run_files import NotARun, RunFiles
 from kuberoll_workers.collection.run_state import read_state
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, StorageError, open_storage
-from kuberoll_workers.collection.tracking import log_run
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import Preflight, Refused, check
@@ -48,11 +45,13 @@ from kuberoll_workers.policy.app import gpus_of
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
-from kuberoll_workers.rollouts.tail import TailReport
-from kuberoll_workers.worker import Progress, WorkerConfig, environment_source, external_client
+from kuberoll_workers.run_end import RunEnd, end_run
+from kuberoll_workers.worker import Progress, WorkerConfig, external_client, trajectories_to_come
 
 EXIT_UNMADE = 3
 """Every trajectory is stored, and something that is made of them could not be made."""
+
+_COMMANDS = {"aggregation": "aggregate", "report": "report"}
 
 REFRESH_SECONDS = 0.25
 HOST_PATIENCE_SECONDS = 20.0
@@ -176,9 +175,6 @@ class _LocalRun:
         self._seconds: dict[str, float] = {}
         self._workers_started = 0.0
         self._problems: list[str] = []
-        self._unmade: list[str] = []
-        self._summaries: Mapping[str, EnvironmentSummary] = {}
-        self._tail = TailReport()
 
     def execute(self, started: float) -> RunResult:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -240,7 +236,7 @@ class _LocalRun:
             self._workers_started = time.perf_counter()
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Their metrics are added up, and so are these.
-                planned = share(self._planned(), number, len(assignment))
+                planned = share(self._planned, number, len(assignment))
                 await worker.tell(self._worker_config(endpoint, shards, planned).encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
@@ -445,115 +441,67 @@ class _LocalRun:
             values = [getattr(progress, field.name) for progress in self._progress]
             setattr(total, field.name, all(values) if field.name == "done" else sum(values))
         return Totals(
-            planned=self._planned(),
+            planned=self._planned,
             progress=total,
             seconds=time.perf_counter() - self._workers_started,
         )
 
     def _result(self, started: float) -> RunResult:
         result = RunResult(seconds=self._seconds)
+        end = RunEnd(planned=self._planned, wanted=self._job.spec.rollout.groups.wanted)
         if self._workers:
             result.totals = self._totals()
-            with self._step("aggregation", "aggregate"):
-                self._aggregate()
-                result.tail = self._tail
             run = RunFiles(self._options.output)
-            with self._step("report", "report"):
-                run.write(PAGE, read_report(run).page)
-            if self._job.spec.output.tracking is not None:
-                with self._step("tracking", None):
-                    log_run(self._job, run, note=self._reporter.note)
-        with self._step("files", None):
+            end = end_run(self._job, run, trajectories=self._preflight.inputs.trajectories, note=self._reporter.note)
+            self._seconds |= end.seconds
+        if end.aggregates is not None:
+            result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
+        unmade = [
+            f"{step}: {described(error)}; `kuberoll {_COMMANDS[step]} {self._options.output}` makes it again"
+            for step, error in end.unmade.items()
+        ]
+        try:
             result.files = self._storage.files()
+        except Exception as error:
+            # Every object store's library raises its own kinds.
+            unmade.append(f"files: {described(error)}")
         self._seconds["total"] = time.perf_counter() - started
-        result.exit_code, result.problem = self._verdict()
-        result.summaries = self._summaries
+        result.exit_code, result.problem = self._verdict(end)
+        if unmade:
+            problem = result.problem or "all trajectories are stored; what is made of them is not complete:"
+            result.exit_code = result.exit_code or EXIT_UNMADE
+            result.problem = "\n".join([problem, *unmade])
         return result
 
-    @contextmanager
-    def _step(self, name: str, command: str | None) -> Iterator[None]:
-        """Something that is made of what is stored: where it fails, the user is told, and the rest is made.
-
-        Args:
-            command: The command that makes it at another time.
-        """
-        began = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            # The trajectories are stored; a full disk, a store that is away or a hook's fault must not hide that.
-            remedy = "" if command is None else f"; `kuberoll {command} {self._options.output}` makes it again"
-            self._unmade.append(f"{name}: {described(error)}{remedy}")
-        finally:
-            if name != "files":
-                self._seconds[name] = time.perf_counter() - began
-
-    def _tidy(self) -> None:
-        """What several workers wrote side by side, in one file each."""
-        for journal in (FAILURES, DROPPED):
-            self._storage.compact(journal)
-
-    def _aggregate(self) -> None:
-        self._tidy()
-        names = [spec.name for spec in self._job.spec.environments]
-        run = RunFiles(self._options.output)
-        aggregates = aggregate([run], make=environment_source(self._job), environments=names)
-        self._tail = aggregates.tail
-        self._summaries = aggregates.summaries
-        aggregates.write_beside(run)
-
-    def _stored(self) -> int:
-        """Trajectories that the workers said are stored; for where they cannot be counted."""
-        return sum(progress.trajectories + progress.resumed for progress in self._progress)
-
+    @property
     def _planned(self) -> int:
-        """Trajectories that the run is to come to; where groups of several sizes are counted, at least so many."""
-        planned = self._preflight.inputs.trajectories
+        """Trajectories that the run is to come to."""
         wanted = self._job.spec.rollout.groups.wanted
-        return planned if wanted is None else min(planned, wanted * min(repeats_of(self._job).values()))
+        return trajectories_to_come(self._job, self._preflight.inputs.trajectories, wanted=wanted)
 
-    def _verdict(self) -> tuple[int, str | None]:
-        code, problem = self._ending()
-        if not self._unmade:
-            return code, problem
-        unmade = "\n".join(self._unmade)
-        if code == 0:
-            return EXIT_UNMADE, f"all trajectories are stored; what is made of them is not complete:\n{unmade}"
-        return code, f"{problem}\n{unmade}"
-
-    def _ending(self) -> tuple[int, str | None]:
-        summaries = self._summaries
-        planned = self._planned()
-        if self._workers and not summaries and self._unmade:
-            stored = self._stored()
-            resume = f"continue with --resume --output {self._options.output}"
-            words = "\n".join([*self._problems, f"{stored} of {planned} trajectories are stored"])
-            if stored < planned or self._problems:
-                return 130 if self._interrupts and not self._problems else 1, f"{words}; {resume}"
-            return 0, None
-        finished = sum(summary.trajectories for summary in summaries.values())
-        failed = sum(summary.failed for summary in summaries.values())
+    def _verdict(self, end: RunEnd) -> tuple[int, str | None]:
+        """The exit code, and why it is not 0."""
+        stored, missing, failed = 0, end.missing, 0
+        if end.aggregates is not None:
+            stored, failed = end.aggregates.trajectories, end.aggregates.failed
+        elif self._workers:
+            # Nobody counted them but the workers.
+            stored = sum(progress.trajectories + progress.resumed for progress in self._progress)
+            missing = max(0, end.planned - stored)
         resume = f"continue with --resume --output {self._options.output}"
-        groups = self._job.spec.rollout.groups
-        ended = finished + failed
-        if groups.wanted is None:
-            ended += self._tail.filtered
+        words = f"{stored} of {end.planned} trajectories are stored; {resume}"
         if self._problems:
-            return 1, "\n".join([*self._problems, f"{finished} of {planned} trajectories are stored; {resume}"])
-        if self._interrupts and ended < planned:
-            return 130, f"interrupted: {finished} of {planned} trajectories are stored; {resume}"
-        if ended < planned and groups.wanted is not None:
-            return 1, (
-                f"only {finished} trajectories are kept, rollout.groups.wanted asks for {groups.wanted} groups and the "
-                "dataset has no more; give it more rows, or want fewer"
-            )
-        if ended < planned:
-            return 1, f"only {finished} of {planned} trajectories are stored; {resume}"
+            return 1, "\n".join([*self._problems, words])
+        if self._interrupts and missing:
+            return 130, f"interrupted: {words}"
+        if missing:
+            # To resume is in vain where the dataset has no more groups.
+            return 1, (None if end.wanted is None else end.problem()) or f"only {words}"
         budget = self._job.spec.rollout.max_failed_fraction
-        if failed > budget * planned:
+        if failed > budget * end.planned:
             return 1, (
-                f"{failed} of {planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) allows; "
-                f"their causes are in {self._storage.where(FAILURES)}. To try them again, {resume}"
+                f"{failed} of {end.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
+                f"allows; their causes are in {self._storage.where(FAILURES)}. To try them again, {resume}"
             )
         return 0, None
 
