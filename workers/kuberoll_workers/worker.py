@@ -196,19 +196,14 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
         max_model_len: The engine's window: a longer `maxSequenceLength` is cut to it.
     """
     rollout, sampling = job.spec.rollout, job.spec.generation.sampling
-    defaults = SamplingParameters(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop=tuple(sampling.stop),
-    )
+    # The seed is each sample's own.
+    given = sampling.model_dump(by_alias=False, exclude={"seed"})
     return RolloutSettings(
         max_turns=rollout.max_turns,
         max_sequence_length=min(rollout.max_sequence_length or max_model_len, max_model_len),
         concurrency=rollout.concurrency,
         scheduling=rollout.scheduling,
-        sampling=sampling_of(defaults, {"greedy": sampling.greedy}),
+        sampling=sampling_of(SamplingParameters(max_tokens=sampling.max_tokens), given),
         retries=RetryPolicy(
             generation_attempts=rollout.retries.generation_attempts,
             environment_attempts=rollout.retries.environment_attempts,

@@ -20,10 +20,7 @@ _SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if n
 
 # A request's sampling, in the spellings of OpenAI's APIs and of vLLM.
 _PARAMETERS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_tokens": "max_tokens",
+    **{name: name for name in Sampling.model_fields if name not in ("greedy", "seed", "stop")},
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
 }

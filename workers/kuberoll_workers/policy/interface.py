@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParameters:
-    """How one response is sampled.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+# Beyond these an engine's own arithmetic fails, and with it all requests in its batch.
+MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 1e6
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one response is sampled; as it travels, too, where the bounds are checked.
 
     Stop strings belong to this request alone and are included in the output. `temperature` 0 is greedy.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
+    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,37 +21,24 @@ from kuberoll_workers.policy.interface import (
     GenerationResult,
     PolicyRefused,
     SamplingParameters,
+    TokenId,
 )
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 
 _ITEM_BYTES = 4
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-# Beyond these an engine's own arithmetic fails, and with it all requests in its batch.
-_MAX_SEED = 2**63 - 1
-_MAX_TEMPERATURE = 1e6
-
-
-class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=_MAX_TEMPERATURE)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
-    seed: Annotated[int, msgspec.Meta(ge=0, le=_MAX_SEED)] | None = None
-    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
-    stop_token_ids: tuple[_TokenId, ...] = ()
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    token_ids: bytes | list[_TokenId]
-    sampling_params: _Sampling
+    token_ids: bytes | list[TokenId]
+    sampling_params: SamplingParameters
     request_id: str = ""
     session_id: str = ""
 
 
 class _Result(msgspec.Struct, kw_only=True):
-    token_ids: bytes | list[_TokenId]
+    token_ids: bytes | list[TokenId]
     logprobs: bytes | list[float]
     finish_reason: FinishReason
     cached_tokens: int = 0
@@ -86,21 +73,12 @@ def media_type(content_type: str | None) -> str:
 
 def encode_request(request: GenerationRequest, media: str = MSGPACK) -> bytes:
     """The body of a request."""
-    sampling = request.sampling
     return _encode[media](
         {
             "request_id": request.request_id,
             "session_id": request.session_id,
             "token_ids": _packed(request.token_ids, media),
-            "sampling_params": {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "seed": sampling.seed,
-                "stop": sampling.stop,
-                "stop_token_ids": sampling.stop_token_ids,
-            },
+            "sampling_params": request.sampling,
         }
     )
 
@@ -121,20 +99,11 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
     # As numpy looks at it, for the replica does this with every prompt.
     if (lowest := int(np.frombuffer(token_ids, np.int32).min())) < 0:
         raise PolicyRefused(f"token_ids holds {lowest}; token ids are not negative")
-    given = raw.sampling_params
     return GenerationRequest(
         request_id=raw.request_id,
         session_id=raw.session_id,
         token_ids=token_ids,
-        sampling=SamplingParameters(
-            max_tokens=given.max_tokens,
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            seed=given.seed,
-            stop=given.stop,
-            stop_token_ids=given.stop_token_ids,
-        ),
+        sampling=raw.sampling_params,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from kuberoll_workers.policy.interface import SamplingParameters
 
@@ -55,5 +57,5 @@ def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> S
     greedy = settings.pop("greedy", False)
     if "stop" in settings:
         settings["stop"] = tuple(settings["stop"])
-    merged = replace(defaults, **settings)
-    return replace(merged, temperature=0.0, top_k=-1, top_p=1.0) if greedy else merged
+    merged = msgspec.structs.replace(defaults, **settings)
+    return msgspec.structs.replace(merged, temperature=0.0, top_k=-1, top_p=1.0) if greedy else merged

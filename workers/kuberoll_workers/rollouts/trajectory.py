@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from array import array
 
+import msgspec
 import numpy
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, token_array
@@ -22,7 +23,7 @@ from kuberoll_workers.data.record import (
 )
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome, check_reward
-from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from kuberoll_workers.rollouts import rules
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.seeds import turn_seed
@@ -155,17 +156,14 @@ class Trajectory:
             request_id=f"{session}-{turn}-{attempt}",
             session_id=session,
             token_ids=self.context,
-            sampling=SamplingParameters(
+            sampling=msgspec.structs.replace(
+                base,
                 max_tokens=rules.generation_room(
                     len(self.context), base.max_tokens, self._settings.max_sequence_length
                 ),
-                temperature=base.temperature,
-                top_p=base.top_p,
-                top_k=base.top_k,
                 # The same seed for every try: a retried turn is the same turn.
                 seed=None if sample.seed is None else turn_seed(sample.seed, turn),
                 stop=self.stop_strings or (),
-                stop_token_ids=base.stop_token_ids,
             ),
         )
 

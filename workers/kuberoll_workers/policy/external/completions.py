@@ -10,6 +10,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.policy.external.extensions import extensions
 from kuberoll_workers.policy.interface import (
     FinishReason,
     GenerationRequest,
@@ -86,12 +87,7 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, manner
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            # All that is left out may be filled in from the model's generation_config.json.
-            "top_k": sampling.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": list(sampling.stop_token_ids),
+            **extensions(sampling),
         }
     for name, given in (("topK", sampling.top_k > 0), ("stopTokenIds", bool(sampling.stop_token_ids))):
         if given:

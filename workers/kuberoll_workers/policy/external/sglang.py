@@ -8,6 +8,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.external.completions import finish_reason, known_logprobs
+from kuberoll_workers.policy.external.extensions import extensions
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused, PolicyUnavailable
 
 
@@ -39,14 +40,9 @@ def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
         "max_new_tokens": room,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        # All that is left out may be filled in from the server's preferred parameters.
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
         "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
         "no_stop_trim": True,
-        "skip_special_tokens": False,
+        **extensions(sampling),
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed

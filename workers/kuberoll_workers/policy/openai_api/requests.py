@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from kuberoll_workers.policy.interface import SamplingParameters
+from kuberoll_workers.policy.interface import MAX_SEED, SamplingParameters, TokenId
 
 MOST_SEQUENCES = 128
 """Sequences that one request may ask for: its prompts times `n`."""
@@ -52,9 +52,7 @@ _RESERVED_VARIABLES: Final = frozenset(
 )
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_MAX_SEED = 2**63 - 1
 
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Word = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -113,10 +111,10 @@ class _Common(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=_MAX_SEED)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
     stop: _Word | list[_Word] | None = None
-    stop_token_ids: list[_TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: str | None = None
@@ -153,7 +151,7 @@ class _Common(msgspec.Struct, kw_only=True):
             top_p=1.0 if self.top_p is None else self.top_p,
             # 0 is how some clients say that all tokens are candidates.
             top_k=self.top_k or -1,
-            seed=None if self.seed is None else (self.seed + sample) & _MAX_SEED,
+            seed=None if self.seed is None else (self.seed + sample) & MAX_SEED,
             stop=self.stop_strings,
             stop_token_ids=tuple(self.stop_token_ids or ()),
         )
