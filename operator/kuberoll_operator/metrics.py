@@ -16,9 +16,9 @@ from kuberoll_api import conditions
 from kuberoll_api.metrics import Counter, Gauge, Histogram
 from kuberoll_operator import metric_definitions as definitions
 from kuberoll_operator.backends import runs_in_job
+from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.model import Key, Object, condition, is_true
 from kuberoll_operator.placement import gpus_of
-from kuberoll_operator.plan import parse_time
 
 PHASES = ("Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed")
 

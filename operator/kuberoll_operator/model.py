@@ -145,3 +145,8 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def is_true(status: Mapping[str, Any], kind: str) -> bool:
     """Whether a condition is True."""
     return condition(status, kind).get("status") == "True"
+
+
+def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The status of an object that may have none."""
+    return raw.get("status") or {}

@@ -21,8 +21,7 @@ from kuberoll_api.contract import PodProgress, PodWeights, ServeWeights
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import leads, of_component, shard_of
-from kuberoll_operator.model import Heard, Key, Object, Served, is_true
-from kuberoll_operator.plan import status_of
+from kuberoll_operator.model import Heard, Key, Object, Served, is_true, status_of
 
 ANSWER_SECONDS = 2.0
 FIRST_SECONDS = 3.0

@@ -36,9 +36,9 @@ from kuberoll_operator.kube.events import Happening, Recorder
 from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.metrics import Metrics
-from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true
+from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true, status_of
 from kuberoll_operator.observe import observe
-from kuberoll_operator.plan import plan, status_of
+from kuberoll_operator.plan import plan
 from kuberoll_operator.progress import ProgressPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.settings import Settings

@@ -26,22 +26,10 @@ from kuberoll_operator.backends.pods import (
     still_there,
     told,
 )
+from kuberoll_operator.deadlines import active_deadline, end_of_life, parse_time, startup_deadlines
+from kuberoll_operator.facts import STOPPED, Cause, Situation, Stage, is_at_rest, is_ours, situation
 from kuberoll_operator.messages import worker_message
-from kuberoll_operator.model import Object, Observed, condition, is_true
-from kuberoll_operator.plan import (
-    STOPPED,
-    Cause,
-    Situation,
-    Stage,
-    active_deadline,
-    end_of_life,
-    is_at_rest,
-    is_ours,
-    parse_time,
-    situation,
-    startup_deadlines,
-    status_of,
-)
+from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
 from kuberoll_operator.settings import Settings
 
 Json = dict[str, Any]

@@ -20,8 +20,7 @@ from kuberoll_operator.__main__ import main
 from kuberoll_operator.app import AGAIN, Operator
 from kuberoll_operator.discovery import changes
 from kuberoll_operator.kube.resources import RAY_SERVICES
-from kuberoll_operator.model import Object
-from kuberoll_operator.plan import status_of
+from kuberoll_operator.model import Object, status_of
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.watches import WATCHED
 from tests.cluster.api import Api

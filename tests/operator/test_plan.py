@@ -19,8 +19,9 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import names
 from kuberoll_operator.backends import backend_of
+from kuberoll_operator.facts import indexes, situation
 from kuberoll_operator.model import Object, Observed, Plan, StatusPatch, is_true
-from kuberoll_operator.plan import indexes, plan, situation
+from kuberoll_operator.plan import plan
 from kuberoll_operator.status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
 from tests.operator.support import (

@@ -74,8 +74,8 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     """
     from kuberoll_operator import render as built
     from kuberoll_operator.backends import BACKENDS, backend_of
+    from kuberoll_operator.facts import spec_problem
     from kuberoll_operator.model import Observed
-    from kuberoll_operator.plan import spec_problem
     from kuberoll_operator.queueing import priority_class_of, queue_of
 
     name = backend_of(job, {}, kuberay=settings.kuberay)

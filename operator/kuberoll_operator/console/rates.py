@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
+from kuberoll_operator.deadlines import parse_time
 from kuberoll_operator.model import Object
-from kuberoll_operator.plan import parse_time
 
 TURNS: Final = "kuberoll_turns_total"
 TOKENS: Final = "kuberoll_tokens_total"

@@ -1,0 +1,525 @@
+"""Facts about a job: where it is on its way, and why. Pure, and the same for the same observation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+from kuberoll_api import conditions, contract
+from kuberoll_api.conditions import Reason
+from kuberoll_api.contract import FinishMessage
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_operator import names, queueing
+from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
+from kuberoll_operator.backends.pods import (
+    Ended,
+    ended,
+    how_it_ended,
+    is_disrupted,
+    of_component,
+    shard_of,
+    still_there,
+    told,
+)
+from kuberoll_operator.deadlines import active_deadline, startup_deadlines
+from kuberoll_operator.messages import finish_message, worker_message
+from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
+from kuberoll_operator.queueing import Quota
+from kuberoll_operator.render.output import OutputRefused, output_of
+from kuberoll_operator.settings import Settings
+
+FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
+_SHARDS_NAMED: Final = 20
+
+
+class Stage(Enum):
+    """Where a job is on its way."""
+
+    UNMANAGED = "somebody else's, or about to be deleted"
+    OVER = "Complete or Failed"
+    FAILING = "a cause is found, and what holds resources is removed"
+    CLEARING = "all is done, and the last GPUs are on their way back"
+    SUSPENDED = "stopped by the user"
+    QUEUED = "without quota: it is waited for, or given back"
+    CHECKING = "what workers need is looked at, before any engine is asked for"
+    FINISHING = "all shards are done, and are being aggregated"
+    RUNNING = "workers may run"
+    STARTING = "generation is awaited"
+
+
+STOPPED: Final = frozenset({Stage.SUSPENDED, Stage.QUEUED})
+"""Nothing is to run, and the job goes on later."""
+
+
+class Cause(NamedTuple):
+    """Why something is as it is: a reason of `conditions.Reason`, and words for people."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The workers' Job.
+
+    Attributes:
+        count: Parts of the dataset.
+        exists: Whether the Job is there, and to stay.
+        begun: Whether it may run pods.
+        succeeded: Shards that are done.
+        failed: Shards that are given up.
+        active: Pods under way.
+        done: Whether nothing is left for the policy to do.
+        ended: Last ends of worker pods, by shard.
+        problem: Why the job fails.
+    """
+
+    count: int
+    exists: bool = False
+    begun: bool = False
+    succeeded: int = 0
+    failed: Sequence[int] = ()
+    active: int = 0
+    done: bool = False
+    ended: Mapping[int, Ended]
+    problem: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The check Job.
+
+    Attributes:
+        done: Whether engines may be asked for.
+        planned: Trajectories that the job comes to; None: not known from here.
+        problem: Why the job fails.
+    """
+
+    done: bool
+    planned: int | None = None
+    problem: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The finish Job.
+
+    Attributes:
+        message: Its pod's termination message; None: there is none yet.
+        done: Whether all is aggregated.
+        problem: Why the job fails.
+    """
+
+    message: FinishMessage | None = None
+    done: bool = False
+    problem: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The facts that plan and status share.
+
+    Attributes:
+        backend: Name of the generation backend.
+        ready: Whether generation is ready; it becomes so when all replicas are, and stays so while one is.
+        failure: The first cause for which the job fails or has failed.
+        taken: Why a child cannot be written: something else has its name.
+        quota: Its part of a queue's quota.
+        settled: Whether no pod of it holds anything any more.
+    """
+
+    stage: Stage
+    backend: str
+    endpoint: str
+    generation: GenerationState
+    ready: bool
+    shards: Shards
+    check: Check
+    finish: Finish
+    failure: Cause | None
+    taken: Cause | None
+    quota: Quota
+    settled: bool
+
+
+def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Situation:
+    """The facts about a job."""
+    status = status_of(raw)
+    name = backend_of(job, status, kuberay=settings.kuberay)
+    backend = BACKENDS.get(name)
+    generation = backend.state(job, observed) if backend else GenerationState(ready=0, desired=0, gone=True)
+    shards = _shards(job, raw, observed)
+    check = _check(job, raw, observed, name, generation=generation, shards=shards)
+    end = _finish(job, raw, observed)
+    ready = _is_ready(generation, status)
+    quota = queueing.quota_of(job, workload_of(job, raw, observed), observed.quota, settings)
+    failure = _failure(
+        job,
+        raw,
+        observed,
+        name,
+        settings,
+        now,
+        generation=generation,
+        ready=ready,
+        shards=shards,
+        check=check,
+        finish=end,
+        quota=quota,
+    )
+    return Situation(
+        stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure, quota=quota),
+        backend=name,
+        endpoint=backend.hosting(job, raw["metadata"]["namespace"], settings).endpoint if backend else "",
+        generation=generation,
+        ready=ready,
+        shards=shards,
+        check=check,
+        finish=end,
+        failure=failure,
+        taken=_taken(job, raw, observed, backend),
+        quota=quota,
+        settled=generation.gone and not still_there(observed.pods),
+    )
+
+
+def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:
+    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it."""
+    try:
+        output_of(job.spec.output.uri)
+    except OutputRefused as error:
+        return str(error)
+    return BACKENDS[backend].problem(job, settings)
+
+
+def _stage(
+    job: RolloutJob,
+    raw: Object,
+    *,
+    ready: bool,
+    shards: Shards,
+    check: Check,
+    finish: Finish,
+    failure: Cause | None,
+    quota: Quota,
+) -> Stage:
+    status = status_of(raw)
+    if job.spec.managed_by not in {None, names.MANAGED_BY} or raw["metadata"].get("deletionTimestamp"):
+        return Stage.UNMANAGED
+    if is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED):
+        return Stage.OVER
+    if failure is not None:
+        return Stage.FAILING
+    if finish.done:
+        return Stage.CLEARING
+    if job.spec.suspend:
+        return Stage.SUSPENDED
+    if not quota.granted:
+        return Stage.QUEUED
+    if shards.done:
+        return Stage.FINISHING
+    if not check.done:
+        return Stage.CHECKING
+    return Stage.RUNNING if ready or shards.begun else Stage.STARTING
+
+
+def _is_ready(state: GenerationState, status: Mapping[str, Any]) -> bool:
+    if state.reason == Reason.EXTERNAL or (state.settled and 0 < state.desired <= state.ready):
+        return True
+    return state.ready > 0 and is_true(status, conditions.GENERATION_READY)
+
+
+def _failure(
+    job: RolloutJob,
+    raw: Object,
+    observed: Observed,
+    backend: str,
+    settings: Settings,
+    now: datetime,
+    *,
+    generation: GenerationState,
+    ready: bool,
+    shards: Shards,
+    check: Check,
+    finish: Finish,
+    quota: Quota,
+) -> Cause | None:
+    """The first cause for which the job fails; once it is recorded there is no other."""
+    status = status_of(raw)
+    if is_true(status, conditions.FAILURE_TARGET):
+        found = condition(status, conditions.FAILURE_TARGET)
+        return Cause(found.get("reason", ""), found.get("message", ""))
+    if is_true(status, conditions.SUCCESS_CRITERIA_MET):
+        return None
+    for cause in (shards.problem, check.problem, finish.problem):
+        if cause is not None:
+            return cause
+    if job.spec.suspend or finish.done:
+        # A suspended job can still be mended: its spec may be edited.
+        return None
+    if (problem := spec_problem(job, backend, settings)) is not None:
+        return Cause(Reason.INVALID_SPEC, problem)
+    for (kind, name), error in sorted(observed.errors.items()):
+        if error.reason in FATAL_WRITE_ERRORS:
+            return Cause(error.reason, told(f"{kind} {name}: {error.message}"))
+    if not quota.granted:
+        # Its engines are not asked for, or are on their way out.
+        return None
+    if not shards.done and generation.refused is not None:
+        return Cause(Reason.REFUSED, told(f"generation: {generation.refused}"))
+    deadline = active_deadline(job, status)
+    if deadline is not None and now >= deadline:
+        return Cause(
+            Reason.ACTIVE_DEADLINE, f"not done within activeDeadlineSeconds ({job.spec.active_deadline_seconds})"
+        )
+    return None if shards.done else _not_started(job, status, generation, now, ready=ready, check=check)
+
+
+def _not_started(
+    job: RolloutJob,
+    status: Mapping[str, Any],
+    generation: GenerationState,
+    now: datetime,
+    *,
+    ready: bool,
+    check: Check,
+) -> Cause | None:
+    """Which part has not started within the time that each has."""
+    parts = [
+        (conditions.WORKERS_CHECKED, not check.done, "what workers need was not there", ""),
+        (conditions.GENERATION_READY, check.done and not ready, "generation was not ready", generation.message),
+        (conditions.WORKERS_READY, ready, "no worker ran while generation was ready", ""),
+    ]
+    deadlines = startup_deadlines(job, status)
+    for part, awaited, text, message in parts:
+        if awaited and part in deadlines and now >= deadlines[part]:
+            # Before a program has any, the last words are those of the scheduler or the kubelet.
+            last = message or condition(status, part).get("message", "") or "no cause was given"
+            seconds = job.spec.startup_deadline_seconds
+            return Cause(Reason.STARTUP_DEADLINE, told(f"{text} within startupDeadlineSeconds ({seconds}): {last}"))
+    return None
+
+
+def workload_ref(job: RolloutJob) -> Ref:
+    return Ref("kueue.x-k8s.io/v1beta2", "Workload", names.workload(job.metadata.name))
+
+
+def workload_of(job: RolloutJob, raw: Object, observed: Observed) -> Object | None:
+    """The job's own Workload."""
+    live = observed.get("Workload", names.workload(job.metadata.name))
+    return None if live is None or not is_ours(live, job, raw) else live
+
+
+def is_dying(live: Mapping[str, Any] | None) -> bool:
+    """Whether an object is being deleted."""
+    return live is not None and bool(live["metadata"].get("deletionTimestamp"))
+
+
+def is_ours(live: Mapping[str, Any], job: RolloutJob, raw: Object) -> bool:
+    """Whether an object is a child of this very job."""
+    metadata = live["metadata"]
+    labelled = (metadata.get("labels") or {}).get(names.JOB_LABEL) == job.metadata.name
+    owners = metadata.get("ownerReferences") or ()
+    return labelled and any(owner.get("uid") == raw["metadata"]["uid"] for owner in owners)
+
+
+def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
+    """All children that a job may have."""
+    name = job.metadata.name
+    refs = [
+        Ref("v1", "ConfigMap", names.config(name)),
+        Ref("networking.k8s.io/v1", "NetworkPolicy", names.workers(name)),
+        Ref("v1", "Service", names.workers(name)),
+        Ref("batch/v1", "Job", names.check(name)),
+        Ref("batch/v1", "Job", names.workers(name)),
+        Ref("batch/v1", "Job", names.finish(name)),
+        workload_ref(job),
+    ]
+    if backend is not None and backend.in_job:
+        refs += [
+            Ref("networking.k8s.io/v1", "NetworkPolicy", names.generation(name)),
+            Ref("v1", "Service", names.generation(name)),
+            Ref("v1", "Service", names.generation_pods(name)),
+            *backend.engine_refs(job),
+        ]
+    return refs
+
+
+def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend | None) -> Cause | None:
+    for kind, name in sorted((item.kind, item.name) for item in child_refs(job, backend)):
+        live = observed.get(kind, name)
+        if live is None or is_ours(live, job, raw):
+            continue
+        owners = [owner for owner in live["metadata"].get("ownerReferences") or () if owner.get("kind") == "RolloutJob"]
+        if any(owner.get("name") == job.metadata.name for owner in owners):
+            message = f"{kind} {name} is of a RolloutJob of this name that was deleted; waiting for its removal"
+        else:
+            message = f"{kind} {name} is there and not of this job; delete it, or give the job another name"
+        return Cause(Reason.NAME_TAKEN, message)
+    return None
+
+
+def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
+    status = status_of(raw)
+    live = observed.get("Job", names.workers(job.metadata.name))
+    if live is not None and (is_dying(live) or not is_ours(live, job, raw)):
+        live = None
+    spec = job.spec.workers
+    recorded = status.get("workers") or {}
+    count = recorded.get("shards") or spec.shards or max(1, spec.replicas)
+    # What was done stays done, whatever becomes of the Job.
+    done_before = condition(status, conditions.WORKERS_READY).get("reason") == Reason.SHARDS_DONE
+    ends = _ends(observed)
+    if live is None:
+        return Shards(
+            count=count, succeeded=recorded.get("succeeded", 0) if done_before else 0, done=done_before, ended=ends
+        )
+    found = live.get("status") or {}
+    count = int(live["spec"].get("completions") or count)
+    failed = indexes(str(found.get("failedIndexes") or ""))
+    succeeded = int(found.get("succeeded") or 0)
+    problem, ended_well = _verdict(live, failed, spec.max_failed_shards, ends, succeeded, count)
+    return Shards(
+        count=count,
+        exists=True,
+        begun=not live["spec"].get("suspend", False),
+        succeeded=succeeded,
+        failed=failed,
+        active=int(found.get("active") or 0),
+        done=done_before or ended_well,
+        ended=ends,
+        problem=None if done_before else problem,
+    )
+
+
+def _verdict(
+    live: Object, failed: Sequence[int], budget: int, ends: Mapping[int, Ended], succeeded: int, count: int
+) -> tuple[Cause | None, bool]:
+    """Why the workers' Job failed, and whether all its shards are done or forgiven."""
+    status = live.get("status") or {}
+    if is_true(status, "Complete") or is_true(status, "SuccessCriteriaMet") or succeeded >= count:
+        return None, True
+    verdict = next((condition(status, kind) for kind in ("FailureTarget", "Failed") if is_true(status, kind)), None)
+    if verdict is None:
+        return None, False
+    reason, words = verdict.get("reason", ""), str(verdict.get("message", ""))
+    if reason == "PodFailurePolicy":
+        refused = _first(ends, lambda end: end.exit_code == contract.EXIT_REFUSED)
+        return Cause(Reason.REFUSED, refused or told(words)), False
+    if reason == "FailedIndexes" and 0 < len(failed) <= budget:
+        return None, True
+    guilty = {shard: end for shard, end in ends.items() if shard in failed} or ends
+    first = _first(guilty, lambda end: end.exit_code not in {0, contract.EXIT_DRAINED}) or told(words)
+    if not failed:
+        return Cause(Reason.FAILED_SHARDS, told(f"the workers' Job failed ({reason}): {first}")), False
+    listed = ", ".join(map(str, failed[:_SHARDS_NAMED])) + (", ..." if len(failed) > _SHARDS_NAMED else "")
+    text = (
+        f"{len(failed)} of {count} shards failed ({listed}), more than workers.maxFailedShards ({budget}) allows; "
+        f"the first: {first}"
+    )
+    return Cause(Reason.FAILED_SHARDS, told(text)), False
+
+
+def _first(ends: Mapping[int, Ended], wanted: Callable[[Ended], bool]) -> str | None:
+    """The cause of the shard that failed first."""
+    found = sorted((end.finished, shard) for shard, end in ends.items() if wanted(end))
+    if not found:
+        return None
+    shard = found[0][1]
+    return told(f"shard {shard}: {how_it_ended(ends[shard])}")
+
+
+def _ends(observed: Observed) -> dict[int, Ended]:
+    """The last end of a worker's container, by shard; one that was disrupted or drained where there is no other."""
+    found: dict[int, tuple[tuple[bool, str, str], Ended]] = {}
+    for pod in of_component(observed.pods, names.WORKERS):
+        shard, end = shard_of(pod), ended(pod, "worker")
+        if shard is None or end is None:
+            continue
+        rank = (not is_disrupted(pod) and end.exit_code != contract.EXIT_DRAINED, end.finished, end.pod)
+        if shard not in found or rank > found[shard][0]:
+            found[shard] = rank, end
+    return {shard: end for shard, (_, end) in sorted(found.items())}
+
+
+def _check(
+    job: RolloutJob, raw: Object, observed: Observed, backend: str, *, generation: GenerationState, shards: Shards
+) -> Check:
+    status = status_of(raw)
+    recorded = condition(status, conditions.WORKERS_CHECKED)
+    # Nothing of ours waits for workers where the engine is somebody else's; a job that an older operator began was
+    # never looked at, and goes on.
+    needless = not runs_in_job(backend) or (not recorded and (shards.exists or not generation.gone))
+    if needless or shards.done or recorded.get("status") == "True":
+        return Check(done=True)
+    live = observed.get("Job", names.check(job.metadata.name))
+    if live is None or is_dying(live) or not is_ours(live, job, raw):
+        return Check(done=False)
+    ends = sorted(
+        (end for pod in of_component(observed.pods, names.CHECK) if (end := ended(pod, "worker")) is not None),
+        key=lambda end: end.finished,
+    )
+    found = live.get("status") or {}
+    if is_true(found, "Complete"):
+        last = next((end for end in reversed(ends) if end.exit_code == 0), None)
+        message = worker_message(last)
+        return Check(done=True, planned=None if message is None else message.planned)
+    verdict = next((condition(found, kind) for kind in ("FailureTarget", "Failed") if is_true(found, kind)), None)
+    if verdict is None:
+        return Check(done=False)
+    bad = [end for end in ends if end.exit_code not in {0, contract.EXIT_DRAINED}]
+    refused = verdict.get("reason") == "PodFailurePolicy"
+    text = how_it_ended(bad[-1]) if bad else str(verdict.get("message", ""))
+    return Check(done=False, problem=Cause(Reason.REFUSED if refused else Reason.CHECK_FAILED, told(text)))
+
+
+def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
+    recorded = is_true(status_of(raw), conditions.SUCCESS_CRITERIA_MET)
+    live = observed.get("Job", names.finish(job.metadata.name))
+    if live is None or not is_ours(live, job, raw):
+        return Finish(done=recorded)
+    pods = of_component(observed.pods, names.FINISH)
+    ends = sorted((end for pod in pods if (end := ended(pod, "finish")) is not None), key=lambda end: end.finished)
+    status = live.get("status") or {}
+    if is_true(status, "Failed") or is_true(status, "FailureTarget"):
+        bad = [how_it_ended(end) for end in ends if end.exit_code != 0]
+        words = condition(status, "Failed").get("message") or condition(status, "FailureTarget").get("message", "")
+        text = told(f"aggregation failed: {bad[-1] if bad else words}")
+        return Finish(problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)
+    if not is_true(status, "Complete"):
+        return Finish(done=recorded)
+    message = finish_message(next((end for end in reversed(ends) if end.exit_code == 0), None))
+    problem = None if recorded or message is None else _budget_problem(job, message)
+    return Finish(message=message, done=problem is None, problem=problem)
+
+
+def _budget_problem(job: RolloutJob, message: FinishMessage) -> Cause | None:
+    budget = job.spec.rollout.max_failed_fraction
+    if message.failed <= budget * message.planned:
+        return None
+    cause = f"; the most frequent cause: {message.cause}" if message.cause else ""
+    text = (
+        f"{message.failed} of {message.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
+        f"allows{cause}"
+    )
+    return Cause(Reason.FAILURE_BUDGET, told(text))
+
+
+def indexes(text: str) -> list[int]:
+    """Kubernetes' "1,3-5" as numbers."""
+    return list(_indexes(text))
+
+
+def _indexes(text: str) -> Iterator[int]:
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def is_at_rest(live: Mapping[str, Any]) -> bool:
+    """Whether a Job makes no pods any more: it has ended, or is suspended."""
+    ended_already = any(is_true(live.get("status") or {}, kind) for kind in ("Complete", "Failed"))
+    return ended_already or bool((live.get("spec") or {}).get("suspend"))
