@@ -119,10 +119,13 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """The facts that plan and status share.
+class Facts:
+    """What plan and status decide by.
 
     Attributes:
+        job: The validated object.
+        raw: The live object: its metadata and status.
+        now: Moment that the facts are of.
         backend: Name of the generation backend.
         ready: Whether generation is ready; it becomes so when all replicas are, and stays so while one is.
         failure: The first cause for which the job fails or has failed.
@@ -131,6 +134,11 @@ class Situation:
         settled: Whether no pod of it holds anything any more.
     """
 
+    job: RolloutJob
+    raw: Object
+    observed: Observed
+    settings: Settings
+    now: datetime
     stage: Stage
     backend: str
     endpoint: str
@@ -145,8 +153,13 @@ class Situation:
     settled: bool
 
 
-def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Situation:
-    """The facts about a job."""
+def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Facts:
+    """The facts about a job.
+
+    Args:
+        job: The validated object.
+        raw: The live object: its metadata and status.
+    """
     status = status_of(raw)
     name = backend_of(job, status, kuberay=settings.kuberay)
     backend = BACKENDS.get(name)
@@ -170,7 +183,12 @@ def situation(job: RolloutJob, raw: Object, observed: Observed, settings: Settin
         finish=end,
         quota=quota,
     )
-    return Situation(
+    return Facts(
+        job=job,
+        raw=raw,
+        observed=observed,
+        settings=settings,
+        now=now,
         stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure, quota=quota),
         backend=name,
         endpoint=backend.hosting(job, raw["metadata"]["namespace"], settings).endpoint if backend else "",

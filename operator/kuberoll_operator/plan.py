@@ -7,7 +7,6 @@ reconcile and cleaned up after in the next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from kuberoll_api import conditions, contract
@@ -21,12 +20,11 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.deadlines import end_of_life
 from kuberoll_operator.facts import (
     STOPPED,
-    Situation,
+    Facts,
     Stage,
     is_at_rest,
     is_dying,
     is_ours,
-    situation,
     spec_problem,
     workload_of,
     workload_ref,
@@ -37,83 +35,78 @@ from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
 from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
-from kuberoll_operator.settings import Settings
 
 
-def plan(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Plan:
+def plan(facts: Facts) -> Plan:
     """What is to be written and removed now.
 
     `apply` always holds everything that is wanted at this stage, each with its digest: what is there already need not
     be written again.
-
-    Args:
-        job: The validated object.
-        raw: The live object: its metadata and status.
     """
-    here = situation(job, raw, observed, settings, now)
-    if here.stage is Stage.UNMANAGED:
+    job, raw, observed = facts.job, facts.raw, facts.observed
+    if facts.stage is Stage.UNMANAGED:
         return Plan()
-    if here.stage is Stage.OVER:
-        return Plan(delete_job=_outlived(job, status_of(raw), now), patch=_quota_news(job, raw, observed, here, now))
-    if here.stage is Stage.FAILING:
+    if facts.stage is Stage.OVER:
+        return Plan(delete_job=_outlived(facts), patch=_quota_news(facts))
+    if facts.stage is Stage.FAILING:
         # Not before it is written down: what tells the cause is about to go.
         if not is_true(status_of(raw), conditions.FAILURE_TARGET):
             return Plan()
-        stopped, unstoppable = _stopped(job, raw, observed, settings, here)
+        stopped, unstoppable = _stopped(facts)
         return Plan(
             apply=tuple(render.seal(child) for child in stopped),
-            delete=_deletable([*_engine_refs(job), *unstoppable], job, raw, observed),
+            delete=_deletable([*_engine_refs(job), *unstoppable], facts),
         )
     engines = _engine_refs(job)
-    if here.stage is Stage.CLEARING:
-        return Plan(delete=_deletable(engines, job, raw, observed))
+    if facts.stage is Stage.CLEARING:
+        return Plan(delete=_deletable(engines, facts))
     apply: list[Object] = []
     # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
-    draining = here.stage in STOPPED and still_there(of_component(observed.pods, names.WORKERS))
-    delete: list[Ref] = [] if draining or here.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
-    if here.stage is not Stage.CHECKING and (
-        here.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
+    draining = facts.stage in STOPPED and still_there(of_component(observed.pods, names.WORKERS))
+    delete: list[Ref] = [] if draining or facts.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
+    if facts.stage is not Stage.CHECKING and (
+        facts.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
     ):
         # A job that is resumed may have another spec, and is looked at again.
         delete.append(Ref("batch/v1", "Job", names.check(job.metadata.name)))
-    if spec_problem(job, here.backend, settings) is None:
-        wanted, outdated = _wanted(job, raw, observed, settings, here, now)
+    if spec_problem(job, facts.backend, facts.settings) is None:
+        wanted, outdated = _wanted(facts)
         delete += outdated
-        apply = [] if here.taken else [render.seal(child) for child in wanted]
-    if _quota_is_of_no_use(here):
+        apply = [] if facts.taken else [render.seal(child) for child in wanted]
+    if _quota_is_of_no_use(facts):
         delete.append(workload_ref(job))
     return Plan(
         apply=tuple(apply),
-        patch=_quota_news(job, raw, observed, here, now),
-        delete=_deletable(delete, job, raw, observed),
+        patch=_quota_news(facts),
+        delete=_deletable(delete, facts),
     )
 
 
-def subject_of(job: RolloutJob, raw: Object, settings: Settings, here: Situation) -> Subject:
+def subject_of(facts: Facts) -> Subject:
     """What children are rendered from."""
+    job, raw, settings = facts.job, facts.raw, facts.settings
     return Subject(
         job=job,
         namespace=raw["metadata"]["namespace"],
         uid=raw["metadata"]["uid"],
         settings=settings,
-        hosting=BACKENDS[here.backend].hosting(job, raw["metadata"]["namespace"], settings),
-        shards=here.shards.count,
-        assignments=here.quota.assignments,
+        hosting=BACKENDS[facts.backend].hosting(job, raw["metadata"]["namespace"], settings),
+        shards=facts.shards.count,
+        assignments=facts.quota.assignments,
         tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in contract.SCOPES},
     )
 
 
-def _outlived(job: RolloutJob, status: Mapping[str, Any], now: datetime) -> bool:
-    end = end_of_life(job, status)
-    return end is not None and now >= end
+def _outlived(facts: Facts) -> bool:
+    end = end_of_life(facts.job, status_of(facts.raw))
+    return end is not None and facts.now >= end
 
 
-def _wanted(
-    job: RolloutJob, raw: Object, observed: Observed, settings: Settings, here: Situation, now: datetime
-) -> tuple[list[Object], list[Ref]]:
+def _wanted(facts: Facts) -> tuple[list[Object], list[Ref]]:
     """The children that are wanted, in the order in which they are written, and those that are outdated."""
-    backend = BACKENDS[here.backend]
-    subject = subject_of(job, raw, settings, here)
+    job, raw, observed, now = facts.job, facts.raw, facts.observed, facts.now
+    backend = BACKENDS[facts.backend]
+    subject = subject_of(facts)
     children = [
         # Before everything that refers to it.
         *render.build_token_secrets(subject),
@@ -123,22 +116,22 @@ def _wanted(
         render.build_workers_service(subject),
     ]
     outdated: list[Ref] = []
-    if here.stage in {Stage.STARTING, Stage.RUNNING}:
+    if facts.stage in {Stage.STARTING, Stage.RUNNING}:
         children += backend.engines(subject, observed, now)
         outdated += backend.outdated(job, observed)
-    if here.stage is Stage.CHECKING:
+    if facts.stage is Stage.CHECKING:
         live = observed.get("Job", names.check(subject.name))
         children += [] if is_dying(live) else [keep_shape(render.build_check_job(subject), live, MUTABLE_CHECK)]
-    if not here.shards.done:
+    if not facts.shards.done:
         live = observed.get("Job", names.workers(subject.name))
-        wanted = render.build_workers_job(subject, suspend=here.stage is not Stage.RUNNING)
+        wanted = render.build_workers_job(subject, suspend=facts.stage is not Stage.RUNNING)
         # Two pods of one shard would write to the same place: never a new Job while an old one's pods are there.
         settled = not still_there(of_component(observed.pods, names.WORKERS))
         if live is None:
-            children += [wanted] if here.stage is Stage.RUNNING and settled else []
+            children += [wanted] if facts.stage is Stage.RUNNING and settled else []
         elif (
             # Without its quota it is not known on which nodes the pods are to be.
-            here.quota.granted
+            facts.quota.granted
             and live["spec"].get("suspend")
             and has_other_shape(wanted, live)
             and is_ours(live, job, raw)
@@ -147,15 +140,15 @@ def _wanted(
         elif not is_dying(live):
             children.append(keep_shape(wanted, live, MUTABLE_WORKERS))
     end = observed.get("Job", names.finish(subject.name))
-    if here.shards.done and (here.stage is Stage.FINISHING or end is not None):
-        wanted = render.build_finish_job(subject, suspend=here.stage is not Stage.FINISHING)
+    if facts.shards.done and (facts.stage is Stage.FINISHING or end is not None):
+        wanted = render.build_finish_job(subject, suspend=facts.stage is not Stage.FINISHING)
         children += [] if is_dying(end) else [keep_shape(wanted, end, MUTABLE_FINISH)]
-    if here.stage is Stage.QUEUED and here.quota.makeable and here.quota.queue is not None:
+    if facts.stage is Stage.QUEUED and facts.quota.makeable and facts.quota.queue is not None:
         children.append(
             render.build_workload(
                 subject,
                 backend.pod_sets(subject),
-                queue=here.quota.queue,
+                queue=facts.quota.queue,
                 priority=_priority(job, observed),
             )
         )
@@ -167,38 +160,37 @@ def _priority(job: RolloutJob, observed: Observed) -> render.Priority | None:
     return None if name is None or value is None else render.Priority(name, value)
 
 
-def _quota_is_of_no_use(here: Situation) -> bool:
+def _quota_is_of_no_use(facts: Facts) -> bool:
     """Whether the Workload is to go: quota is held as long as a pod is there."""
-    if here.stage is Stage.SUSPENDED or here.quota.outdated:
-        return here.settled
-    return here.quota.queue is None
+    if facts.stage is Stage.SUSPENDED or facts.quota.outdated:
+        return facts.settled
+    return facts.quota.queue is None
 
 
-def _quota_news(
-    job: RolloutJob, raw: Object, observed: Observed, here: Situation, now: datetime
-) -> tuple[StatusPatch, ...]:
+def _quota_news(facts: Facts) -> tuple[StatusPatch, ...]:
     """What Kueue is to be told of the job."""
+    job, raw, observed, now = facts.job, facts.raw, facts.observed, facts.now
     live, status = workload_of(job, raw, observed), status_of(raw)
     if live is None or is_dying(live):
         return ()
     patch: Mapping[str, Any] | None = None
-    if here.stage is Stage.OVER:
+    if facts.stage is Stage.OVER:
         succeeded = is_true(status, conditions.COMPLETE)
         words = condition(status, conditions.COMPLETE if succeeded else conditions.FAILED).get("message", "")
         patch = queueing.finished(live, succeeded=succeeded, message=str(words), now=now)
-    elif here.stage is Stage.QUEUED and here.settled:
+    elif facts.stage is Stage.QUEUED and facts.settled:
         patch = queueing.given_back(live, now)
-    elif here.stage in {Stage.STARTING, Stage.RUNNING, Stage.FINISHING}:
-        done = here.stage is Stage.FINISHING
-        running = here.stage is Stage.RUNNING and is_true(status, conditions.WORKERS_READY)
-        patch = queueing.progressed(live, ready=done or running, unneeded=_unneeded(live, here), now=now)
+    elif facts.stage in {Stage.STARTING, Stage.RUNNING, Stage.FINISHING}:
+        done = facts.stage is Stage.FINISHING
+        running = facts.stage is Stage.RUNNING and is_true(status, conditions.WORKERS_READY)
+        patch = queueing.progressed(live, ready=done or running, unneeded=_unneeded(live, facts), now=now)
     version = str(live["metadata"].get("resourceVersion", ""))
     return () if patch is None else (StatusPatch(workload_ref(job), version, patch),)
 
 
-def _unneeded(live: Object, here: Situation) -> dict[str, int]:
+def _unneeded(live: Object, facts: Facts) -> dict[str, int]:
     """Pods whose quota may go to others: when all shards are done, all but the one that aggregates."""
-    if here.stage is not Stage.FINISHING or not here.generation.gone:
+    if facts.stage is not Stage.FINISHING or not facts.generation.gone:
         return {}
     counts = {item["name"]: int(item.get("count", 1)) for item in live.get("spec", {}).get("podSets") or ()}
     return {name: count - (name == names.WORKERS) for name, count in counts.items()}
@@ -209,14 +201,13 @@ def _engine_refs(job: RolloutJob) -> list[Ref]:
     return [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
 
 
-def _stopped(
-    job: RolloutJob, raw: Object, observed: Observed, settings: Settings, here: Situation
-) -> tuple[list[Object], list[Ref]]:
+def _stopped(facts: Facts) -> tuple[list[Object], list[Ref]]:
     """The Jobs of a failing job, suspended: their ended pods stay, and their logs.
 
     Returns:
         Those that still run pods, as they are to be; and those that cannot be rendered any more, to remove.
     """
+    job, raw, observed, settings = facts.job, facts.raw, facts.observed, facts.settings
     under_way = [
         name
         for part in (names.check, names.workers, names.finish)
@@ -225,9 +216,9 @@ def _stopped(
         and not is_dying(live)
         and not is_at_rest(live)
     ]
-    if not under_way or spec_problem(job, here.backend, settings) is not None:
+    if not under_way or spec_problem(job, facts.backend, settings) is not None:
         return [], [Ref("batch/v1", "Job", name) for name in under_way]
-    subject = subject_of(job, raw, settings, here)
+    subject = subject_of(facts)
     wanted = [
         (render.build_check_job(subject, suspend=True), MUTABLE_CHECK),
         (render.build_workers_job(subject, suspend=True), MUTABLE_WORKERS),
@@ -240,8 +231,9 @@ def _stopped(
     ], []
 
 
-def _deletable(refs: Sequence[Ref], job: RolloutJob, raw: Object, observed: Observed) -> tuple[Ref, ...]:
+def _deletable(refs: Sequence[Ref], facts: Facts) -> tuple[Ref, ...]:
     """Those that are there, are ours and are not going already."""
+    job, raw, observed = facts.job, facts.raw, facts.observed
     found = []
     for item in dict.fromkeys(refs):
         live = observed.get(item.kind, item.name)

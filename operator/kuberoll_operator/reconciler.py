@@ -20,6 +20,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.apply import CREATED_ONLY, Applier
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import (
@@ -96,16 +97,16 @@ class Reconciler:
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
         for name in missing_secrets(observed.pods):
             self._applier.missing(key, name)
-        planned = plan(job, raw, observed, self._settings, self._now())
+        planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
         if strangers := await self._unseen(key, planned, observed):
             observed = replace(observed, children={**observed.children, **strangers})
-            planned = plan(job, raw, observed, self._settings, self._now())
+            planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
         if planned.delete_job:
             await self._client.delete(ROLLOUT_JOBS, *key, uid=raw["metadata"]["uid"])
             return None
         observed = await self._carry_out(key, planned, observed)
         now = self._now()
-        old, new = status_of(raw), compute_status(job, raw, observed, self._settings, now)
+        old, new = status_of(raw), compute_status(compute_facts(job, raw, observed, self._settings, now))
         if new != old:
             await self._write_status(raw, old, new, transitions(old, new), now)
         if is_true(new, conditions.COMPLETE) or is_true(new, conditions.FAILED):

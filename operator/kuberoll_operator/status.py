@@ -27,10 +27,9 @@ from kuberoll_operator.backends.pods import (
     told,
 )
 from kuberoll_operator.deadlines import active_deadline, end_of_life, parse_time, startup_deadlines
-from kuberoll_operator.facts import STOPPED, Cause, Situation, Stage, is_at_rest, is_ours, situation
+from kuberoll_operator.facts import STOPPED, Cause, Facts, Stage, is_at_rest, is_ours
 from kuberoll_operator.messages import worker_message
-from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
-from kuberoll_operator.settings import Settings
+from kuberoll_operator.model import Observed, condition, is_true, status_of
 
 Json = dict[str, Any]
 
@@ -58,39 +57,37 @@ _OWN_VERSION: Final = "0"
 _Verdict = tuple[bool, str, str]
 
 
-def compute_status(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Json:
+def compute_status(facts: Facts) -> Json:
     """The whole status of a job.
 
     It is the old one, unchanged, where nothing new is to be said, or only numbers and words that can wait: they are
     written at most every `settings.progress_seconds`.
 
     Args:
-        job: The validated object.
-        raw: The live object: its metadata and old status.
-        observed: The children, and what could not be written in this reconcile.
+        facts: As they are after this reconcile has written: with what could not be written.
     """
+    job, raw, settings, now = facts.job, facts.raw, facts.settings, facts.now
     old = dict(status_of(raw))
-    here = situation(job, raw, observed, settings, now)
-    if here.stage is Stage.UNMANAGED:
+    if facts.stage is Stage.UNMANAGED:
         return old
     generation = raw["metadata"].get("generation", 0)
-    if here.stage is Stage.OVER:
+    if facts.stage is Stage.OVER:
         return {**old, "observedGeneration": generation}
     time = format_time(now)
-    found = _conditions(job, raw, observed, here)
-    start = None if here.stage in STOPPED and "startTime" not in old else _start_time(here, old, time)
+    found = _conditions(facts)
+    start = None if facts.stage in STOPPED and "startTime" not in old else _start_time(facts, old, time)
     over = found.get(conditions.COMPLETE, (False,))[0] or found.get(conditions.FAILED, (False,))[0]
     new: Json = {
         "observedGeneration": generation,
-        "phase": _phase(here, observed, found),
+        "phase": _phase(facts, found),
         **({"startTime": start} if start else {}),
         **({"completionTime": time} if over else {}),
         "conditions": _merged(old, found, time, generation),
-        "generation": _generation(old, observed, here),
-        "workers": _workers(job, old, observed, here),
-        "progress": _progress(old, observed, here, now),
+        "generation": _generation(old, facts),
+        "workers": _workers(old, facts),
+        "progress": _progress(old, facts),
     }
-    if (results := _results(job, here.finish.message) or old.get("results")) is not None:
+    if (results := _results(job, facts.finish.message) or old.get("results")) is not None:
         new["results"] = results
     new["summary"] = _summary(new)
     if _without_time(new) == _without_time(old):
@@ -127,58 +124,60 @@ def format_time(time: datetime) -> str:
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _phase(here: Situation, observed: Observed, found: Mapping[str, _Verdict]) -> str:
+def _phase(facts: Facts, found: Mapping[str, _Verdict]) -> str:
+    observed = facts.observed
     if conditions.COMPLETE in found:
         return "Succeeded"
-    if here.stage in {Stage.CHECKING, Stage.STARTING} and (here.taken or observed.errors):
+    if facts.stage in {Stage.CHECKING, Stage.STARTING} and (facts.taken or observed.errors):
         return "Pending"
-    return _PHASES[here.stage]
+    return _PHASES[facts.stage]
 
 
-def _start_time(here: Situation, old: Json, time: str) -> str:
+def _start_time(facts: Facts, old: Json, time: str) -> str:
     """Set when the job first runs, and anew when it is resumed or admitted again, as batch/v1 does."""
     before = condition(old, conditions.SUSPENDED)
     goes_on = {Reason.JOB_RESUMED, Reason.ADMITTED}
-    resumed = bool(before) and before.get("reason") not in goes_on and here.stage not in STOPPED
+    resumed = bool(before) and before.get("reason") not in goes_on and facts.stage not in STOPPED
     return time if resumed or "startTime" not in old else str(old["startTime"])
 
 
-def _conditions(job: RolloutJob, raw: Object, observed: Observed, here: Situation) -> dict[str, _Verdict]:
+def _conditions(facts: Facts) -> dict[str, _Verdict]:
     """The conditions that are known now, by type."""
+    job, raw, observed = facts.job, facts.raw, facts.observed
     old = status_of(raw)
     found: dict[str, _Verdict] = {}
     suspended = condition(old, conditions.SUSPENDED)
-    if here.stage is Stage.SUSPENDED:
-        found[conditions.SUSPENDED] = _suspended(observed, settled=here.settled)
-    elif here.stage is Stage.QUEUED:
+    if facts.stage is Stage.SUSPENDED:
+        found[conditions.SUSPENDED] = _suspended(observed, settled=facts.settled)
+    elif facts.stage is Stage.QUEUED:
         error = _error(observed, job, names.workload)
-        words = told(f"{here.quota.message}; {error.message}" if error else here.quota.message)
-        found[conditions.SUSPENDED] = (here.settled, Reason.QUEUED if here.settled else Reason.EVICTED, words)
-    elif suspended and here.stage is not Stage.FAILING:
-        admitted = here.quota.queue is not None
+        words = told(f"{facts.quota.message}; {error.message}" if error else facts.quota.message)
+        found[conditions.SUSPENDED] = (facts.settled, Reason.QUEUED if facts.settled else Reason.EVICTED, words)
+    elif suspended and facts.stage is not Stage.FAILING:
+        admitted = facts.quota.queue is not None
         reason = Reason.ADMITTED if admitted else Reason.JOB_RESUMED
-        found[conditions.SUSPENDED] = (False, reason, here.quota.message)
-    if (checked := _workers_checked(job, old, observed, here)) is not None:
+        found[conditions.SUSPENDED] = (False, reason, facts.quota.message)
+    if (checked := _workers_checked(old, facts)) is not None:
         found[conditions.WORKERS_CHECKED] = checked
-    found[conditions.GENERATION_READY] = _generation_ready(job, old, observed, here)
-    found[conditions.WORKERS_READY] = _workers_ready(job, old, observed, here)
-    if (weights := _weights_served(job, old, observed, here)) is not None:
+    found[conditions.GENERATION_READY] = _generation_ready(old, facts)
+    found[conditions.WORKERS_READY] = _workers_ready(old, facts)
+    if (weights := _weights_served(old, facts)) is not None:
         found[conditions.WEIGHTS_SERVED] = weights
-    if here.stage is Stage.FINISHING:
-        found[conditions.SUCCESS_CRITERIA_MET] = _finishing(job, observed, here)
-    if here.stage is Stage.CLEARING:
+    if facts.stage is Stage.FINISHING:
+        found[conditions.SUCCESS_CRITERIA_MET] = _finishing(facts)
+    if facts.stage is Stage.CLEARING:
         before = condition(old, conditions.SUCCESS_CRITERIA_MET)
-        text = before.get("message", "") if before.get("status") == "True" else _outcome(here)
+        text = before.get("message", "") if before.get("status") == "True" else _outcome(facts)
         found[conditions.SUCCESS_CRITERIA_MET] = (True, Reason.TRAJECTORIES_DONE, text)
-        if here.settled:
+        if facts.settled:
             found[conditions.COMPLETE] = (True, Reason.TRAJECTORIES_DONE, text)
-    if here.stage is Stage.FAILING and here.failure is not None:
-        found[conditions.FAILURE_TARGET] = (True, here.failure.reason, here.failure.message)
+    if facts.stage is Stage.FAILING and facts.failure is not None:
+        found[conditions.FAILURE_TARGET] = (True, facts.failure.reason, facts.failure.message)
         jobs = [observed.get("Job", part(job.metadata.name)) for part in (names.check, names.workers, names.finish)]
         stopped = all(live is None or not is_ours(live, job, raw) or is_at_rest(live) for live in jobs)
         # Only what was recorded before is being cleaned up: what this reconcile has written is not observed yet.
-        if here.settled and stopped and is_true(old, conditions.FAILURE_TARGET):
-            found[conditions.FAILED] = (True, here.failure.reason, here.failure.message)
+        if facts.settled and stopped and is_true(old, conditions.FAILURE_TARGET):
+            found[conditions.FAILED] = (True, facts.failure.reason, facts.failure.message)
     return found
 
 
@@ -191,15 +190,16 @@ def _suspended(observed: Observed, *, settled: bool) -> _Verdict:
     return False, Reason.SUSPENDING, waits
 
 
-def _workers_checked(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict | None:
+def _workers_checked(old: Mapping[str, Any], facts: Facts) -> _Verdict | None:
     """Whether workers will find what they need; None where nobody looks."""
+    job, observed = facts.job, facts.observed
     before = condition(old, conditions.WORKERS_CHECKED)
-    if here.stage is Stage.SUSPENDED:
+    if facts.stage is Stage.SUSPENDED:
         return (False, Reason.JOB_SUSPENDED, "looked at again when the job is resumed") if before else None
-    if here.stage is Stage.QUEUED:
+    if facts.stage is Stage.QUEUED:
         return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
-    if here.stage is Stage.CHECKING:
-        blocked = here.taken or _error(observed, job, names.config, names.check)
+    if facts.stage is Stage.CHECKING:
+        blocked = facts.taken or _error(observed, job, names.config, names.check)
         living = [pod for pod in of_component(observed.pods, names.CHECK) if still_there([pod])]
         problem = first_problem(living, "worker")
         if blocked is not None:
@@ -207,37 +207,40 @@ def _workers_checked(job: RolloutJob, old: Mapping[str, Any], observed: Observed
         if problem is not None:
             return False, *_kept(problem, before)
         return False, Reason.CHECKING, "a pod looks at what workers need; engines start after that"
-    if here.stage is Stage.FAILING:
-        if here.check.problem is not None:
-            return False, here.check.problem.reason, here.check.problem.message
+    if facts.stage is Stage.FAILING:
+        if facts.check.problem is not None:
+            return False, facts.check.problem.reason, facts.check.problem.message
         return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
-    if before.get("status") == "True" or (not before and here.check.planned is None):
+    if before.get("status") == "True" or (not before and facts.check.planned is None):
         # Of a job that nobody looked at, nothing is said.
         return (True, before["reason"], before.get("message", "")) if before else None
-    count = "" if here.check.planned is None else f": {here.check.planned} trajectories in {here.shards.count} shards"
+    count = (
+        "" if facts.check.planned is None else f": {facts.check.planned} trajectories in {facts.shards.count} shards"
+    )
     return True, Reason.CHECKED, f"workers have what they need{count}"
 
 
-def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict:
-    state, before = here.generation, condition(old, conditions.GENERATION_READY)
-    if here.stage is Stage.FAILING:
-        return _stopped(before, here, gone=not here.ready)
+def _generation_ready(old: Mapping[str, Any], facts: Facts) -> _Verdict:
+    job, observed = facts.job, facts.observed
+    state, before = facts.generation, condition(old, conditions.GENERATION_READY)
+    if facts.stage is Stage.FAILING:
+        return _stopped(before, facts, gone=not facts.ready)
     if state.reason == Reason.EXTERNAL:
         return True, Reason.EXTERNAL, state.message
-    if here.stage not in {Stage.CHECKING, *_UNDER_WAY}:
+    if facts.stage not in {Stage.CHECKING, *_UNDER_WAY}:
         stopped = {Stage.SUSPENDED: "suspended", Stage.QUEUED: "it has no quota"}
-        why = stopped.get(here.stage, "all shards are done")
+        why = stopped.get(facts.stage, "all shards are done")
         return False, Reason.RELEASED, f"the engines are released: {why}"
-    blocked = here.taken or _error(
+    blocked = facts.taken or _error(
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
     )
-    if here.stage is Stage.CHECKING and blocked is None:
+    if facts.stage is Stage.CHECKING and blocked is None:
         return False, Reason.WAITING_FOR_CHECK, "engines start when workers have what they need"
     count = f"{state.ready} of {state.desired} replicas are ready"
     cause = Cause(state.reason, state.message)
     if state.repeats and before.get("reason") == state.reason:
         cause = cause._replace(message=str(before.get("message", "")))
-    if here.ready:
+    if facts.ready:
         less = state.ready < state.desired or not state.settled
         words = (blocked.message if blocked else "") or (cause.message if less else "")
         return True, Reason.READY, told("; ".join(part for part in (count, state.note, words) if part))
@@ -246,25 +249,27 @@ def _generation_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observe
     return False, cause.reason, cause.message or count
 
 
-def _weights_served(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict | None:
+def _weights_served(old: Mapping[str, Any], facts: Facts) -> _Verdict | None:
     """Whether all replicas have the weights that are wanted; None where nothing is to be said of it."""
+    job, observed = facts.job, facts.observed
     wanted = job.spec.weights
-    if here.stage is Stage.FAILING or (wanted is None and not condition(old, conditions.WEIGHTS_SERVED)):
+    if facts.stage is Stage.FAILING or (wanted is None and not condition(old, conditions.WEIGHTS_SERVED)):
         return None
-    if here.stage not in _UNDER_WAY:
+    if facts.stage not in _UNDER_WAY:
         return False, Reason.RELEASED, "the engines are released"
     version = _OWN_VERSION if wanted is None else wanted.version
-    if _served(old, observed, here) == version:
+    if _served(old, facts) == version:
         return True, Reason.WEIGHTS_CURRENT, f"all replicas serve version {version}"
     having = sum(item.version == version for item in observed.served.values())
     problem = next((item.problem for _, item in sorted(observed.served.items()) if item.problem), None)
-    text = f"{having} of {here.generation.desired} replicas serve version {version}"
+    text = f"{having} of {facts.generation.desired} replicas serve version {version}"
     return False, Reason.WEIGHTS_LOADING, told(f"{text}; {problem}" if problem else text)
 
 
-def _served(old: Mapping[str, Any], observed: Observed, here: Situation) -> str | None:
+def _served(old: Mapping[str, Any], facts: Facts) -> str | None:
     """The version that all replicas serve, as far as they are heard; None where they differ or none is known."""
-    if here.stage not in _UNDER_WAY:
+    observed = facts.observed
+    if facts.stage not in _UNDER_WAY:
         return None
     before = (old.get("generation") or {}).get("policyVersion")
     if not observed.served:
@@ -274,28 +279,29 @@ def _served(old: Mapping[str, Any], observed: Observed, here: Situation) -> str 
     if found or version is None:
         return None
     # A replica that is new is heard of later, and has begun with what was wanted.
-    heard = len(observed.served) >= max(1, here.generation.ready) or version == before
+    heard = len(observed.served) >= max(1, facts.generation.ready) or version == before
     return version if heard else None
 
 
-def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, here: Situation) -> _Verdict:
-    shards, before = here.shards, condition(old, conditions.WORKERS_READY)
+def _workers_ready(old: Mapping[str, Any], facts: Facts) -> _Verdict:
+    job, observed = facts.job, facts.observed
+    shards, before = facts.shards, condition(old, conditions.WORKERS_READY)
     count = f"{shards.succeeded} of {shards.count} shards are done"
     if shards.done:
         failed = f", {len(shards.failed)} failed" if shards.failed else ""
         return False, Reason.SHARDS_DONE, f"{count}{failed}"
-    if here.stage is Stage.FAILING:
-        return _stopped(before, here, gone=not shards.exists or not shards.active)
-    if here.stage is Stage.SUSPENDED:
+    if facts.stage is Stage.FAILING:
+        return _stopped(before, facts, gone=not shards.exists or not shards.active)
+    if facts.stage is Stage.SUSPENDED:
         return False, Reason.JOB_SUSPENDED, count
-    if here.stage is Stage.QUEUED:
+    if facts.stage is Stage.QUEUED:
         return False, Reason.QUEUED, count
-    parts = (names.config, names.workers) if here.ready else (names.workers,)
-    blocked = here.taken or _error(observed, job, *parts)
+    parts = (names.config, names.workers) if facts.ready else (names.workers,)
+    blocked = facts.taken or _error(observed, job, *parts)
     if blocked and not shards.active:
         return False, blocked.reason, blocked.message
     if not shards.begun:
-        text = "its workers start next" if here.ready else "workers start when generation is ready"
+        text = "its workers start next" if facts.ready else "workers start when generation is ready"
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in of_component(observed.pods, names.WORKERS) if still_there([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
@@ -314,15 +320,16 @@ def _workers_ready(job: RolloutJob, old: Mapping[str, Any], observed: Observed, 
     return False, Reason.CRASHING if bad else Reason.STARTING, text
 
 
-def _finishing(job: RolloutJob, observed: Observed, here: Situation) -> _Verdict:
+def _finishing(facts: Facts) -> _Verdict:
+    job, observed = facts.job, facts.observed
     problem = first_problem(of_component(observed.pods, names.FINISH), "finish")
-    found = here.taken or _error(observed, job, names.config, names.finish) or problem
+    found = facts.taken or _error(observed, job, names.config, names.finish) or problem
     return (False, found.reason, found.message) if found else (False, Reason.SHARDS_DONE, "the shards are aggregated")
 
 
-def _stopped(before: Mapping[str, Any], here: Situation, *, gone: bool) -> _Verdict:
+def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> _Verdict:
     """A part of a job that fails: what kept it from being ready goes on to be told."""
-    reason = here.failure.reason if here.failure else ""
+    reason = facts.failure.reason if facts.failure else ""
     if not before:
         return False, reason, "not started: the job failed"
     if before["status"] == "True" and gone:
@@ -337,8 +344,8 @@ def _kept(problem: Problem, before: Mapping[str, Any]) -> tuple[str, str]:
     return problem.reason, problem.message
 
 
-def _outcome(here: Situation) -> str:
-    message = here.finish.message
+def _outcome(facts: Facts) -> str:
+    message = facts.finish.message
     if message is None:
         return "all shards are done"
     return f"{message.trajectories} trajectories are stored, {message.failed} failed"
@@ -372,16 +379,17 @@ def _merged(old: Json, found: Mapping[str, _Verdict], time: str, generation: int
     return [*ours, *(known[kind] for kind in sorted(known))]
 
 
-def _generation(old: Json, observed: Observed, here: Situation) -> Json:
-    state, version = here.generation, _served(old, observed, here)
-    wanted = state.desired if here.stage in _UNDER_WAY else 0
+def _generation(old: Json, facts: Facts) -> Json:
+    state, version = facts.generation, _served(old, facts)
+    wanted = state.desired if facts.stage in _UNDER_WAY else 0
     kept = {} if version is None else {"policyVersion": version}
     counts = {"readyReplicas": state.ready, "desiredReplicas": wanted}
-    return {"backend": here.backend, "endpoint": here.endpoint, **counts, **kept}
+    return {"backend": facts.backend, "endpoint": facts.endpoint, **counts, **kept}
 
 
-def _workers(job: RolloutJob, old: Json, observed: Observed, here: Situation) -> Json:
-    shards, before = here.shards, old.get("workers") or {}
+def _workers(old: Json, facts: Facts) -> Json:
+    job, observed = facts.job, facts.observed
+    shards, before = facts.shards, old.get("workers") or {}
     running = [
         pod
         for pod in of_component(observed.pods, names.WORKERS)
@@ -389,7 +397,7 @@ def _workers(job: RolloutJob, old: Json, observed: Observed, here: Situation) ->
     ]
     there = shards.exists
     # Until the Job is made, how many there are may still be edited.
-    settled = there or shards.done or here.stage is Stage.RUNNING or "shards" in before
+    settled = there or shards.done or facts.stage is Stage.RUNNING or "shards" in before
     return {
         "desired": min(job.spec.workers.replicas, shards.count),
         "active": shards.active,
@@ -468,21 +476,22 @@ class _Tally:
         return self.completed + self.failed + self.dropped
 
 
-def _progress(old: Json, observed: Observed, here: Situation, now: datetime) -> Json:
+def _progress(old: Json, facts: Facts) -> Json:
+    observed, now = facts.observed, facts.now
     before: Json = {
         key: value
         for key, value in (old.get("progress") or _new_progress()).items()
         if key != "estimatedSecondsRemaining"
     }
-    if here.finish.message is not None:
-        found = _settled(before, here.finish.message)
+    if facts.finish.message is not None:
+        found = _settled(before, facts.finish.message)
     else:
-        if here.check.planned is not None:
-            before["trajectories"] = here.check.planned
+        if facts.check.planned is not None:
+            before["trajectories"] = facts.check.planned
         # What the check counted is exact.
-        known = here.check.planned is not None or is_true(old, conditions.WORKERS_CHECKED)
-        found = _counted(before, _tallies(observed), before["trajectories"] if known else None, here.shards.count)
-    if here.stage is Stage.RUNNING:
+        known = facts.check.planned is not None or is_true(old, conditions.WORKERS_CHECKED)
+        found = _counted(before, _tallies(observed), before["trajectories"] if known else None, facts.shards.count)
+    if facts.stage is Stage.RUNNING:
         ready = condition(old, conditions.WORKERS_READY)
         since = parse_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None
         remaining = _remaining(old.get("progress") or {}, found, since, now)

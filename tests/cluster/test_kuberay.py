@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.apply import Applier
 from kuberoll_operator.kube.client import Client
@@ -189,7 +190,9 @@ async def test_applying_over_kuberays_update(api: Api, api_server: ApiServer, ro
 
     def wanted(job: Object, live: Object | None = None) -> Object:
         children = {} if live is None else {("RayService", "puzzle-gen"): live}
-        found = plan(RolloutJob.model_validate(job), job, Observed(children=children), SETTINGS, datetime.now(UTC))
+        found = plan(
+            compute_facts(RolloutJob.model_validate(job), job, Observed(children=children), SETTINGS, datetime.now(UTC))
+        )
         return next(item for item in found.apply if item["kind"] == "RayService")
 
     async with Client(await load_access(api_server.kubeconfig)) as client:

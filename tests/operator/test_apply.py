@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.access import load_access
 from kuberoll_operator.kube.apply import Applier, covers, hashed
 from kuberoll_operator.kube.client import Client
@@ -82,7 +83,9 @@ def children_of(raw: Object) -> list[Object]:
     found = {
         (item["kind"], item["metadata"]["name"]): item
         for now in (raw, checked)
-        for item in plan(RolloutJob.model_validate(now), now, Observed(), SETTINGS, datetime.now(UTC)).apply
+        for item in plan(
+            compute_facts(RolloutJob.model_validate(now), now, Observed(), SETTINGS, datetime.now(UTC))
+        ).apply
     }
     assert {kind for kind, _ in found} >= {"ConfigMap", "Deployment", "Job", "Service", "NetworkPolicy"}
     return [item for (kind, _), item in found.items() if kind != "Secret"]
@@ -90,7 +93,7 @@ def children_of(raw: Object) -> list[Object]:
 
 def secret_of(raw: Object) -> Object:
     """That of the tokens."""
-    found = plan(RolloutJob.model_validate(raw), raw, Observed(), SETTINGS, datetime.now(UTC)).apply
+    found = plan(compute_facts(RolloutJob.model_validate(raw), raw, Observed(), SETTINGS, datetime.now(UTC))).apply
     [secret] = [item for item in found if item["kind"] == "Secret"]
     return dict(secret)
 

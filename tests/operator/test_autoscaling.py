@@ -16,6 +16,7 @@ from kuberoll_operator import autoscaling, names
 from kuberoll_operator.autoscaling import Decision, Intent, Load, called_for, decide, described
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.native import load_of
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object
 from kuberoll_operator.plan import plan
 from kuberoll_operator.render import seal
@@ -150,7 +151,7 @@ def test_a_deployment_follows_the_load_and_nothing_else_of_it_changes() -> None:
 
     def deployment_at(seconds: float, live: Object | None) -> Object:
         seen = observed(workers, *([live] if live else []), pods=pods, progress=progress)
-        found = plan(scaled_job(), raw(status), seen, support.SETTINGS, at(seconds))
+        found = plan(compute_facts(scaled_job(), raw(status), seen, support.SETTINGS, at(seconds)))
         return next(item for item in found.apply if item["kind"] == "Deployment")
 
     def live(item: Object) -> Object:

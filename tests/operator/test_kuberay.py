@@ -13,6 +13,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.base import GenerationState
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object
 from kuberoll_operator.placement import place
 from kuberoll_operator.plan import plan
@@ -95,7 +96,9 @@ def test_ready_is_when_all_that_was_asked_for_is_there() -> None:
 def test_a_proxy_that_answers_is_not_enough(live: Object) -> None:
     found = state_of(live, engine("a"), engine("b"))
     assert not found.settled
-    status = compute_status(ray_job(), raw(), observed(live, pods=[engine("a"), engine("b")]), support.SETTINGS, at(0))
+    status = compute_status(
+        compute_facts(ray_job(), raw(), observed(live, pods=[engine("a"), engine("b")]), support.SETTINGS, at(0))
+    )
     assert status["phase"] == "Starting"
 
 
@@ -107,7 +110,7 @@ def test_what_answers_keeps_generation_ready_while_something_changes() -> None:
     }
     live = service(application("RUNNING", "UNHEALTHY", message="a replica died"))
     facts = observed(live, support.workers_job(), pods=[engine("a"), engine("b", ready=False)])
-    status = compute_status(ray_job(), raw(old), facts, support.SETTINGS, at(0))
+    status = compute_status(compute_facts(ray_job(), raw(old), facts, support.SETTINGS, at(0)))
     ready = next(item for item in status["conditions"] if item["type"] == "GenerationReady")
     assert (ready["status"], status["generation"]["readyReplicas"]) == ("True", 1)
     assert ready["message"] == "1 of 2 replicas are ready; UNHEALTHY: a replica died"
@@ -135,7 +138,7 @@ def test_pods_that_cannot_start_are_told_of_before_what_serve_waits_for() -> Non
 
 def test_what_kuberay_refuses_fails_the_job() -> None:
     invalid = {"type": "Ready", "status": "False", "reason": "ValidationFailed", "message": "The RayService is invalid"}
-    status = compute_status(ray_job(), raw(), observed(service({}, invalid)), support.SETTINGS, at(0))
+    status = compute_status(compute_facts(ray_job(), raw(), observed(service({}, invalid)), support.SETTINGS, at(0)))
     failure = next(item for item in status["conditions"] if item["type"] == "FailureTarget")
     assert failure["reason"] == "Refused"
     assert "The RayService is invalid" in failure["message"]
@@ -144,23 +147,23 @@ def test_what_kuberay_refuses_fails_the_job() -> None:
 def test_what_kuberay_gave_up_is_made_anew() -> None:
     late = {"type": "Ready", "status": "False", "reason": "InitializingTimeout", "message": "not ready within 1800s"}
     dead = service({}, late)
-    decided = plan(ray_job(), raw(), observed(dead), support.SETTINGS, at(0))
+    decided = plan(compute_facts(ray_job(), raw(), observed(dead), support.SETTINGS, at(0)))
     assert [item.kind for item in decided.delete] == ["RayService"]
     assert "RayService" not in {item["kind"] for item in decided.apply}
     assert "gave up" in state_of(dead).message
     # Its finalizer holds it for a while.
     going = service({}, late, deletionTimestamp=support.stamp(1))
-    decided = plan(ray_job(), raw(), observed(going), support.SETTINGS, at(1))
+    decided = plan(compute_facts(ray_job(), raw(), observed(going), support.SETTINGS, at(1)))
     assert not decided.delete
     assert "RayService" not in {item["kind"] for item in decided.apply}
     checked = {"conditions": [condition("WorkersChecked", True, "Checked")]}
-    decided = plan(ray_job(), raw(checked), observed(), support.SETTINGS, at(2))
+    decided = plan(compute_facts(ray_job(), raw(checked), observed(), support.SETTINGS, at(2)))
     assert "RayService" in {item["kind"] for item in decided.apply}
     # Not when the job's own deadline was first.
     begun = {"startTime": support.stamp(0), "conditions": [condition("GenerationReady", False, "Starting")]}
-    status = compute_status(ray_job(), raw(begun), observed(dead), support.SETTINGS, at(1800))
+    status = compute_status(compute_facts(ray_job(), raw(begun), observed(dead), support.SETTINGS, at(1800)))
     failed = raw(status)
-    decided = plan(ray_job(), failed, observed(dead), support.SETTINGS, at(1801))
+    decided = plan(compute_facts(ray_job(), failed, observed(dead), support.SETTINGS, at(1801)))
     assert decided.apply == ()
     assert [item.kind for item in decided.delete] == ["RayService"]
 
@@ -173,7 +176,7 @@ def test_it_is_gone_when_its_pods_are() -> None:
 
 def test_without_kuberay_its_jobs_are_refused() -> None:
     settings = support.SETTINGS.model_copy(update={"kuberay": False})
-    status = compute_status(ray_job(), raw(), observed(), settings, at(0))
+    status = compute_status(compute_facts(ray_job(), raw(), observed(), settings, at(0)))
     failure = next(item for item in status["conditions"] if item["type"] == "FailureTarget")
     assert "not installed" in failure["message"]
 

@@ -19,7 +19,7 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import names
 from kuberoll_operator.backends import backend_of
-from kuberoll_operator.facts import indexes, situation
+from kuberoll_operator.facts import compute_facts, indexes
 from kuberoll_operator.model import Object, Observed, Plan, StatusPatch, is_true
 from kuberoll_operator.plan import plan
 from kuberoll_operator.status import compute_status, next_deadline
@@ -47,7 +47,7 @@ TARGET = condition("FailureTarget", True, "FailedShards")
 
 
 def decide(facts: Observed, status: Mapping[str, Any] | None = None, seconds: float = 60, **spec: Any) -> Plan:
-    return plan(job(**spec), raw(status), facts, SETTINGS, at(seconds))
+    return plan(compute_facts(job(**spec), raw(status), facts, SETTINGS, at(seconds)))
 
 
 def applied(found: Plan) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_failed_check_asks_for_no_engine() -> None:
     pods = [pod("check", phase="Failed", container=terminated(78, "there is no environment type sliding_puzle"))]
     facts = observed(failed, pods=pods)
     assert decide(facts, {"conditions": [UNCHECKED]}) == Plan()
-    cause = situation(job(), raw({"conditions": [UNCHECKED]}), facts, SETTINGS, at(0)).failure
+    cause = compute_facts(job(), raw({"conditions": [UNCHECKED]}), facts, SETTINGS, at(0)).failure
     assert cause == ("Refused", "there is no environment type sliding_puzle")
     # Its pod stays, with its log.
     assert decide(facts, {"conditions": [TARGET]}) == Plan()
@@ -150,7 +150,9 @@ def test_replicas_that_span_pods_are_groups() -> None:
         assert service["spec"]["selector"][names.WORKER_INDEX_LABEL] == "0"
     # As many as have all their pods.
     groups = child("LeaderWorkerSet", "puzzle-replicas", status={"observedGeneration": 1, "readyReplicas": 1})
-    starting = compute_status(job(**SPREAD), raw({"conditions": [CHECKED]}), observed(groups), SETTINGS, at(60))
+    starting = compute_status(
+        compute_facts(job(**SPREAD), raw({"conditions": [CHECKED]}), observed(groups), SETTINGS, at(60))
+    )
     assert starting["generation"]["readyReplicas"] == 1
     groups["status"]["readyReplicas"] = 2
     assert "Job/workers" in applied(decide(observed(groups), {"conditions": [CHECKED]}, **SPREAD))
@@ -159,8 +161,8 @@ def test_replicas_that_span_pods_are_groups() -> None:
 
 def test_without_groups_a_replica_is_within_a_pod() -> None:
     unserved = SETTINGS.model_copy(update={"leader_worker_set": False})
-    assert plan(job(**SPREAD), raw(), observed(), unserved, at(0)) == Plan()
-    status = compute_status(job(**SPREAD), raw(), observed(), unserved, at(0))
+    assert plan(compute_facts(job(**SPREAD), raw(), observed(), unserved, at(0))) == Plan()
+    status = compute_status(compute_facts(job(**SPREAD), raw(), observed(), unserved, at(0)))
     assert "install LeaderWorkerSet" in str(status["conditions"])
 
 
@@ -274,7 +276,9 @@ def test_terminal_is_terminal(end: str) -> None:
 def test_somebody_elses_jobs_are_left_alone() -> None:
     assert decide(observed(deployment(2)), managedBy="kueue.x-k8s.io/multikueue") == Plan()
     assert applied(decide(observed(), managedBy="kuberoll.io/operator"))
-    assert plan(job(), raw(deletionTimestamp=stamp(0)), observed(deployment(2)), SETTINGS, at(0)) == Plan()
+    assert (
+        plan(compute_facts(job(), raw(deletionTimestamp=stamp(0)), observed(deployment(2)), SETTINGS, at(0))) == Plan()
+    )
 
 
 @pytest.mark.parametrize("kind", ["stranger", "earlier"])
@@ -381,8 +385,8 @@ class Cluster(RuleBasedStateMachine):
         seen = self.observe()
         live = raw(self.status or None)
         return (
-            plan(self.job(), live, seen, self.SETTINGS, self.now),
-            compute_status(self.job(), live, seen, self.SETTINGS, self.now),
+            plan(compute_facts(self.job(), live, seen, self.SETTINGS, self.now)),
+            compute_status(compute_facts(self.job(), live, seen, self.SETTINGS, self.now)),
         )
 
     @precondition(lambda self: not self.deleted)

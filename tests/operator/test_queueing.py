@@ -14,6 +14,7 @@ from hypothesis.stateful import rule
 from kuberoll_api import conditions
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import ClusterQuota, Object, Observed, Plan, StatusPatch, condition, is_true
 from kuberoll_operator.plan import plan
 from kuberoll_operator.status import compute_status
@@ -66,11 +67,11 @@ def checked(status: Mapping[str, Any] | None) -> Object:
 
 
 def decide(facts: Observed, status: Mapping[str, Any] | None = None, labels: Any = LABELS, **spec: Any) -> Plan:
-    return plan(job(labels, **spec), checked(status), facts, SETTINGS, at(60))
+    return plan(compute_facts(job(labels, **spec), checked(status), facts, SETTINGS, at(60)))
 
 
 def told(facts: Observed, status: Mapping[str, Any] | None = None, labels: Any = LABELS, **spec: Any) -> dict[str, Any]:
-    return compute_status(job(labels, **spec), checked(status), facts, SETTINGS, at(60))
+    return compute_status(compute_facts(job(labels, **spec), checked(status), facts, SETTINGS, at(60)))
 
 
 def reason(status: Mapping[str, Any], kind: str = conditions.SUSPENDED) -> tuple[str, str]:
@@ -114,13 +115,13 @@ def test_kueue_says_what_is_waited_for() -> None:
 
 def test_without_kueue_a_queue_is_waited_for_and_not_gone_round() -> None:
     unserved = SETTINGS.model_copy(update={"kueue": False})
-    assert applied(plan(job(), raw(), observed(), unserved, at(0))) == STANDING
-    status = compute_status(job(), raw(), observed(), unserved, at(0))
+    assert applied(plan(compute_facts(job(), raw(), observed(), unserved, at(0)))) == STANDING
+    status = compute_status(compute_facts(job(), raw(), observed(), unserved, at(0)))
     assert status["phase"] == "Queued"
     assert "install Kueue" in condition(status, "Suspended")["message"]
     # Somebody who wants no queues has none.
     ignored = SETTINGS.model_copy(update={"queues": False})
-    assert applied(plan(job(), raw(), observed(), ignored, at(0))) == [*STANDING, "Job/check"]
+    assert applied(plan(compute_facts(job(), raw(), observed(), ignored, at(0)))) == [*STANDING, "Job/check"]
 
 
 def test_an_admitted_job_runs_where_its_quota_is() -> None:
@@ -133,7 +134,7 @@ def test_an_admitted_job_runs_where_its_quota_is() -> None:
         assert spec["nodeSelector"] == {"pool": "a100"}
         assert spec["tolerations"] == FLAVOR["tolerations"]
     queued = told(observed())
-    status = compute_status(job(), checked(queued), facts, SETTINGS, at(90))
+    status = compute_status(compute_facts(job(), checked(queued), facts, SETTINGS, at(90)))
     assert (status["phase"], reason(status)) == ("Running", ("False", "Admitted"))
     assert status["startTime"] == support.stamp(90)
     assert "Admitted" in [event.reason for event in transitions(queued, status)]

@@ -15,6 +15,7 @@ from kuberoll_api.contract import PodProgress
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import model
 from kuberoll_operator.backends.pods import Ended, how_it_ended, told
+from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object, Observed, Served, WriteError
 from kuberoll_operator.status import compute_status, next_deadline
 from tests.operator.support import (
@@ -614,7 +615,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_table(row: Row) -> None:
-    found = compute_status(job(**row.spec), raw(row.status), row.facts, SETTINGS, at(row.seconds))
+    found = compute_status(compute_facts(job(**row.spec), raw(row.status), row.facts, SETTINGS, at(row.seconds)))
     told_of = {f"{item['type']}={item['status']}/{item['reason']}" for item in found["conditions"]}
     assert set(row.said) <= told_of
     assert found["phase"] == row.phase
@@ -627,7 +628,7 @@ def test_table(row: Row) -> None:
     order = [CONDITION_TYPES.index(item["type"]) for item in found["conditions"]]
     assert order == sorted(order)
     # Said once, it is not said again.
-    again = compute_status(job(**row.spec), raw(found), row.facts, SETTINGS, at(row.seconds))
+    again = compute_status(compute_facts(job(**row.spec), raw(found), row.facts, SETTINGS, at(row.seconds)))
     if row.phase not in {"Succeeded", "Failed"}:
         assert json.dumps(again) == json.dumps(found)
 
@@ -638,7 +639,7 @@ def test_there_are_rows_enough() -> None:
 
 
 def run(status: dict[str, Any], facts: Observed, seconds: float, **spec: Any) -> dict[str, Any]:
-    return compute_status(job(**spec), raw(status), facts, SETTINGS, at(seconds))
+    return compute_status(compute_facts(job(**spec), raw(status), facts, SETTINGS, at(seconds)))
 
 
 def running(*shards: tuple[int, int, int]) -> Observed:
@@ -895,16 +896,16 @@ def test_the_start_time_is_that_of_the_resumption() -> None:
 def test_what_is_over_says_nothing_more(end: str) -> None:
     status = {"phase": "x", "conditions": [condition(end, True, "X")], "observedGeneration": 1}
     assert run(status, observed(deployment(2), workers_job(active=4)), 999, suspend=True) == status
-    edited = compute_status(job(suspend=True), raw(status, generation=2), observed(), SETTINGS, at(1))
+    edited = compute_status(compute_facts(job(suspend=True), raw(status, generation=2), observed(), SETTINGS, at(1)))
     assert edited == {**status, "observedGeneration": 2}
 
 
 @pytest.mark.parametrize("metadata", [{}, {"deletionTimestamp": stamp(0)}])
 def test_somebody_elses_job_is_left_alone(metadata: dict[str, Any]) -> None:
     spec = {} if metadata else {"managedBy": "kueue.x-k8s.io/multikueue"}
-    assert compute_status(job(**spec), raw({"phase": "Any"}, **metadata), observed(), SETTINGS, at(0)) == {
-        "phase": "Any"
-    }
+    assert compute_status(
+        compute_facts(job(**spec), raw({"phase": "Any"}, **metadata), observed(), SETTINGS, at(0))
+    ) == {"phase": "Any"}
 
 
 def test_deadlines() -> None:
