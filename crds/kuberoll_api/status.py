@@ -156,11 +156,11 @@ class RolloutJobStatus(Model):
     summary: Summary | None = Field(default=None, description="The columns of kubectl get, as text; for people.")
 
 
-def of(done: int, wanted: int) -> str:
+def ratio_text(done: int, wanted: int) -> str:
     """`812/1024`, as the columns of `kubectl get` have it."""
     return f"{done}/{wanted}"
 
 
-def short(number: float | None) -> str:
+def number_text(number: float | None) -> str:
     """A number in four significant digits: `0.413`, `1.25e+06`; empty for None."""
     return "" if number is None else f"{number:.4g}"

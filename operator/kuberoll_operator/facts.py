@@ -15,14 +15,14 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
 from kuberoll_operator.backends.pods import (
-    Ended,
-    ended,
+    ContainerExit,
+    any_active,
     how_it_ended,
     is_disrupted,
-    of_component,
+    last_exit,
+    pods_of,
+    redact,
     shard_of,
-    still_there,
-    told,
 )
 from kuberoll_operator.deadlines import active_deadline, startup_deadlines
 from kuberoll_operator.messages import finish_message, worker_message
@@ -84,7 +84,7 @@ class Shards:
     failed: Sequence[int] = ()
     active: int = 0
     done: bool = False
-    ended: Mapping[int, Ended]
+    ended: Mapping[int, ContainerExit]
     problem: Cause | None = None
 
 
@@ -200,7 +200,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         failure=failure,
         taken=_taken(job, raw, observed, backend),
         quota=quota,
-        settled=generation.gone and not still_there(observed.pods),
+        settled=generation.gone and not any_active(observed.pods),
     )
 
 
@@ -282,12 +282,12 @@ def _failure(
         return Cause(Reason.INVALID_SPEC, problem)
     for (kind, name), error in sorted(observed.errors.items()):
         if error.reason in FATAL_WRITE_ERRORS:
-            return Cause(error.reason, told(f"{kind} {name}: {error.message}"))
+            return Cause(error.reason, redact(f"{kind} {name}: {error.message}"))
     if not quota.granted:
         # Its engines are not asked for, or are on their way out.
         return None
     if not shards.done and generation.refused is not None:
-        return Cause(Reason.REFUSED, told(f"generation: {generation.refused}"))
+        return Cause(Reason.REFUSED, redact(f"generation: {generation.refused}"))
     deadline = active_deadline(job, status)
     if deadline is not None and now >= deadline:
         return Cause(
@@ -317,7 +317,7 @@ def _not_started(
             # Before a program has any, the last words are those of the scheduler or the kubelet.
             last = message or condition(status, part).get("message", "") or "no cause was given"
             seconds = job.spec.startup_deadline_seconds
-            return Cause(Reason.STARTUP_DEADLINE, told(f"{text} within startupDeadlineSeconds ({seconds}): {last}"))
+            return Cause(Reason.STARTUP_DEADLINE, redact(f"{text} within startupDeadlineSeconds ({seconds}): {last}"))
     return None
 
 
@@ -414,7 +414,7 @@ def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
 
 
 def _verdict(
-    live: Object, failed: Sequence[int], budget: int, ends: Mapping[int, Ended], succeeded: int, count: int
+    live: Object, failed: Sequence[int], budget: int, ends: Mapping[int, ContainerExit], succeeded: int, count: int
 ) -> tuple[Cause | None, bool]:
     """Why the workers' Job failed, and whether all its shards are done or forgiven."""
     status = live.get("status") or {}
@@ -426,35 +426,35 @@ def _verdict(
     reason, words = verdict.get("reason", ""), str(verdict.get("message", ""))
     if reason == "PodFailurePolicy":
         refused = _first(ends, lambda end: end.exit_code == contract.EXIT_REFUSED)
-        return Cause(Reason.REFUSED, refused or told(words)), False
+        return Cause(Reason.REFUSED, refused or redact(words)), False
     if reason == "FailedIndexes" and 0 < len(failed) <= budget:
         return None, True
     guilty = {shard: end for shard, end in ends.items() if shard in failed} or ends
-    first = _first(guilty, lambda end: end.exit_code not in {0, contract.EXIT_DRAINED}) or told(words)
+    first = _first(guilty, lambda end: end.exit_code not in {0, contract.EXIT_DRAINED}) or redact(words)
     if not failed:
-        return Cause(Reason.FAILED_SHARDS, told(f"the workers' Job failed ({reason}): {first}")), False
+        return Cause(Reason.FAILED_SHARDS, redact(f"the workers' Job failed ({reason}): {first}")), False
     listed = ", ".join(map(str, failed[:_SHARDS_NAMED])) + (", ..." if len(failed) > _SHARDS_NAMED else "")
     text = (
         f"{len(failed)} of {count} shards failed ({listed}), more than workers.maxFailedShards ({budget}) allows; "
         f"the first: {first}"
     )
-    return Cause(Reason.FAILED_SHARDS, told(text)), False
+    return Cause(Reason.FAILED_SHARDS, redact(text)), False
 
 
-def _first(ends: Mapping[int, Ended], wanted: Callable[[Ended], bool]) -> str | None:
+def _first(ends: Mapping[int, ContainerExit], wanted: Callable[[ContainerExit], bool]) -> str | None:
     """The cause of the shard that failed first."""
     found = sorted((end.finished, shard) for shard, end in ends.items() if wanted(end))
     if not found:
         return None
     shard = found[0][1]
-    return told(f"shard {shard}: {how_it_ended(ends[shard])}")
+    return redact(f"shard {shard}: {how_it_ended(ends[shard])}")
 
 
-def _ends(observed: Observed) -> dict[int, Ended]:
+def _ends(observed: Observed) -> dict[int, ContainerExit]:
     """The last end of a worker's container, by shard; one that was disrupted or drained where there is no other."""
-    found: dict[int, tuple[tuple[bool, str, str], Ended]] = {}
-    for pod in of_component(observed.pods, names.WORKERS):
-        shard, end = shard_of(pod), ended(pod, "worker")
+    found: dict[int, tuple[tuple[bool, str, str], ContainerExit]] = {}
+    for pod in pods_of(observed.pods, names.WORKERS):
+        shard, end = shard_of(pod), last_exit(pod, "worker")
         if shard is None or end is None:
             continue
         rank = (not is_disrupted(pod) and end.exit_code != contract.EXIT_DRAINED, end.finished, end.pod)
@@ -477,7 +477,7 @@ def _check(
     if live is None or is_dying(live) or not is_ours(live, job, raw):
         return Check(done=False)
     ends = sorted(
-        (end for pod in of_component(observed.pods, names.CHECK) if (end := ended(pod, "worker")) is not None),
+        (end for pod in pods_of(observed.pods, names.CHECK) if (end := last_exit(pod, "worker")) is not None),
         key=lambda end: end.finished,
     )
     found = live.get("status") or {}
@@ -491,7 +491,7 @@ def _check(
     bad = [end for end in ends if end.exit_code not in {0, contract.EXIT_DRAINED}]
     refused = verdict.get("reason") == "PodFailurePolicy"
     text = how_it_ended(bad[-1]) if bad else str(verdict.get("message", ""))
-    return Check(done=False, problem=Cause(Reason.REFUSED if refused else Reason.CHECK_FAILED, told(text)))
+    return Check(done=False, problem=Cause(Reason.REFUSED if refused else Reason.CHECK_FAILED, redact(text)))
 
 
 def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
@@ -499,13 +499,13 @@ def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
     live = observed.get("Job", names.finish(job.metadata.name))
     if live is None or not is_ours(live, job, raw):
         return Finish(done=recorded)
-    pods = of_component(observed.pods, names.FINISH)
-    ends = sorted((end for pod in pods if (end := ended(pod, "finish")) is not None), key=lambda end: end.finished)
+    pods = pods_of(observed.pods, names.FINISH)
+    ends = sorted((end for pod in pods if (end := last_exit(pod, "finish")) is not None), key=lambda end: end.finished)
     status = live.get("status") or {}
     if is_true(status, "Failed") or is_true(status, "FailureTarget"):
         bad = [how_it_ended(end) for end in ends if end.exit_code != 0]
         words = condition(status, "Failed").get("message") or condition(status, "FailureTarget").get("message", "")
-        text = told(f"aggregation failed: {bad[-1] if bad else words}")
+        text = redact(f"aggregation failed: {bad[-1] if bad else words}")
         return Finish(problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)
     if not is_true(status, "Complete"):
         return Finish(done=recorded)
@@ -523,7 +523,7 @@ def _budget_problem(job: RolloutJob, message: FinishMessage) -> Cause | None:
         f"{message.failed} of {message.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
         f"allows{cause}"
     )
-    return Cause(Reason.FAILURE_BUDGET, told(text))
+    return Cause(Reason.FAILURE_BUDGET, redact(text))
 
 
 def indexes(text: str) -> list[int]:

@@ -39,7 +39,7 @@ class WriteError(NamedTuple):
     message: str
 
 
-class Served(NamedTuple):
+class ServedWeights(NamedTuple):
     """The weights of one replica of the policy.
 
     Attributes:
@@ -52,7 +52,7 @@ class Served(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class PodReports:
     """What pods of a job have said of themselves, those that answered.
 
     Attributes:
@@ -61,7 +61,7 @@ class Heard:
     """
 
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
-    served: Mapping[str, Served] = field(default_factory=dict)
+    served: Mapping[str, ServedWeights] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Observed:
     pods: Sequence[Object] = ()
     departed: Sequence[Object] = ()
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
-    served: Mapping[str, Served] = field(default_factory=dict)
+    served: Mapping[str, ServedWeights] = field(default_factory=dict)
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
     quota: ClusterQuota = field(default_factory=ClusterQuota)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kuberoll_operator.cache import Cache
-from kuberoll_operator.model import Heard, Key, Object, Observed
+from kuberoll_operator.model import Key, Object, Observed, PodReports
 
-Progress = Callable[[Key, Object, Sequence[Object]], Heard]
+Progress = Callable[[Key, Object, Sequence[Object]], PodReports]
 
 
 def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed:

@@ -14,8 +14,8 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import (
-    of_component,
-    still_there,
+    any_active,
+    pods_of,
 )
 from kuberoll_operator.deadlines import end_of_life
 from kuberoll_operator.facts import (
@@ -30,7 +30,7 @@ from kuberoll_operator.facts import (
     workload_ref,
 )
 from kuberoll_operator.model import Object, Observed, Plan, Ref, StatusPatch, condition, is_true, status_of
-from kuberoll_operator.render import Subject
+from kuberoll_operator.render import RenderContext
 from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
@@ -62,7 +62,7 @@ def plan(facts: Facts) -> Plan:
         return Plan(delete=_deletable(engines, facts))
     apply: list[Object] = []
     # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
-    draining = facts.stage in STOPPED and still_there(of_component(observed.pods, names.WORKERS))
+    draining = facts.stage in STOPPED and any_active(pods_of(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or facts.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
     if facts.stage is not Stage.CHECKING and (
         facts.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
@@ -82,10 +82,10 @@ def plan(facts: Facts) -> Plan:
     )
 
 
-def subject_of(facts: Facts) -> Subject:
+def subject_of(facts: Facts) -> RenderContext:
     """What children are rendered from."""
     job, raw, settings = facts.job, facts.raw, facts.settings
-    return Subject(
+    return RenderContext(
         job=job,
         namespace=raw["metadata"]["namespace"],
         uid=raw["metadata"]["uid"],
@@ -126,7 +126,7 @@ def _wanted(facts: Facts) -> tuple[list[Object], list[Ref]]:
         live = observed.get("Job", names.workers(subject.name))
         wanted = render.build_workers_job(subject, suspend=facts.stage is not Stage.RUNNING)
         # Two pods of one shard would write to the same place: never a new Job while an old one's pods are there.
-        settled = not still_there(of_component(observed.pods, names.WORKERS))
+        settled = not any_active(pods_of(observed.pods, names.WORKERS))
         if live is None:
             children += [wanted] if facts.stage is Stage.RUNNING and settled else []
         elif (

@@ -20,8 +20,8 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.contract import PodProgress, PodWeights, ServeWeights
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS
-from kuberoll_operator.backends.pods import leads, of_component, shard_of
-from kuberoll_operator.model import Heard, Key, Object, Served, is_true, status_of
+from kuberoll_operator.backends.pods import leads, pods_of, shard_of
+from kuberoll_operator.model import Key, Object, PodReports, ServedWeights, is_true, status_of
 
 ANSWER_SECONDS = 2.0
 FIRST_SECONDS = 3.0
@@ -54,11 +54,11 @@ class _Questions:
         source = None if backend is None else backend.weights_from
         self.workers = {
             pod["metadata"]["uid"]: (shard, host)
-            for pod in of_component(pods, names.WORKERS)
+            for pod in pods_of(pods, names.WORKERS)
             if (host := _host(pod)) is not None and (shard := shard_of(pod)) is not None
         }
         # Of a replica that spans pods, its leader answers.
-        engines = [pod for pod in of_component(pods, names.GENERATION) if source == "Pods" and leads(pod)]
+        engines = [pod for pod in pods_of(pods, names.GENERATION) if source == "Pods" and leads(pod)]
         self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
         ready = source == "Serve" and is_true(status, conditions.GENERATION_READY)
         self.serve = f"{generation['endpoint']}/v1/weights" if ready and generation.get("endpoint") else None
@@ -98,7 +98,7 @@ class ProgressPoller:
         self._token = token
         self._questions: dict[Key, _Questions] = {}
         self._known: dict[Key, dict[str, PodProgress]] = {}
-        self._served: dict[Key, dict[str, Served]] = {}
+        self._served: dict[Key, dict[str, ServedWeights]] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(CONCURRENCY)
         self._session: aiohttp.ClientSession | None = None
@@ -117,7 +117,7 @@ class ProgressPoller:
         if self._session is not None:
             await self._session.close()
 
-    def latest(self, key: Key, raw: Object, pods: Sequence[Object]) -> Heard:
+    def latest(self, key: Key, raw: Object, pods: Sequence[Object]) -> PodReports:
         """What is known of a job, without waiting; has its pods asked from now on.
 
         Args:
@@ -140,7 +140,7 @@ class ProgressPoller:
             # A shard's pod and its successor may both be there for a moment.
             if item.shard not in progress or item.trajectories > progress[item.shard].trajectories:
                 progress[item.shard] = item
-        return Heard(progress=progress, served=served)
+        return PodReports(progress=progress, served=served)
 
     def forget(self, key: Key) -> None:
         """The job is gone, or over."""
@@ -181,18 +181,20 @@ class ProgressPoller:
         # Of the shard that the pod is for, whatever runs there says.
         return None if answer is None else dataclasses.replace(answer, shard=shard)
 
-    async def _weights(self, questions: _Questions) -> dict[str, Served]:
+    async def _weights(self, questions: _Questions) -> dict[str, ServedWeights]:
         """Of the replicas that answered."""
         if questions.serve is not None:
             weights = await self._ask(questions.serve, _SERVE_WEIGHTS, token=questions.token)
             if weights is None:
                 return {}
-            return {name: Served(version, weights.problems.get(name)) for name, version in weights.replicas.items()}
+            return {
+                name: ServedWeights(version, weights.problems.get(name)) for name, version in weights.replicas.items()
+            }
         engines = dict(questions.engines)
         urls = [f"http://{host}:{self._weights_port}/weights" for host in engines.values()]
         answers = await asyncio.gather(*map(self._pod_weights, urls))
         return {
-            uid: Served(answer.served, answer.problem)
+            uid: ServedWeights(answer.served, answer.problem)
             for uid, answer in zip(engines, answers, strict=True)
             if answer is not None
         }

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import told
+from kuberoll_operator.backends.pods import redact
 from kuberoll_operator.model import ClusterQuota, Object, condition, is_true
-from kuberoll_operator.render.subject import Assignment
+from kuberoll_operator.render.context import Assignment
 from kuberoll_operator.settings import Settings
 
 ADMITTED: Final = "Admitted"
@@ -174,7 +174,7 @@ def _waiting(queue: str, words: str, *, held: bool = False, outdated: bool = Fal
         held=held,
         outdated=outdated,
         makeable=makeable,
-        message=told(f"waits for quota in queue {queue}: {words}"),
+        message=redact(f"waits for quota in queue {queue}: {words}"),
     )
 
 
@@ -182,7 +182,7 @@ def _evicted(job: RolloutJob, queue: str, workload: Object, found: ClusterQuota,
     evicted = condition(workload["status"], EVICTED)
     why = f"{evicted.get('reason', '')}: {evicted.get('message', '')}".rstrip(": ")
     if held:
-        message = told(f"evicted ({why}); its quota is given back when its last pod has ended")
+        message = redact(f"evicted ({why}); its quota is given back when its last pod has ended")
         return Quota(queue=queue, granted=False, held=True, message=message)
     makeable = _makeable(job, found, held=False)
     return _waiting(queue, f"{_words(workload)}; it was evicted ({why})", makeable=makeable)

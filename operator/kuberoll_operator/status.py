@@ -11,20 +11,20 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import CONDITION_TYPES, Reason
 from kuberoll_api.contract import FinishMessage, PodProgress, WorkerMessage
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_api.status import of, short
+from kuberoll_api.status import number_text, ratio_text
 from kuberoll_api.types import MAX_COUNT
 from kuberoll_operator import names
 from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.backends.pods import (
     MESSAGE_CHARACTERS,
     Problem,
-    ended,
-    first_problem,
+    any_active,
+    diagnose,
     how_it_ended,
-    of_component,
+    last_exit,
+    pods_of,
+    redact,
     shard_of,
-    still_there,
-    told,
 )
 from kuberoll_operator.deadlines import active_deadline, end_of_life, parse_time, startup_deadlines
 from kuberoll_operator.facts import STOPPED, Cause, Facts, Stage, is_at_rest, is_ours
@@ -151,7 +151,7 @@ def _conditions(facts: Facts) -> dict[str, _Verdict]:
         found[conditions.SUSPENDED] = _suspended(observed, settled=facts.settled)
     elif facts.stage is Stage.QUEUED:
         error = _error(observed, job, names.workload)
-        words = told(f"{facts.quota.message}; {error.message}" if error else facts.quota.message)
+        words = redact(f"{facts.quota.message}; {error.message}" if error else facts.quota.message)
         found[conditions.SUSPENDED] = (facts.settled, Reason.QUEUED if facts.settled else Reason.EVICTED, words)
     elif suspended and facts.stage is not Stage.FAILING:
         admitted = facts.quota.queue is not None
@@ -185,7 +185,7 @@ def _suspended(observed: Observed, *, settled: bool) -> _Verdict:
     """Whether a job that is to be suspended is: what was in flight is finished first."""
     if settled:
         return True, Reason.JOB_SUSPENDED, "no engine and no worker runs; everything finished is kept"
-    workers = sum(still_there([pod]) for pod in of_component(observed.pods, names.WORKERS))
+    workers = sum(any_active([pod]) for pod in pods_of(observed.pods, names.WORKERS))
     waits = f"{workers} workers finish what is in flight" if workers else "the engines are ending"
     return False, Reason.SUSPENDING, waits
 
@@ -200,8 +200,8 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> _Verdict | None:
         return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
     if facts.stage is Stage.CHECKING:
         blocked = facts.taken or _error(observed, job, names.config, names.check)
-        living = [pod for pod in of_component(observed.pods, names.CHECK) if still_there([pod])]
-        problem = first_problem(living, "worker")
+        living = [pod for pod in pods_of(observed.pods, names.CHECK) if any_active([pod])]
+        problem = diagnose(living, "worker")
         if blocked is not None:
             return False, blocked.reason, blocked.message
         if problem is not None:
@@ -243,7 +243,7 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> _Verdict:
     if facts.ready:
         less = state.ready < state.desired or not state.settled
         words = (blocked.message if blocked else "") or (cause.message if less else "")
-        return True, Reason.READY, told("; ".join(part for part in (count, state.note, words) if part))
+        return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
     if blocked:
         return False, blocked.reason, blocked.message
     return False, cause.reason, cause.message or count
@@ -263,7 +263,7 @@ def _weights_served(old: Mapping[str, Any], facts: Facts) -> _Verdict | None:
     having = sum(item.version == version for item in observed.served.values())
     problem = next((item.problem for _, item in sorted(observed.served.items()) if item.problem), None)
     text = f"{having} of {facts.generation.desired} replicas serve version {version}"
-    return False, Reason.WEIGHTS_LOADING, told(f"{text}; {problem}" if problem else text)
+    return False, Reason.WEIGHTS_LOADING, redact(f"{text}; {problem}" if problem else text)
 
 
 def _served(old: Mapping[str, Any], facts: Facts) -> str | None:
@@ -303,14 +303,14 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> _Verdict:
     if not shards.begun:
         text = "its workers start next" if facts.ready else "workers start when generation is ready"
         return False, Reason.WAITING_FOR_GENERATION, text
-    living = [pod for pod in of_component(observed.pods, names.WORKERS) if still_there([pod])]
+    living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
     bad = [
         (end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
     ]
     last = f"; shard {max(bad)[1]} was tried again after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
-    text = told(f"{running} workers run, {count}{last}")
-    problem = first_problem(living, "worker")
+    text = redact(f"{running} workers run, {count}{last}")
+    problem = diagnose(living, "worker")
     if running or (before.get("status") == "True" and problem is None):
         return True, Reason.RUNNING, text
     if problem is not None:
@@ -322,7 +322,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> _Verdict:
 
 def _finishing(facts: Facts) -> _Verdict:
     job, observed = facts.job, facts.observed
-    problem = first_problem(of_component(observed.pods, names.FINISH), "finish")
+    problem = diagnose(pods_of(observed.pods, names.FINISH), "finish")
     found = facts.taken or _error(observed, job, names.config, names.finish) or problem
     return (False, found.reason, found.message) if found else (False, Reason.SHARDS_DONE, "the shards are aggregated")
 
@@ -357,7 +357,7 @@ def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
     for (kind, name), error in sorted(observed.errors.items()):
         if name in wanted or kind == "Secret":
             # The name of the tokens' Secret is no secret.
-            return Cause(error.reason, f"{kind} {name}: {told(error.message, MESSAGE_CHARACTERS - len(name) - 32)}")
+            return Cause(error.reason, f"{kind} {name}: {redact(error.message, MESSAGE_CHARACTERS - len(name) - 32)}")
     return None
 
 
@@ -392,7 +392,7 @@ def _workers(old: Json, facts: Facts) -> Json:
     shards, before = facts.shards, old.get("workers") or {}
     running = [
         pod
-        for pod in of_component(observed.pods, names.WORKERS)
+        for pod in pods_of(observed.pods, names.WORKERS)
         if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
     ]
     there = shards.exists
@@ -435,12 +435,12 @@ def _summary(status: Json) -> Json:
     """The columns of `kubectl get`."""
     generation, workers, progress = status["generation"], status["workers"], status["progress"]
     results = status.get("results") or progress
-    replicas = of(generation["readyReplicas"], generation["desiredReplicas"])
+    replicas = ratio_text(generation["readyReplicas"], generation["desiredReplicas"])
     return {
         "generation": replicas if runs_in_job(generation["backend"]) else "-",
-        "workers": of(workers["ready"], workers["desired"]),
-        "progress": of(progress["completed"], progress["trajectories"]),
-        "meanReward": short(results.get("meanReward")),
+        "workers": ratio_text(workers["ready"], workers["desired"]),
+        "progress": ratio_text(progress["completed"], progress["trajectories"]),
+        "meanReward": number_text(results.get("meanReward")),
         "reason": _telling(status)[:64],
     }
 
@@ -549,8 +549,8 @@ def _tallies(observed: Observed) -> list[_Tally]:
     known: dict[int, list[_Tally]] = {}
     for shard, live in observed.progress.items():
         known[shard] = [_tally(live)]
-    for pod in of_component([*observed.pods, *observed.departed], names.WORKERS):
-        message, index = worker_message(ended(pod, "worker")), shard_of(pod)
+    for pod in pods_of([*observed.pods, *observed.departed], names.WORKERS):
+        message, index = worker_message(last_exit(pod, "worker")), shard_of(pod)
         # A pod that ended before it knew its shard has counted nothing.
         if index is None or message is None or message.shard is None:
             continue

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from kuberoll_api.contract import PodProgress
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
-from kuberoll_operator.model import Object, Observed, Served, WriteError
+from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
 from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.settings import Settings
 
@@ -165,7 +165,7 @@ def observed(
     *children: Object,
     pods: list[Object] | None = None,
     progress: Mapping[int, PodProgress] | None = None,
-    served: Mapping[str, Served] | None = None,
+    served: Mapping[str, ServedWeights] | None = None,
     errors: Mapping[tuple[str, str], WriteError] | None = None,
 ) -> Observed:
     """What a reconcile sees."""

@@ -18,7 +18,7 @@ from kuberoll_api.contract import PodProgress
 from kuberoll_api.http_server import serving
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes
 from kuberoll_operator.metrics import Metrics, milestones, scaling
-from kuberoll_operator.model import Heard, Key, Object, Served
+from kuberoll_operator.model import Key, Object, PodReports, ServedWeights
 from kuberoll_operator.progress import ANSWER_BYTES, FIRST_SECONDS, ProgressPoller
 from tests.operator.support import START, condition, raw
 
@@ -181,7 +181,7 @@ class Pods:
 async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -> None:
     pods = Pods()
     async with pods.poller() as poller:
-        assert poller.latest(KEY, RAW, [worker(3)]) == Heard()
+        assert poller.latest(KEY, RAW, [worker(3)]) == PodReports()
         assert await pods.told.get() == KEY
         expected = PodProgress(shard=3, trajectories=5, turns=20, reward_sum=2.5, planned=16)
         assert poller.latest(KEY, RAW, [worker(3)]).progress == {3: expected}
@@ -195,7 +195,7 @@ async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -
         assert await pods.pauses.begun.get() == 15
         assert pods.told.empty()
         # Gone with the pod.
-        assert poller.latest(KEY, RAW, []) == Heard()
+        assert poller.latest(KEY, RAW, []) == PodReports()
 
 
 async def test_a_worker_that_has_just_started_is_asked_again_soon() -> None:
@@ -242,7 +242,7 @@ async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
         await pods.pauses.begun.get()
         assert pods.asked.qsize() == 1
         assert pods.told.empty()
-        assert poller.latest(KEY, RAW, [worker(0)]) == Heard()
+        assert poller.latest(KEY, RAW, [worker(0)]) == PodReports()
 
 
 async def test_who_does_not_answer_is_left_out() -> None:
@@ -261,7 +261,7 @@ async def test_only_ready_pods_are_asked() -> None:
     async with pods.poller() as poller:
         going = worker(1)
         going["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
-        assert poller.latest(KEY, RAW, [worker(0, ready="False"), going]) == Heard()
+        assert poller.latest(KEY, RAW, [worker(0, ready="False"), going]) == PodReports()
         assert not poller._tasks
 
 
@@ -316,13 +316,13 @@ async def test_pods_of_native_tell_of_their_weights() -> None:
     job = raw({"generation": {"backend": "Native"}})
     async with replicas.poller() as (poller, _):
         replicas.answers["/weights"] = {"wanted": "2", "served": "1", "problem": "not there yet", "more": 1}
-        assert poller.latest(KEY, job, [engine("a")]) == Heard()
+        assert poller.latest(KEY, job, [engine("a")]) == PodReports()
         assert await replicas.told.get() == KEY
-        assert poller.latest(KEY, job, [engine("a")]).served == {"a": Served("1", "not there yet")}
+        assert poller.latest(KEY, job, [engine("a")]).served == {"a": ServedWeights("1", "not there yet")}
         replicas.answers["/weights"] = {"wanted": "2", "served": "2", "problem": None}
         await replicas.pauses.end()
         await replicas.told.get()
-        assert poller.latest(KEY, job, [engine("a")]).served == {"a": Served("2")}
+        assert poller.latest(KEY, job, [engine("a")]).served == {"a": ServedWeights("2")}
         assert poller.latest(KEY, job, [engine("b")]).served == {}
         # It is for anybody to read, and nobody is shown what is for the policy alone.
         assert set(replicas.shown) == {None}
@@ -333,7 +333,7 @@ async def test_serve_tells_of_the_weights_of_its_replicas() -> None:
     async with replicas.poller() as (poller, port):
         generation = {"backend": "KubeRay", "endpoint": f"http://127.0.0.1:{port}"}
         ready = condition(conditions.GENERATION_READY, True, "Ready")
-        assert poller.latest(KEY, raw({"generation": generation}), [engine("a")]) == Heard()
+        assert poller.latest(KEY, raw({"generation": generation}), [engine("a")]) == PodReports()
         assert not poller._tasks
         job = raw({"generation": generation, "conditions": [ready]})
         replicas.answers["/v1/weights"] = {
@@ -343,11 +343,11 @@ async def test_serve_tells_of_the_weights_of_its_replicas() -> None:
         }
         poller.latest(KEY, job, [])
         await replicas.told.get()
-        assert poller.latest(KEY, job, []).served == {"x": Served("2"), "y": Served("1", "no file")}
+        assert poller.latest(KEY, job, []).served == {"x": ServedWeights("2"), "y": ServedWeights("1", "no file")}
         replicas.answers["/v1/weights"] = {"replicas": {"z": "2"}}
         await replicas.pauses.end()
         await replicas.told.get()
-        assert poller.latest(KEY, job, []).served == {"z": Served("2")}
+        assert poller.latest(KEY, job, []).served == {"z": ServedWeights("2")}
         assert set(replicas.shown) == {f"Bearer of-{job['metadata']['uid']}"}
 
 

@@ -20,7 +20,7 @@ from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.events import Recorder
 from kuberoll_operator.kube.resources import CHILDREN, PODS, resource_of_object
 from kuberoll_operator.metrics import Metrics
-from kuberoll_operator.model import Heard, Key, Object, condition, is_true
+from kuberoll_operator.model import Key, Object, PodReports, condition, is_true
 from kuberoll_operator.observe import observe
 from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.progress import ProgressPoller
@@ -312,7 +312,7 @@ async def test_pods_of_a_predecessor_are_not_looked_at(tmp_path: Path) -> None:
             pod["metadata"] |= {"labels": names.labels("puzzle", "workers"), "creationTimestamp": created}
             it.cache.written(resource_of_object(pod), {**pod, "metadata": {**pod["metadata"], "resourceVersion": "1"}})
         raw = {"metadata": {"creationTimestamp": "2026-03-01T12:00:00Z"}}
-        observed = observe(it.cache, KEY, raw, lambda *_: Heard())
+        observed = observe(it.cache, KEY, raw, lambda *_: PodReports())
         assert [pod["metadata"]["name"] for pod in observed.pods] == ["new"]
 
 

@@ -22,7 +22,7 @@ from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml
 from kuberoll_operator.model import Object
-from kuberoll_operator.render import Subject, generation, seal, workers
+from kuberoll_operator.render import RenderContext, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
 from kuberoll_operator.render.output import OutputRefused, output_of
 from kuberoll_operator.settings import NoTokenKey, Settings
@@ -55,9 +55,9 @@ def children(case: str) -> list[Object]:
     return [child for _, child in children_of(job, str(job.metadata.namespace), support.SETTINGS)]
 
 
-def subject(backend: str = "Native", **spec: Any) -> Subject:
+def subject(backend: str = "Native", **spec: Any) -> RenderContext:
     job = support.job(**spec)
-    return Subject(
+    return RenderContext(
         job=job,
         namespace=support.NAMESPACE,
         uid=UID,

@@ -14,9 +14,9 @@ from kuberoll_api.conditions import CONDITION_TYPES
 from kuberoll_api.contract import PodProgress
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import model
-from kuberoll_operator.backends.pods import Ended, how_it_ended, told
+from kuberoll_operator.backends.pods import ContainerExit, how_it_ended, redact
 from kuberoll_operator.facts import compute_facts
-from kuberoll_operator.model import Object, Observed, Served, WriteError
+from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
 from kuberoll_operator.status import compute_status, next_deadline
 from tests.operator.support import (
     SETTINGS,
@@ -870,7 +870,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x"\nModuleNotFoundError
     ],
 )
 def test_ends_are_told_in_words(code: int, reason: str, message: str, words: str) -> None:
-    assert how_it_ended(Ended("p", code, reason, "", message)) == words.strip()
+    assert how_it_ended(ContainerExit("p", code, reason, "", message)) == words.strip()
 
 
 def test_transition_times_move_with_the_status_only() -> None:
@@ -949,11 +949,11 @@ SECRETS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "expected"), SECRETS)
 def test_secrets_do_not_stand_in_a_status(text: str, expected: str) -> None:
-    assert told(text) == expected
+    assert redact(text) == expected
 
 
 def test_long_words_are_capped() -> None:
-    assert len(told("x" * 5000)) == 1000
+    assert len(redact("x" * 5000)) == 1000
 
 
 NEW_WEIGHTS = {"uri": "/models/2", "version": "2"}
@@ -963,17 +963,17 @@ NEW_WEIGHTS = {"uri": "/models/2", "version": "2"}
     ("served", "expected", "version", "words"),
     [
         ({}, False, None, "0 of 2"),
-        ({"a": Served("1"), "b": Served("1")}, False, "1", "0 of 2"),
-        ({"a": Served("2"), "b": Served("1")}, False, None, "1 of 2"),
-        ({"a": Served("2"), "b": Served("1", "no such file")}, False, None, "no such file"),
+        ({"a": ServedWeights("1"), "b": ServedWeights("1")}, False, "1", "0 of 2"),
+        ({"a": ServedWeights("2"), "b": ServedWeights("1")}, False, None, "1 of 2"),
+        ({"a": ServedWeights("2"), "b": ServedWeights("1", "no such file")}, False, None, "no such file"),
         # One of the two has not told yet.
-        ({"a": Served("2")}, False, None, "1 of 2"),
-        ({"a": Served("2"), "b": Served(None)}, False, None, "1 of 2"),
-        ({"a": Served("2"), "b": Served("2")}, True, "2", "all replicas serve version 2"),
+        ({"a": ServedWeights("2")}, False, None, "1 of 2"),
+        ({"a": ServedWeights("2"), "b": ServedWeights(None)}, False, None, "1 of 2"),
+        ({"a": ServedWeights("2"), "b": ServedWeights("2")}, True, "2", "all replicas serve version 2"),
     ],
 )
 def test_weights_are_served_when_all_replicas_say_so(
-    served: dict[str, Served], expected: bool, version: str | None, words: str
+    served: dict[str, ServedWeights], expected: bool, version: str | None, words: str
 ) -> None:
     facts = observed(deployment(2), workers_job(), served=served)
     found = run(WITH_WORKERS, facts, 0, weights=NEW_WEIGHTS)
@@ -985,7 +985,7 @@ def test_weights_are_served_when_all_replicas_say_so(
 
 
 def test_versions_are_known_without_weights_and_forgotten_with_the_engines() -> None:
-    own = {"a": Served("0"), "b": Served("0")}
+    own = {"a": ServedWeights("0"), "b": ServedWeights("0")}
     found = run(WITH_WORKERS, observed(deployment(2), workers_job(), served=own), 0)
     assert found["generation"]["policyVersion"] == "0"
     assert not condition_of(found, "WeightsServed")
@@ -993,7 +993,7 @@ def test_versions_are_known_without_weights_and_forgotten_with_the_engines() -> 
     again = run(found, observed(deployment(2), workers_job()), 60)
     assert again["generation"]["policyVersion"] == "0"
     # A replica that is new changes nothing.
-    more = observed(deployment(2), workers_job(), served={"a": Served("0")})
+    more = observed(deployment(2), workers_job(), served={"a": ServedWeights("0")})
     assert run(found, more, 60)["generation"]["policyVersion"] == "0"
     stopped = run(found, observed(deployment(2), workers_job()), 60, suspend=True)
     assert "policyVersion" not in stopped["generation"]

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import Hosting
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
 
@@ -66,13 +66,13 @@ class Backend(Protocol):
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
         """How the policy is run, found and entered."""
 
-    def fixtures(self, subject: Subject) -> Sequence[Object]:
+    def fixtures(self, subject: RenderContext) -> Sequence[Object]:
         """Children that cost nothing and are there as long as the job: Services."""
 
-    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:
+    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
         """Children that hold GPUs."""
 
-    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
+    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
         """The pods of the engines, as many as there may be at once: what they need quota for."""
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:

@@ -9,8 +9,8 @@ from kuberoll_api.conditions import Reason
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.model import Object, Observed, Ref
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import Hosting
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
 
@@ -34,13 +34,13 @@ class External:
         replicas = [url.rstrip("/") for url in (external.url, *external.urls)]
         return Hosting(endpoint=replicas[0], in_job=False, discovery="Static", replicas=replicas)
 
-    def fixtures(self, subject: Subject) -> Sequence[Object]:  # noqa: ARG002
+    def fixtures(self, subject: RenderContext) -> Sequence[Object]:  # noqa: ARG002
         return []
 
-    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
         return []
 
-    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:  # noqa: ARG002
+    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:  # noqa: ARG002
         return []
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002

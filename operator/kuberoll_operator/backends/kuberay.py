@@ -11,13 +11,13 @@ from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.base import GenerationState
-from kuberoll_operator.backends.pods import Problem, first_problem, of_component, refusal, still_there, told
+from kuberoll_operator.backends.pods import Problem, any_active, diagnose, pods_of, redact, refusal
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true
 from kuberoll_operator.placement import CannotPlace, misplacement, place
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import build_generation_services
 from kuberoll_operator.render.hosting import Hosting, namespaced, tcp
 from kuberoll_operator.render.rayservice import build_rayservice, keep_cluster
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
 
@@ -58,17 +58,17 @@ class KubeRay:
             visitors=visitors,
         )
 
-    def fixtures(self, subject: Subject) -> Sequence[Object]:
+    def fixtures(self, subject: RenderContext) -> Sequence[Object]:
         return build_generation_services(subject)
 
-    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
         live = observed.get("RayService", names.ray_service(subject.name))
         if live is not None and (_is_dying(live) or _timed_out(live)):
             return []
         placement = place(subject.job.spec.generation, one_each=False)
         return [keep_cluster(build_rayservice(subject, placement), live)]
 
-    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
+    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
         cluster = build_rayservice(subject, place(subject.job.spec.generation, one_each=False))["spec"][
             "rayClusterConfig"
         ]
@@ -87,11 +87,11 @@ class KubeRay:
 
     def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
         live = observed.get("RayService", names.ray_service(job.metadata.name))
-        pods = of_component(observed.pods, names.GENERATION)
+        pods = pods_of(observed.pods, names.GENERATION)
         status = (live.get("status") or {}) if live is not None and not _is_dying(live) else {}
         desired = self._desired(job, pods)
         full = _is_complete(status)
-        found = _failure(status) or first_problem(pods, "generation") or _unfinished(status)
+        found = _failure(status) or diagnose(pods, "generation") or _unfinished(status)
         ready = desired if full else self._answering(job, pods, desired, status)
         return GenerationState(
             ready=ready,
@@ -100,7 +100,7 @@ class KubeRay:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=_refused(status) or refusal(pods, "generation"),
-            gone=live is None and not still_there(pods),
+            gone=live is None and not any_active(pods),
             # Of before its last change, it says what was, and stays so for a few seconds after it, too.
             settled=full and live is not None and _is_seen(live, status),
             note=_scaling(job),
@@ -111,7 +111,7 @@ class KubeRay:
         spec = job.spec.generation
         if spec.autoscaling is None:
             return spec.replicas or 1
-        there = self._replicas(job, [pod for pod in pods if _is_engine(pod) and still_there([pod])])
+        there = self._replicas(job, [pod for pod in pods if _is_engine(pod) and any_active([pod])])
         return min(spec.autoscaling.max_replicas, max(fewest_replicas(spec.autoscaling), there))
 
     def _answering(self, job: RolloutJob, pods: Sequence[Object], desired: int, status: Mapping[str, Any]) -> int:
@@ -171,15 +171,15 @@ def _failure(status: Mapping[str, Any]) -> Problem | None:
     """What Serve says of an engine that failed: its own traceback, mostly."""
     ready = condition(status, _READY)
     if ready.get("reason") == "InitializingTimeout":
-        return Problem(Reason.STARTING, told(f"KubeRay gave up, and it begins anew: {ready.get('message', '')}"))
+        return Problem(Reason.STARTING, redact(f"KubeRay gave up, and it begins anew: {ready.get('message', '')}"))
     broken = [item for item in _statements(status) if item[0] in _BROKEN and item[1]]
-    return Problem(Reason.ENGINE_FAILED, told(_joined(broken))) if broken else None
+    return Problem(Reason.ENGINE_FAILED, redact(_joined(broken))) if broken else None
 
 
 def _unfinished(status: Mapping[str, Any]) -> Problem | None:
     """What Serve waits for."""
     said = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
-    return Problem(Reason.STARTING, told(_joined(said))) if said else None
+    return Problem(Reason.STARTING, redact(_joined(said))) if said else None
 
 
 def _joined(statements: Sequence[tuple[str, str]]) -> str:
@@ -207,7 +207,7 @@ def _refused(status: Mapping[str, Any]) -> str | None:
     ready = condition(status, _READY)
     if ready.get("reason") != "ValidationFailed":
         return None
-    return told(f"KubeRay does not take the RayService: {ready.get('message', '')}")
+    return redact(f"KubeRay does not take the RayService: {ready.get('message', '')}")
 
 
 def _timed_out(live: Object) -> bool:

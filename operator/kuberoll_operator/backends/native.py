@@ -12,15 +12,16 @@ from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import autoscaling, names
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import (
-    first_problem,
-    of_component,
+    any_active,
+    diagnose,
     pod_creation_problem,
+    pods_of,
     refusal,
     shard_of,
-    still_there,
 )
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.placement import CannotPlace, misplacement, place
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import (
     GROUPS_MUTABLE,
     MUTABLE,
@@ -30,7 +31,6 @@ from kuberoll_operator.render.generation import (
 )
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.objects import annotated, keep_shape
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workload import PodSet
 from kuberoll_operator.settings import Settings
 
@@ -53,10 +53,10 @@ class Native:
             replicas_host=f"{names.generation_pods(name)}.{namespace}.svc:{GENERATION_PORT}",
         )
 
-    def fixtures(self, subject: Subject) -> Sequence[Object]:
+    def fixtures(self, subject: RenderContext) -> Sequence[Object]:
         return build_generation_services(subject, leaders=_size(subject.job) > 1)
 
-    def engines(self, subject: Subject, observed: Observed, now: datetime) -> Sequence[Object]:
+    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
         live = _live(subject.job, observed)
         spec = subject.job.spec.generation
         if spec.autoscaling is None:
@@ -67,7 +67,7 @@ class Native:
         text = autoscaling.written(decided.intent) if decided.intent else None
         return [annotated(_build(subject, decided.replicas, live), {names.AUTOSCALING: text})]
 
-    def pod_sets(self, subject: Subject) -> Sequence[PodSet]:
+    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
         most = _most(subject.job)
         # A group's pods differ in their probes only.
         template = build_generation_deployment(subject, replicas=most)["spec"]["template"]
@@ -89,12 +89,12 @@ class Native:
         desired = spec.replicas or 1
         if spec.autoscaling is not None:
             desired = _asked_for(live) or fewest_replicas(spec.autoscaling)
-        pods = of_component(observed.pods, names.GENERATION)
+        pods = pods_of(observed.pods, names.GENERATION)
         status = live.get("status", {}) if live else {}
         # Of an older generation the numbers may be those of pods that are on their way out.
         current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
         ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
-        found = first_problem(pods, "generation") or (pod_creation_problem(live) if live else None)
+        found = diagnose(pods, "generation") or (pod_creation_problem(live) if live else None)
         return GenerationState(
             ready=ready,
             desired=desired,
@@ -102,8 +102,7 @@ class Native:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
-            gone=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job))
-            and not still_there(pods),
+            gone=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job)) and not any_active(pods),
             note=autoscaling.described(spec.autoscaling, load_of(observed)) if spec.autoscaling else "",
         )
 
@@ -124,7 +123,7 @@ def _live(job: RolloutJob, observed: Observed) -> Object | None:
     return observed.get("Deployment", names.generation(name))
 
 
-def _build(subject: Subject, replicas: int, live: Object | None) -> Object:
+def _build(subject: RenderContext, replicas: int, live: Object | None) -> Object:
     """What makes the pods, as it is to be; what runs keeps its shape."""
     if (size := _size(subject.job)) > 1:
         return keep_shape(build_generation_groups(subject, replicas=replicas, size=size), live, GROUPS_MUTABLE)
@@ -146,7 +145,7 @@ def load_of(observed: Observed) -> autoscaling.Load:
 def _shards_that_run(observed: Observed) -> set[int]:
     running = [
         pod
-        for pod in of_component(observed.pods, names.WORKERS)
+        for pod in pods_of(observed.pods, names.WORKERS)
         if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
     ]
     return {shard for pod in running if (shard := shard_of(pod)) is not None}

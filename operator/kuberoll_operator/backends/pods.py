@@ -78,7 +78,7 @@ class Problem(NamedTuple):
     repeats: bool = False
 
 
-class Ended(NamedTuple):
+class ContainerExit(NamedTuple):
     """A container that has ended.
 
     Attributes:
@@ -94,7 +94,7 @@ class Ended(NamedTuple):
     message: str
 
 
-def told(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
+def redact(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
     """A text of somebody else's as it may stand in a status: without secrets, and not too long."""
     text = _SECRETS.sub(_REDACTED, text)
     text = _BEARER.sub(rf"\1 {_REDACTED}", text)
@@ -109,7 +109,7 @@ def component_of(pod: Mapping[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def of_component(pods: Iterable[Object], component: str) -> list[Object]:
+def pods_of(pods: Iterable[Object], component: str) -> list[Object]:
     """The pods of a component, by name."""
     return sorted((pod for pod in pods if component_of(pod) == component), key=_name)
 
@@ -129,19 +129,19 @@ def leads(pod: Mapping[str, Any]) -> bool:
     return str((pod.get("metadata", {}).get("labels") or {}).get(names.WORKER_INDEX_LABEL, "0")) == "0"
 
 
-def still_there(pods: Iterable[Object]) -> bool:
+def any_active(pods: Iterable[Object]) -> bool:
     """Whether a pod still holds what it was given: has neither succeeded nor failed."""
     return any(pod.get("status", {}).get("phase") not in {"Succeeded", "Failed"} for pod in pods)
 
 
-def ended(pod: Mapping[str, Any], container: str) -> Ended | None:
+def last_exit(pod: Mapping[str, Any], container: str) -> ContainerExit | None:
     """The last end of a pod's container, if it has ended once."""
     for status in pod.get("status", {}).get("containerStatuses") or ():
         if status.get("name") != container:
             continue
         for state in (status.get("state"), status.get("lastState")):
             if found := (state or {}).get("terminated"):
-                return Ended(
+                return ContainerExit(
                     pod=_name(pod),
                     exit_code=int(found.get("exitCode", 0)),
                     reason=str(found.get("reason", "")),
@@ -156,7 +156,7 @@ def is_disrupted(pod: Mapping[str, Any]) -> bool:
     return is_true(pod.get("status") or {}, "DisruptionTarget")
 
 
-def first_problem(pods: Sequence[Object], container: str) -> Problem | None:
+def diagnose(pods: Sequence[Object], container: str) -> Problem | None:
     """What keeps pods from being ready: of the first that has a problem, the most telling kinds first.
 
     Args:
@@ -184,8 +184,8 @@ def missing_secrets(pods: Iterable[Object]) -> set[str]:
 def refusal(pods: Sequence[Object], container: str) -> str | None:
     """What a container said that will not run, however often it is started."""
     for pod in pods:
-        if (last := ended(pod, container)) is not None and last.exit_code == contract.EXIT_REFUSED:
-            return told(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, and no word"
+        if (last := last_exit(pod, container)) is not None and last.exit_code == contract.EXIT_REFUSED:
+            return redact(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, and no word"
     return None
 
 
@@ -194,21 +194,21 @@ def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
     failure = condition(owner.get("status") or {}, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
-    message = told(str(failure.get("message", "")))
+    message = redact(str(failure.get("message", "")))
     if "exceeded quota" in message:
         return Problem(Reason.QUOTA, message)
     return Problem(Reason.FORBIDDEN if "forbidden" in message else Reason.INVALID_TEMPLATE, message)
 
 
-def how_it_ended(last: Ended) -> str:
+def how_it_ended(last: ContainerExit) -> str:
     """What a container's end comes to, in words: its own where it left any, else the kernel's."""
     killed = last.exit_code in _SIGNALS
-    words = told(last_words(last.message, killed=killed))
+    words = redact(last_words(last.message, killed=killed))
     if last.reason == "OOMKilled":
-        return told(f"out of memory (OOMKilled); raise the memory limit. {words}")
+        return redact(f"out of memory (OOMKilled); raise the memory limit. {words}")
     if killed:
         text = f"killed by {_signal_name(last.exit_code - 128)} (exit code {last.exit_code})"
-        return told(f"{text}: {words}" if words else text)
+        return redact(f"{text}: {words}" if words else text)
     reason = f" ({last.reason})" if last.reason not in {"", "Error", "Completed"} else ""
     return words or f"exit code {last.exit_code}{reason}"
 
@@ -255,7 +255,7 @@ def _signal_name(number: int) -> str:
 def _image_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _IMAGE_REASONS:
-            text = told(f"container {name}: {message or reason}")
+            text = redact(f"container {name}: {message or reason}")
             return Problem(Reason.IMAGE_PULL, text, repeats=reason == "ImagePullBackOff")
     return None
 
@@ -263,21 +263,21 @@ def _image_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG0
 def _pod_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _POD_REASONS:
-            return Problem(Reason.POD_CONFIG, told(f"container {name}: {message or reason}"))
+            return Problem(Reason.POD_CONFIG, redact(f"container {name}: {message or reason}"))
     return None
 
 
 def _crash(pod: Object, container: str) -> Problem | None:
     for status in _statuses(pod):
         name = str(status.get("name", ""))
-        last = ended({**pod, "status": {"containerStatuses": [status]}}, name)
+        last = last_exit({**pod, "status": {"containerStatuses": [status]}}, name)
         # One that runs after a crash is starting, and how its predecessor ended is all that is known.
         if last is None or last.exit_code == 0 or status.get("ready"):
             continue
         waiting = (status.get("state") or {}).get("waiting") or {}
         # The count never falls, so that one that starts again and again does not change its reason each time.
         crashing = waiting.get("reason") == "CrashLoopBackOff" or int(status.get("restartCount", 0)) > 1
-        text = how_it_ended(last) if name == container else told(f"container {name}: {how_it_ended(last)}")
+        text = how_it_ended(last) if name == container else redact(f"container {name}: {how_it_ended(last)}")
         return Problem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)
     return None
 
@@ -286,7 +286,7 @@ def _unscheduled(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
     scheduled = condition(pod.get("status") or {}, "PodScheduled")
     if scheduled.get("status") != "False":
         return None
-    return Problem(Reason.UNSCHEDULABLE, told(str(scheduled.get("message") or scheduled.get("reason") or "")))
+    return Problem(Reason.UNSCHEDULABLE, redact(str(scheduled.get("message") or scheduled.get("reason") or "")))
 
 
 def _waiting(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -82,7 +82,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     if (problem := spec_problem(job, name, settings)) is not None:
         raise ValueError(problem)
     backend = BACKENDS[name]
-    subject = built.Subject(
+    subject = built.RenderContext(
         job=job,
         namespace=namespace,
         uid=UID,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from kuberoll_operator import names
-from kuberoll_operator.backends.pods import first_problem
+from kuberoll_operator.backends.pods import diagnose
 from kuberoll_operator.console.connection import Connection
 from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.execution import StreamLost, execution
@@ -137,7 +137,7 @@ class ReaderSession:
                         return
                     if pod.get("status", {}).get("phase") in {"Failed", "Succeeded"}:
                         raise ConsoleError(f"the reader pod has ended: {_end_of(pod)}")
-                    problem = first_problem([pod], CONTAINER)
+                    problem = diagnose([pod], CONTAINER)
                     last = f"{problem.reason}: {problem.message}" if problem else last
                     if last and last != said:
                         self._note(f"waiting for the reader pod: {last}")

@@ -2,6 +2,7 @@
 
 from kuberoll_operator.render.check import build_check_job
 from kuberoll_operator.render.config import build_config
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.finish import build_finish_job
 from kuberoll_operator.render.generation import (
     build_generation_deployment,
@@ -11,14 +12,13 @@ from kuberoll_operator.render.generation import (
 from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.rayservice import build_rayservice
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.tokens import build_token_secrets
 from kuberoll_operator.render.workers import build_workers_job, build_workers_service
 from kuberoll_operator.render.workload import Priority, build_workload
 
 __all__ = [
     "Priority",
-    "Subject",
+    "RenderContext",
     "build_check_job",
     "build_config",
     "build_finish_job",

@@ -11,8 +11,8 @@ from typing import Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workers import failure_policy, worker_template
 
 MUTABLE: Final = frozenset({"suspend"})
@@ -20,7 +20,7 @@ MUTABLE: Final = frozenset({"suspend"})
 RETRIES: Final = 3
 
 
-def build_check_job(subject: Subject, *, suspend: bool = False) -> Object:
+def build_check_job(subject: RenderContext, *, suspend: bool = False) -> Object:
     """Job <job>-check: one pod, a worker's in everything but what it is told to do."""
     child = subject.child("batch/v1", "Job", names.check(subject.name), names.CHECK)
     child["spec"] = {

@@ -12,8 +12,8 @@ from kuberoll_api.rolloutjob import RolloutJobSpec
 from kuberoll_api.traits import Traits
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.output import output_of
-from kuberoll_operator.render.subject import Subject
 
 CONFIG_DIRECTORY: Final = "/etc/kuberoll"
 CONFIG_FILE: Final = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"
@@ -21,7 +21,7 @@ DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
 STATE_DIRECTORY: Final = "/var/lib/kuberoll"
 
 
-def build_config(subject: Subject) -> Object:
+def build_config(subject: RenderContext) -> Object:
     """ConfigMap <job>-config with the one key job.json.
 
     Raises:
@@ -35,7 +35,7 @@ def build_config(subject: Subject) -> Object:
     return {**child, "data": {names.CONFIG_KEY: f"{text}\n"}}
 
 
-def pod_config(subject: Subject) -> PodConfig:
+def pod_config(subject: RenderContext) -> PodConfig:
     """The configuration that job.json holds.
 
     Raises:
@@ -57,7 +57,7 @@ def pod_config(subject: Subject) -> PodConfig:
     )
 
 
-def _for_pods(subject: Subject) -> dict[str, Any]:
+def _for_pods(subject: RenderContext) -> dict[str, Any]:
     given = subject.job.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"status", "metadata"})
     spec = traits.without(given["spec"], RolloutJobSpec, lambda field: field.reader == "Operator", Traits())
     return {**given, "metadata": {"name": subject.name}, "spec": spec}

@@ -8,9 +8,9 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import rename_container
 from kuberoll_operator.render.config import STATE_DIRECTORY
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import container, data_volumes, pod_template
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.workers import failure_policy
 
 MUTABLE: Final = frozenset({"suspend"})
@@ -19,7 +19,7 @@ GRACE_SECONDS: Final = 30
 RETRIES: Final = 3
 
 
-def build_finish_job(subject: Subject, *, suspend: bool = False) -> Object:
+def build_finish_job(subject: RenderContext, *, suspend: bool = False) -> Object:
     """Job <job>-finish: a pod like the workers', made by their options.
 
     In `workers.podTemplate`, what is said of container "worker" is meant for this one's, too.

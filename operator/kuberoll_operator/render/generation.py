@@ -12,9 +12,9 @@ from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.config import STATE_DIRECTORY
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, container, pod_template, standard_volumes
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
@@ -29,7 +29,7 @@ GRACE_SECONDS: Final = 60
 PROBE_SECONDS: Final = 10
 
 
-def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
+def build_generation_deployment(subject: RenderContext, *, replicas: int) -> Object:
     """Deployment <job>-generation.
 
     It never has more pods than replicas: an engine that waits for a second GPU would wait for ever. Weights are no part
@@ -48,7 +48,7 @@ def build_generation_deployment(subject: Subject, *, replicas: int) -> Object:
     return shaped(child, MUTABLE)
 
 
-def build_generation_groups(subject: Subject, *, replicas: int, size: int) -> Object:
+def build_generation_groups(subject: RenderContext, *, replicas: int, size: int) -> Object:
     """LeaderWorkerSet <job>-replicas, every group of which is one replica.
 
     A group is made anew when one of its containers starts again: what was spread over its pods is gone with one part.
@@ -75,7 +75,7 @@ def build_generation_groups(subject: Subject, *, replicas: int, size: int) -> Ob
     return shaped(child, GROUPS_MUTABLE)
 
 
-def _template(subject: Subject, *, env: Sequence[Mapping[str, Any]] = (), answers: bool = True) -> Object:
+def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), answers: bool = True) -> Object:
     """Template of generation pods.
 
     Args:
@@ -132,7 +132,7 @@ def _template(subject: Subject, *, env: Sequence[Mapping[str, Any]] = (), answer
     )
 
 
-def build_generation_services(subject: Subject, *, leaders: bool = False) -> list[Object]:
+def build_generation_services(subject: RenderContext, *, leaders: bool = False) -> list[Object]:
     """Service <job>-generation, the endpoint, and <job>-generation-pods, each pod by itself.
 
     The addresses of the second are the replicas that workers talk to: those of pods that are ready.
@@ -152,6 +152,6 @@ def build_generation_services(subject: Subject, *, leaders: bool = False) -> lis
     ]
 
 
-def _service(subject: Subject, name: str, spec: dict[str, Any], labels: dict[str, str]) -> Object:
+def _service(subject: RenderContext, name: str, spec: dict[str, Any], labels: dict[str, str]) -> Object:
     child = subject.child("v1", "Service", name, names.GENERATION)
     return {**child, "spec": {**spec, "selector": {**names.selector(subject.name, names.GENERATION), **labels}}}

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
-from kuberoll_operator.render.subject import Subject
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
 # Link-local addresses: a cloud's credentials are served there.
@@ -24,12 +24,12 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _OF_THE_WORKERS: Final = [names.CHECK, names.FINISH, names.READER, names.WORKERS]
 
 
-def build_network_policies(subject: Subject) -> list[Object]:
+def build_network_policies(subject: RenderContext) -> list[Object]:
     """NetworkPolicy <job>-workers, of all pods made by the workers' options, and <job>-generation where it is ours."""
     return [_workers(subject), *([_generation(subject)] if subject.hosting.in_job else [])]
 
 
-def _workers(subject: Subject) -> Object:
+def _workers(subject: RenderContext) -> Object:
     egress: list[Object] = [_DNS]
     if subject.hosting.in_job:
         pods = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
@@ -56,7 +56,7 @@ def _workers(subject: Subject) -> Object:
     return _policy(subject, names.workers(subject.name), names.WORKERS, spec)
 
 
-def _generation(subject: Subject) -> Object:
+def _generation(subject: RenderContext) -> Object:
     own = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
     workers = {"podSelector": {"matchLabels": names.selector(subject.name, names.WORKERS)}}
     spec = {
@@ -80,17 +80,17 @@ def _anywhere(without: Collection[str]) -> list[Object]:
     ]
 
 
-def _policy_ports(subject: Subject) -> list[Object]:
+def _policy_ports(subject: RenderContext) -> list[Object]:
     """Where workers reach the policy."""
     ports = subject.hosting.replica_ports
     return [tcp(contract.GENERATION_PORT), *([] if ports is None else [tcp(*ports)])]
 
 
-def _policy(subject: Subject, name: str, component: str, spec: dict[str, Any]) -> Object:
+def _policy(subject: RenderContext, name: str, component: str, spec: dict[str, Any]) -> Object:
     return {**subject.child("networking.k8s.io/v1", "NetworkPolicy", name, component), "spec": spec}
 
 
-def _ports_of(subject: Subject) -> set[int]:
+def _ports_of(subject: RenderContext) -> set[int]:
     """Ports of what the job itself names: its dataset, its trackers, its endpoint and its object store."""
     spec = subject.job.spec
     tracking, external = spec.output.tracking, spec.generation.external

@@ -11,8 +11,8 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge, merge_named
 from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, STATE_DIRECTORY
+from kuberoll_operator.render.context import Assignment, RenderContext
 from kuberoll_operator.render.output import OUTPUT_DIRECTORY, output_of
-from kuberoll_operator.render.subject import Assignment, Subject
 
 TEMPORARY_DIRECTORY: Final = "/tmp"
 
@@ -32,7 +32,7 @@ class Volumes:
         self.mounts.append({"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})})
 
 
-def standard_volumes(subject: Subject) -> Volumes:
+def standard_volumes(subject: RenderContext) -> Volumes:
     """The configuration, and two places to write to: for the program's state, and for everybody's scratch."""
     volumes = Volumes()
     volumes.add("config", CONFIG_DIRECTORY, {"configMap": {"name": names.config(subject.name)}}, read_only=True)
@@ -41,7 +41,7 @@ def standard_volumes(subject: Subject) -> Volumes:
     return volumes
 
 
-def data_volumes(subject: Subject) -> Volumes:
+def data_volumes(subject: RenderContext) -> Volumes:
     """The standard ones, the dataset's and the output's."""
     volumes = standard_volumes(subject)
     source = subject.job.spec.dataset.source
@@ -57,7 +57,7 @@ def data_volumes(subject: Subject) -> Volumes:
 
 
 def container(
-    subject: Subject,
+    subject: RenderContext,
     options: PodOptions,
     *,
     name: str,
@@ -104,7 +104,7 @@ def container(
 
 
 def pod_template(
-    subject: Subject,
+    subject: RenderContext,
     options: PodOptions,
     *,
     component: str,

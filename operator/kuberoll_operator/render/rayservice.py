@@ -25,10 +25,10 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.placement import Placement
 from kuberoll_operator.render.config import STATE_DIRECTORY
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS
 from kuberoll_operator.render.objects import annotated, annotation, digest
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY, Volumes, container, pod_template
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.tokens import token_variables
 
 GROUP: Final = "engines"
@@ -79,7 +79,7 @@ _OBJECT_STORE_BYTES: Final = 256 * 1024**2
 _TOKEN_SINCE: Final = (2, 52)
 
 
-def build_rayservice(subject: Subject, placement: Placement) -> Object:
+def build_rayservice(subject: RenderContext, placement: Placement) -> Object:
     """RayService <job>-gen."""
     child = subject.child("ray.io/v1", "RayService", names.ray_service(subject.name), names.GENERATION)
     deadline = f"{subject.job.spec.startup_deadline_seconds}s"
@@ -110,7 +110,7 @@ def keep_cluster(rendered: Object, live: Object | None) -> Object:
     return annotated({**rendered, "spec": spec}, {names.SHAPE_DIGEST: found})
 
 
-def serve_config(subject: Subject, placement: Placement) -> dict[str, Any]:
+def serve_config(subject: RenderContext, placement: Placement) -> dict[str, Any]:
     """What Serve is told: `serveConfigV2` before it is a text."""
     wanted = weights_source(subject.job.spec.weights)
     application = {
@@ -129,7 +129,7 @@ def serve_config(subject: Subject, placement: Placement) -> dict[str, Any]:
     }
 
 
-def serve_args(subject: Subject, placement: Placement) -> dict[str, Any]:
+def serve_args(subject: RenderContext, placement: Placement) -> dict[str, Any]:
     """The arguments of the Serve application; what is as by default is left out."""
     generation = subject.job.spec.generation
     args = ServeArgs.of(generation, gpus=placement.gpus, bundles=placement.bundles(), tokens_required=True)
@@ -142,7 +142,7 @@ def serve_args(subject: Subject, placement: Placement) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key in always or value != defaults[key]}
 
 
-def _cluster(subject: Subject, placement: Placement) -> dict[str, Any]:
+def _cluster(subject: RenderContext, placement: Placement) -> dict[str, Any]:
     generation = subject.job.spec.generation
     scales = generation.autoscaling is not None
     cluster: dict[str, Any] = {
@@ -169,7 +169,7 @@ def _cluster(subject: Subject, placement: Placement) -> dict[str, Any]:
     return cluster
 
 
-def _group(subject: Subject, placement: Placement) -> dict[str, Any]:
+def _group(subject: RenderContext, placement: Placement) -> dict[str, Any]:
     generation = subject.job.spec.generation
     spec = generation.autoscaling
     fewest, most = (fewest_replicas(spec), spec.max_replicas) if spec else 2 * (generation.replicas or 1,)
@@ -187,7 +187,7 @@ def _group(subject: Subject, placement: Placement) -> dict[str, Any]:
     }
 
 
-def _engines(subject: Subject, placement: Placement) -> Object:
+def _engines(subject: RenderContext, placement: Placement) -> Object:
     options = subject.job.spec.generation
     # Each process of a model that is spread over GPUs hands the others its part through shared memory.
     volumes = _volumes(shared_gib=1 + max(1, placement.pod_gpus))
@@ -220,7 +220,7 @@ def _engines(subject: Subject, placement: Placement) -> Object:
     )
 
 
-def _head(subject: Subject, *, service_account: bool) -> Object:
+def _head(subject: RenderContext, *, service_account: bool) -> Object:
     """The head, which holds no model: of the job's wishes for its pods only those that are about the image.
 
     Args:
@@ -267,13 +267,13 @@ def _head(subject: Subject, *, service_account: bool) -> Object:
     )
 
 
-def _labels(subject: Subject) -> dict[str, str]:
+def _labels(subject: RenderContext) -> dict[str, str]:
     """Ours, but for the name: KubeRay's own Services of the head select by the one that it gives."""
     found = names.labels(subject.name, names.GENERATION)
     return {key: value for key, value in found.items() if key != "app.kubernetes.io/name"}
 
 
-def _environment(subject: Subject) -> list[Object]:
+def _environment(subject: RenderContext) -> list[Object]:
     balance = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": BALANCE[subject.job.spec.generation.routing]}
     own = {"HF_HOME": f"{STATE_DIRECTORY}/huggingface", "HOME": STATE_DIRECTORY}
     return [

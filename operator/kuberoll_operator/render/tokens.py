@@ -7,11 +7,11 @@ from typing import Any
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import digest
-from kuberoll_operator.render.subject import Subject
 
 
-def build_token_secrets(subject: Subject) -> list[Object]:
+def build_token_secrets(subject: RenderContext) -> list[Object]:
     """Secret <job>-tokens-<digest>, with a key for each scope; none for a policy that is somebody else's.
 
     It never changes, and its name says what is in it, so that the operator need not be allowed to read it.
@@ -22,12 +22,12 @@ def build_token_secrets(subject: Subject) -> list[Object]:
     return [{**child, "immutable": True, "type": "Opaque", "stringData": dict(subject.tokens)}]
 
 
-def token_secret(subject: Subject) -> str:
+def token_secret(subject: RenderContext) -> str:
     """The name of the Secret."""
     return names.tokens(subject.name, digest(dict(subject.tokens)))
 
 
-def token_variables(subject: Subject, *scopes: contract.Scope) -> list[dict[str, Any]]:
+def token_variables(subject: RenderContext, *scopes: contract.Scope) -> list[dict[str, Any]]:
     """Environment variables of a container with the tokens of these scopes."""
     if not _has_tokens(subject):
         return []
@@ -38,5 +38,5 @@ def token_variables(subject: Subject, *scopes: contract.Scope) -> list[dict[str,
     ]
 
 
-def _has_tokens(subject: Subject) -> bool:
+def _has_tokens(subject: RenderContext) -> bool:
     return subject.hosting.in_job

@@ -9,9 +9,9 @@ from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.config import STATE_DIRECTORY
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, container, data_volumes, pod_template
-from kuberoll_operator.render.subject import Subject
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"parallelism", "suspend"})
@@ -20,7 +20,7 @@ MUTABLE: Final = frozenset({"parallelism", "suspend"})
 GRACE_SECONDS: Final = 120
 
 
-def worker_template(subject: Subject, component: str, *, arguments: Sequence[str] = ()) -> Object:
+def worker_template(subject: RenderContext, component: str, *, arguments: Sequence[str] = ()) -> Object:
     """The template of a worker's pod.
 
     Args:
@@ -59,7 +59,7 @@ def worker_template(subject: Subject, component: str, *, arguments: Sequence[str
     )
 
 
-def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
+def build_workers_job(subject: RenderContext, *, suspend: bool) -> Object:
     """Job <job>-workers."""
     spec = subject.job.spec.workers
     assignment = subject.assignments.get(names.WORKERS)
@@ -79,7 +79,7 @@ def build_workers_job(subject: Subject, *, suspend: bool) -> Object:
     return shaped(child, MUTABLE)
 
 
-def build_workers_service(subject: Subject) -> Object:
+def build_workers_service(subject: RenderContext) -> Object:
     """Headless Service <job>-workers, of worker pods' metrics."""
     child = subject.child("v1", "Service", names.workers(subject.name), names.WORKERS)
     child["spec"] = {

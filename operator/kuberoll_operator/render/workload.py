@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
-from kuberoll_operator.render.subject import Subject
+from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.workers import build_workers_job
 
 # What decides where a pod may go and what it holds there; variables and commands are of no concern to a queue.
@@ -43,7 +43,9 @@ class Priority(NamedTuple):
     value: int
 
 
-def build_workload(subject: Subject, engines: Sequence[PodSet], *, queue: str, priority: Priority | None) -> Object:
+def build_workload(
+    subject: RenderContext, engines: Sequence[PodSet], *, queue: str, priority: Priority | None
+) -> Object:
     """Workload <job>-workload.
 
     Args:
@@ -64,7 +66,7 @@ def build_workload(subject: Subject, engines: Sequence[PodSet], *, queue: str, p
     return child
 
 
-def workers_pod_set(subject: Subject) -> PodSet:
+def workers_pod_set(subject: RenderContext) -> PodSet:
     """The environment workers, one of whom there is room for at the end, too: the finish pod takes its place."""
     job = build_workers_job(subject, suspend=True)
     return PodSet(names.WORKERS, max(1, job["spec"]["parallelism"]), job["spec"]["template"])

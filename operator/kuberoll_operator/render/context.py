@@ -33,7 +33,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class RenderContext:
     """What children are rendered from.
 
     Attributes:
