@@ -184,7 +184,7 @@ class Operator:
         for name, resource in discovery.OPTIONAL.items():
             if found.get(name) != known.get(name):
                 change = "are served now" if found[name] else "are served no more"
-                _log.info("%s %s: beginning anew", resource.plural, change)
+                _log.info("%s %s: restarting the watches", resource.plural, change)
 
     async def _run(self, watches: Watches, pool: Pool, changes: Coroutine[Any, Any, object]) -> int:
         self._listen()
@@ -201,7 +201,7 @@ class Operator:
                 failed = leading if leading in done else watching
                 error = failed.exception()
                 expected = isinstance(error, LeadershipLost)
-                _log.critical("cannot go on: %s", error, exc_info=None if expected else error)
+                _log.critical("stopping after a fatal error: %s", error, exc_info=None if expected else error)
             await pool.stop(0 if leading in done else DRAIN_SECONDS)
         finally:
             self._working = False

@@ -95,4 +95,4 @@ def described(spec: Autoscaling, load: Load) -> str:
         f"{load.generating} turns at {spec.target_ongoing_requests:g} a replica call for {called_for(spec, load)}, "
         f"within {fewest_replicas(spec)} to {spec.max_replicas}"
     )
-    return text if load.known else f"{text}; not all workers have told yet"
+    return text if load.known else f"{text}; not all workers have reported yet"

@@ -375,7 +375,7 @@ def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend | 
         if any(owner.get("name") == job.metadata.name for owner in owners):
             message = f"{kind} {name} is of a RolloutJob of this name that was deleted; waiting for its removal"
         else:
-            message = f"{kind} {name} is there and not of this job; delete it, or give the job another name"
+            message = f"{kind} {name} already exists and does not belong to this job; delete it, or rename the job"
         return Cause(Reason.NAME_TAKEN, message)
     return None
 

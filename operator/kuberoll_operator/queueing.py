@@ -95,7 +95,9 @@ def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, sett
     asked_in = (workload.get("spec") or {}).get("queueName")
     if is_true(status, FINISHED):
         words = condition(status, FINISHED).get("message", "")
-        return _waiting(queue, f"its Workload is finished ({words}), and made anew", held=held, outdated=True)
+        return _waiting(
+            queue, f"its Workload is finished ({words}), and is being created again", held=held, outdated=True
+        )
     if held and asked_in != queue:
         return _waiting(queue, f"it leaves the queue {asked_in}", held=True, outdated=True)
     if is_true(status, EVICTED):

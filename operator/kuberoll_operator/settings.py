@@ -83,7 +83,7 @@ class Settings(BaseModel):
     )
     token_key: SecretStr | None = Field(
         default=None,
-        description="Key that the tokens are made with which a policy asks of its callers, besides the job's uid; "
+        description="Secret key from which, with the job's uid, the bearer tokens of its policy are derived; "
         "there is no operator without one. Another key makes other tokens: jobs that run then lose their policy.",
     )
     progress_seconds: Seconds = Field(

@@ -308,7 +308,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> _Verdict:
     bad = [
         (end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
     ]
-    last = f"; shard {max(bad)[1]} was tried again after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
+    last = f"; shard {max(bad)[1]} was retried after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
     text = redact(f"{running} workers run, {count}{last}")
     problem = diagnose(living, "worker")
     if running or (before.get("status") == "True" and problem is None):

@@ -592,7 +592,7 @@ def test_an_environment_s_own_metrics_have_a_time_limit(tmp_path: Path) -> None:
         found = own_metrics(read_contents([run]), lambda name: environments[name], seconds=0.05)
     finally:
         released.set()
-    error = "global_post_process_and_metrics took longer than 0.05 s and was given up"
+    error = "global_post_process_and_metrics took longer than 0.05 s and was abandoned"
     assert found == {"a": {"error": error}, "b": {"count": 1}}
 
 

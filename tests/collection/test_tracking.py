@@ -172,9 +172,9 @@ def test_a_tracker_that_cannot_be_told_is_a_warning(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING):
         log_run(job(tmp_path, mlflow=sqlite(tmp_path)), RunFiles(str(tmp_path / "run")), note=notes.append)
     assert notes == [
-        f"warning: mlflow was not told of the run: ValueError: {tmp_path}/run has no manifest.json"
+        f"warning: could not log the run to mlflow: ValueError: {tmp_path}/run has no manifest.json"
     ]  # fmt: skip
-    assert "mlflow was not told of the run" in caplog.text
+    assert "could not log the run to mlflow" in caplog.text
 
 
 def test_a_tracker_that_never_answers_is_given_up() -> None:
@@ -232,7 +232,7 @@ def test_a_run_that_mlflow_was_told_half_of_has_failed(tmp_path: Path, monkeypat
     monkeypatch.setattr(tracking, "_artifacts", broken)
     notes: list[str] = []
     log_run(job(tmp_path, mlflow=settings), finished_run(tmp_path), note=notes.append)
-    assert notes == ["warning: mlflow was not told of the run: OSError: the disk is full"]
+    assert notes == ["warning: could not log the run to mlflow: OSError: the disk is full"]
     client = mlflow.MlflowClient(tracking_uri=settings["trackingUri"])
     (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
     assert run.info.status == "FAILED"

@@ -257,7 +257,7 @@ async def test_a_process_whose_watches_have_ended_ends(tmp_path: Path) -> None:
         server.fail_watch("jobs", 500)
         _, log = await found.communicate()
         assert found.returncode == 1
-        assert b"cannot go on" in log
+        assert b"stopping after a fatal error" in log
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ async def test_what_only_has_the_name_of_a_child_is_not_written_to(tmp_path: Pat
         assert "ownerReferences" not in found["metadata"]
         ready = condition(it.job["status"], conditions.GENERATION_READY)
         assert (ready["status"], ready["reason"]) == ("False", conditions.Reason.NAME_TAKEN)
-        assert "ConfigMap puzzle-config is there and not of this job" in ready["message"]
+        assert "ConfigMap puzzle-config already exists and does not belong to this job" in ready["message"]
         assert it.server.get("deployments", NAMESPACE, "puzzle-generation") is None
 
 

@@ -347,7 +347,7 @@ ROWS = [
         observed({**child("ConfigMap", "puzzle-config", uid="other"), "metadata": {"name": "puzzle-config"}}),
         "Pending",
         ["GenerationReady=False/NameTaken", "WorkersReady=False/NameTaken"],
-        "delete it, or give the job another name",
+        "delete it, or rename the job",
         BEGUN,
     ),
     Row(
@@ -460,7 +460,7 @@ ROWS = [
         observed(deployment(2), workers_job(active=1), pods=[failed_pod(3, 1, '{"cause": "disk full"}')]),
         "Running",
         ["WorkersReady=True/Running"],
-        "shard 3 was tried again after: disk full",
+        "shard 3 was retried after: disk full",
         WITH_WORKERS,
     ),
     Row(

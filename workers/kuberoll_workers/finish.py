@@ -71,7 +71,7 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     run = RunFiles(config.output)
     manifest = run.manifest()
     if manifest is None:
-        raise RunRefused(f"{run.location} has no {MANIFEST}, so nothing says what the run is to come to")
+        raise RunRefused(f"{run.location} has no {MANIFEST}, so the expected number of trajectories is unknown")
     end = end_run(job, run, trajectories=int(manifest.inputs["trajectories"]), note=_log.info)
     for file in end.files:
         _log.info("wrote %s", file)

@@ -389,7 +389,7 @@ def settle(storage: Storage, manifest: RunManifest) -> None:
     elif changed := differences(old, manifest):
         lines = "\n  ".join(changed)
         raise RunRefused(
-            f"{storage.location} holds another run than this one, and their trajectories must not be mixed: undo the "
+            f"{storage.location} contains a different run; mixing their trajectories is not allowed: undo the "
             f"change, or choose another spec.output.uri\n  {lines}"
         )
 

@@ -207,7 +207,7 @@ def _refused(status: Mapping[str, Any]) -> str | None:
     ready = condition(status, _READY)
     if ready.get("reason") != "ValidationFailed":
         return None
-    return redact(f"KubeRay does not take the RayService: {ready.get('message', '')}")
+    return redact(f"KubeRay rejected the RayService: {ready.get('message', '')}")
 
 
 def _timed_out(live: Object) -> bool:

@@ -44,7 +44,7 @@ class Options:
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory to copy into.  [default: ./NAME]")
 @click.option("--stream", is_flag=True, help="Write the trajectories to standard output instead, as JSON lines.")
 @click.option(
-    "--include", metavar="PATTERN", multiple=True, help="Only files of such names, 'shard-*' say; may be repeated."
+    "--include", metavar="PATTERN", multiple=True, help="Only files whose names match, e.g. 'shard-*'; repeatable."
 )
 @click.option("--force", is_flag=True, help="Replace files that are here and are others.")
 @click.option("--image", help="Image of the reader pod, for a job that has no Jobs to take it from.")

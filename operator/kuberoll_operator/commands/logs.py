@@ -25,7 +25,7 @@ _WIDEST = 48
     "components",
     multiple=True,
     type=click.Choice(COMPONENTS),
-    help="Only this part of the job, operator being its events; may be repeated.",
+    help="Only this component, operator being its events; repeatable.",
 )
 @click.option("--previous", is_flag=True, help="Logs of containers that crashed and were started again, too.")
 @click.option("--raw", is_flag=True, help="Lines as they were written: JSON stays JSON.")

@@ -30,7 +30,7 @@ TOKEN: Final = "made by the operator from its key and the RolloutJob's uid"
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))
 @click.option("--namespace", "-n", help="Namespace of the job.  [default: the manifest's, else default]")
-@click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; may be repeated.")
+@click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; repeatable.")
 @click.option("--all", "every", is_flag=True, help="Render all RolloutJobs of the file, not its only one.")
 def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], every: bool) -> None:
     """Print the Kubernetes objects that the operator makes of MANIFEST.

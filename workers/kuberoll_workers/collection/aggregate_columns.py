@@ -158,7 +158,7 @@ def _said(environment: EnvironmentInterface, columns: Columns, seconds: float) -
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        return {"error": f"{_HOOK} took longer than {seconds:g} s and was given up"}
+        return {"error": f"{_HOOK} took longer than {seconds:g} s and was abandoned"}
     return dict(map(_written, said.items()))
 
 

@@ -144,7 +144,7 @@ class RunDirectory:
         # What was run under another number of shards would be looked for in the wrong ones.
         if not force or old.shards != manifest.shards:
             raise RunRefused(
-                f"{where} holds another run than this one, and their trajectories must not be mixed:\n  {lines}\n"
+                f"{where} contains a different run; mixing their trajectories is not allowed:\n  {lines}\n"
                 "Undo the change to resume, choose another --output"
                 + ("" if old.shards != manifest.shards else ", or mix them all the same with --force")
             )

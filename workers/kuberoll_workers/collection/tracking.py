@@ -125,8 +125,8 @@ def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) ->
             where = _within(seconds, partial(tell, job, tracking, files))
         except Exception as error:
             text = " ".join(str(error).split())[:300]
-            _log.warning("%s was not told of the run", name, exc_info=error)
-            note(f"warning: {name} was not told of the run: {type(error).__name__}: {text}")
+            _log.warning("could not log the run to %s", name, exc_info=error)
+            note(f"warning: could not log the run to {name}: {type(error).__name__}: {text}")
         else:
             note(f"{name}: {where}")
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 @click.option(
     "--output",
     type=click.Path(path_type=Path, allow_dash=True),
-    help="File of the metrics; -: standard output, without those by task.  [default: beside the first location's]",
+    help="Metrics file; - for standard output (per-task metrics omitted).  [default: beside the first location's]",
 )
 @click.option(
     "--success-threshold",
     type=float,
-    help="Rewards from here on are successes.  [default: 1, where all rewards are 0 or 1]",
+    help="Rewards of at least this are successes.  [default: 1, where all rewards are 0 or 1]",
 )
 def aggregate(
     locations: tuple[str, ...], manifest: Path | None, output: Path | None, success_threshold: float | None

@@ -160,9 +160,10 @@ def _turns(totals: Totals) -> str:
     progress = totals.progress
     turns = progress.turns
     return (
-        f"a trajectory took {turns / progress.trajectories:.1f} turns, a turn {progress.generated_tokens / turns:.1f} "
-        f"tokens; it waited {progress.generation_seconds / turns * 1000:.1f} ms for generation and "
-        f"{progress.environment_seconds / turns * 1000:.1f} ms for its environment"
+        f"per trajectory: {turns / progress.trajectories:.1f} turns; "
+        f"per turn: {progress.generated_tokens / turns:.1f} tokens, "
+        f"{progress.generation_seconds / turns * 1000:.1f} ms waiting for generation, "
+        f"{progress.environment_seconds / turns * 1000:.1f} ms for the environment"
     )
 
 

@@ -21,13 +21,13 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
     type=click.Path(path_type=Path),
     help="File (.jsonl or .parquet) or directory.  [default: JOB.FORMAT.EXT in the working directory]",
 )
-@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
 @click.option(
     "--stop-reason",
     "stop_reasons",
     multiple=True,
     type=click.Choice(["terminated", "truncated", "max_turns"]),
-    help="Only what ended so; may be repeated.",
+    help="Only this stop reason; repeatable.",
 )
 @click.option("--min-reward", type=float, metavar="X", help="Only what has a total reward of at least X.")
 @click.option("--best-of-group", is_flag=True, help="Of each prompt's samples only the one with the highest reward.")
@@ -39,7 +39,7 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
     show_default=True,
     help="What environments' messages become where the format has no role for them.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def export(
     run: str,
     to: str,

@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 )
 @click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
 @click.option("--output", metavar="DIR|URI", help="Where the rescored run goes.  [default: DIR-rescored]")
-@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
 @click.option("--resume", is_flag=True, help="Go on with the rescoring that is in the output.")
-@click.option(
-    "--force", is_flag=True, help="Take the rewards of environments that answer otherwise now, and of another dataset."
-)
+@click.option("--force", is_flag=True, help="Accept changed environment responses and a different dataset.")
 def rescore(
     run: str,
     manifest: Path,

@@ -25,7 +25,7 @@ DEFAULT_METRICS_PORT = 9464
     show_default=True,
     help="Port of /metrics while it runs; 0: any free one.",
 )
-@click.option("--monitor", is_flag=True, help="Start a Prometheus beside it, with graphs and alerts, while it runs.")
+@click.option("--monitor", is_flag=True, help="Run a local Prometheus alongside, with graphs and alerts.")
 def run(
     manifest: Path,
     output: str | None,

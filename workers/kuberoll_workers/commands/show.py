@@ -30,13 +30,13 @@ Order = Literal["stored", "best", "worst"]
 @click.option("--task", type=click.IntRange(min=0), metavar="N", help="Show this task's trajectories, turn by turn.")
 @click.option("--rollout", type=click.IntRange(min=0), metavar="M", help="With --task: only this one of its samples.")
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Rows at most.")
-@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
 @click.option(
     "--stop-reason",
     "stop_reasons",
     multiple=True,
     type=click.Choice(_STOP_REASONS),
-    help="Only what ended so; may be repeated.",
+    help="Only this stop reason; repeatable.",
 )
 @click.option("--failed", is_flag=True, help="Only what failed: the same as --stop-reason failed.")
 @click.option(

@@ -159,7 +159,7 @@ def known_logprobs(given: Sequence[float | None] | None, count: int) -> array[fl
     """
     known = [value for value in given or () if value is not None]
     if len(known) != count:
-        message = f"the server told the ids of {count} sampled tokens but {len(known)} log-probabilities"
+        message = f"the server returned {count} token ids but {len(known)} log-probabilities"
         raise PolicyUnavailable(message) if known else PolicyRefused(message)
     return array(LOGPROB_TYPE, known)
 
