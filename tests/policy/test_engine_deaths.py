@@ -51,12 +51,13 @@ async def test_an_engine_that_dies_in_its_first_request_says_of_what(number: sig
 
 
 def kill(host: StartingHost, title: str, number: signal.Signals, ended: threading.Event) -> None:
-    """Kill the process of that title as soon as there is one."""
+    """Kill the process of that title as soon as there is one, and until it is dead."""
     while not ended.wait(0.02):
         for process in processes_of(host.run_id):
             try:
                 if title in " ".join([process.name(), *process.cmdline()]):
-                    process.send_signal(number)
+                    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and not ended.wait(0.02):
+                        process.send_signal(number)
                     return
             except psutil.Error:
                 continue
