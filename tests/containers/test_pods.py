@@ -153,8 +153,8 @@ async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object
     assert ended(done)["exitCode"] == 0, f"{ended(done)}\n{node.log(finish)[-6000:]}"
     for pod in (worker, finish):
         for line in node.log(pod).splitlines():
-            if line.startswith("--- "):
-                continue  # the name of the file
+            if not line or line.startswith("--- "):
+                continue  # the name of the file, and its end
             assert json.loads(line).keys() >= {"time", "level", "message"}, line
     told = json.loads(ended(done)["message"])
     assert (told["trajectories"], told["missing"]) == (trajectories, 0)
