@@ -28,6 +28,7 @@ from kuberoll_operator.deadlines import active_deadline, startup_deadlines
 from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
 from kuberoll_operator.queueing import Quota
+from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.output import OutputRefused, output_of
 from kuberoll_operator.settings import Settings
 
@@ -127,6 +128,7 @@ class Facts:
         raw: The live object: its metadata and status.
         now: Moment that the facts are of.
         backend: Name of the generation backend.
+        hosting: Of the policy.
         ready: Whether generation is ready; it becomes so when all replicas are, and stays so while one is.
         failure: The first cause for which the job fails or has failed.
         taken: Why a child cannot be written: something else has its name.
@@ -141,7 +143,7 @@ class Facts:
     now: datetime
     stage: Stage
     backend: str
-    endpoint: str
+    hosting: Hosting
     generation: GenerationState
     ready: bool
     shards: Shards
@@ -162,8 +164,8 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
     """
     status = status_of(raw)
     name = backend_of(job, status, kuberay=settings.kuberay)
-    backend = BACKENDS.get(name)
-    generation = backend.state(job, observed) if backend else GenerationState(ready=0, desired=0, gone=True)
+    backend = BACKENDS[name]
+    generation = backend.state(job, observed)
     shards = _shards(job, raw, observed)
     check = _check(job, raw, observed, name, generation=generation, shards=shards)
     end = _finish(job, raw, observed)
@@ -191,7 +193,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         now=now,
         stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure, quota=quota),
         backend=name,
-        endpoint=backend.hosting(job, raw["metadata"]["namespace"], settings).endpoint if backend else "",
+        hosting=backend.hosting(job, raw["metadata"]["namespace"], settings),
         generation=generation,
         ready=ready,
         shards=shards,
@@ -344,7 +346,7 @@ def is_ours(live: Mapping[str, Any], job: RolloutJob, raw: Object) -> bool:
     return labelled and any(owner.get("uid") == raw["metadata"]["uid"] for owner in owners)
 
 
-def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
+def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
     """All children that a job may have."""
     name = job.metadata.name
     refs = [
@@ -356,7 +358,7 @@ def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
         Ref("batch/v1", "Job", names.finish(name)),
         workload_ref(job),
     ]
-    if backend is not None and backend.in_job:
+    if backend.in_job:
         refs += [
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.generation(name)),
             Ref("v1", "Service", names.generation(name)),
@@ -366,7 +368,7 @@ def child_refs(job: RolloutJob, backend: Backend | None) -> list[Ref]:
     return refs
 
 
-def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend | None) -> Cause | None:
+def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend) -> Cause | None:
     for kind, name in sorted((item.kind, item.name) for item in child_refs(job, backend)):
         live = observed.get(kind, name)
         if live is None or is_ours(live, job, raw):

@@ -90,7 +90,7 @@ def subject_of(facts: Facts) -> RenderContext:
         namespace=raw["metadata"]["namespace"],
         uid=raw["metadata"]["uid"],
         settings=settings,
-        hosting=BACKENDS[facts.backend].hosting(job, raw["metadata"]["namespace"], settings),
+        hosting=facts.hosting,
         shards=facts.shards.count,
         assignments=facts.quota.assignments,
         tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in contract.SCOPES},

@@ -384,7 +384,7 @@ def _generation(old: Json, facts: Facts) -> Json:
     wanted = state.desired if facts.stage in _UNDER_WAY else 0
     kept = {} if version is None else {"policyVersion": version}
     counts = {"readyReplicas": state.ready, "desiredReplicas": wanted}
-    return {"backend": facts.backend, "endpoint": facts.endpoint, **counts, **kept}
+    return {"backend": facts.backend, "endpoint": facts.hosting.endpoint, **counts, **kept}
 
 
 def _workers(old: Json, facts: Facts) -> Json:

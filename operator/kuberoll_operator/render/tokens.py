@@ -16,7 +16,7 @@ def build_token_secrets(subject: RenderContext) -> list[Object]:
 
     It never changes, and its name says what is in it, so that the operator need not be allowed to read it.
     """
-    if not _has_tokens(subject):
+    if not subject.hosting.in_job:
         return []
     child = subject.child("v1", "Secret", token_secret(subject), names.TOKENS)
     return [{**child, "immutable": True, "type": "Opaque", "stringData": dict(subject.tokens)}]
@@ -29,14 +29,10 @@ def token_secret(subject: RenderContext) -> str:
 
 def token_variables(subject: RenderContext, *scopes: contract.Scope) -> list[dict[str, Any]]:
     """Environment variables of a container with the tokens of these scopes."""
-    if not _has_tokens(subject):
+    if not subject.hosting.in_job:
         return []
     secret = token_secret(subject)
     return [
         {"name": contract.token_variable(scope), "valueFrom": {"secretKeyRef": {"name": secret, "key": scope}}}
         for scope in scopes
     ]
-
-
-def _has_tokens(subject: RenderContext) -> bool:
-    return subject.hosting.in_job

@@ -62,6 +62,23 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
+def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer from a directory or the hub.
+
+    Raises:
+        OSError, ValueError: transformers' own, when there is no tokenizer.
+    """
+    # Without PyTorch, as in the worker image, transformers advises it; nothing here needs it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    # By the process's own handlers: a pod's log is JSON lines, and transformers' own handler writes plain text.
+    transformers.logging.disable_default_handler()
+    transformers.logging.enable_propagation()
+    found: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source, revision=revision)
+    return found
+
+
 class HuggingFaceTokenizer:
     """A model's own tokenizer, loaded with transformers."""
 
@@ -79,14 +96,7 @@ class HuggingFaceTokenizer:
         Raises:
             OSError, ValueError: transformers' own, when there is no tokenizer.
         """
-        # Without PyTorch, as in the worker image, transformers advises it; nothing here needs it.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        import transformers
-
-        # By the process's own handlers: a pod's log is JSON lines, and transformers' own handler writes plain text.
-        transformers.logging.disable_default_handler()
-        transformers.logging.enable_propagation()
-        return cls(transformers.AutoTokenizer.from_pretrained(source, revision=revision))
+        return cls(load_tokenizer(source, revision=revision))
 
     @property
     def vocabulary(self) -> int:

@@ -324,7 +324,7 @@ def _place(args: ServeArgs, gpus: float) -> dict[str, Any]:
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The Serve application; `args` are an ServeArgs as plain JSON."""
+    """The Serve application; `args` are `ServeArgs` as plain JSON."""
     from ray import serve
 
     parsed = read_args(args)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from kuberoll_workers.policy.openai_api.requests import Invalid
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ class ChatFormat:
         Raises:
             OSError, ValueError: transformers' own, when there is no tokenizer.
         """
-        from transformers import AutoTokenizer
-
-        return cls(AutoTokenizer.from_pretrained(source, revision=revision))
+        return cls(load_tokenizer(source, revision=revision))
 
     def chat_text(
         self,
