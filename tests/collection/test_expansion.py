@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.collection.expansion import PromptGroup, expand, sample_groups, shard_of, share, tokenize
+from kuberoll_workers.collection.expansion import PromptGroup, expand, sample_groups, tokenize
 from kuberoll_workers.collection.rows import DatasetError, Place, Row, parse_row
 from kuberoll_workers.collection.run_state import RunState
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.record import TrajectoryKey
+from kuberoll_workers.data.shards import shard_of, share
 
 
 def rows(raw: Iterable[dict[str, Any]], names: tuple[str, ...] = ("a", "b")) -> list[Row]:

@@ -30,7 +30,6 @@ from kuberoll_api.http_server import metrics_route, serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.rolloutjob import DatasetSource, RolloutJob
 from kuberoll_workers.collection import records
-from kuberoll_workers.collection.expansion import shard_of, share
 from kuberoll_workers.collection.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.collection.journal import write_atomically
 from kuberoll_workers.collection.run_directory import (
@@ -44,6 +43,7 @@ from kuberoll_workers.collection.run_directory import (
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.collection.trajectories import Trajectories
 from kuberoll_workers.data.record import FailureRecord
+from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.pod_files import ConfigRefused, encode_message, leave_message, read_config
 from kuberoll_workers.pod_http import health_route, json_route

@@ -26,7 +26,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from kuberoll_api.rolloutjob import Environment, External, RolloutJob
-from kuberoll_workers.collection.expansion import sample_groups, share
+from kuberoll_workers.collection.expansion import sample_groups
 from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
 from kuberoll_workers.collection.parts import PartLimits
 from kuberoll_workers.collection.rows import DatasetError
@@ -41,6 +41,7 @@ from kuberoll_workers.data.observations import (
     TemplateRefused,
 )
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError
+from kuberoll_workers.data.shards import share
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface

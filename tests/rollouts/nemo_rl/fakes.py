@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kuberoll_workers.environments import EnvironmentReturn
-from kuberoll_workers.rollouts import BatchedDataDict, RolloutLimits
+from kuberoll_workers.rollouts.nemo_rl import BatchedDataDict, RolloutLimits
 
 PAD = 0
 FAST = RolloutLimits(backoff_seconds=0.0)

@@ -12,7 +12,7 @@ import torch
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
-from kuberoll_workers.rollouts import BatchedDataDict
+from kuberoll_workers.rollouts.nemo_rl import BatchedDataDict
 from kuberoll_workers.rollouts.nemo_rl.calls import CallerContext
 from kuberoll_workers.rollouts.nemo_rl.conversion import batch_of as columns_of
 from kuberoll_workers.rollouts.nemo_rl.environments import open_environments

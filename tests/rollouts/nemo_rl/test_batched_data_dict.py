@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.rollouts import BatchedDataDict, batched_message_log_to_flat_message
+from kuberoll_workers.rollouts.nemo_rl import BatchedDataDict, batched_message_log_to_flat_message
 from kuberoll_workers.rollouts.nemo_rl.batched_data_dict import batch_class
 
 

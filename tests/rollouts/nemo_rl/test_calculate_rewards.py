@@ -11,7 +11,7 @@ import torch
 
 from kuberoll_workers.environments import EnvironmentReturn
 from kuberoll_workers.environments.outcome import StepInvalid, StepRaised, StepTimedOut
-from kuberoll_workers.rollouts import RolloutLimits, calculate_rewards
+from kuberoll_workers.rollouts.nemo_rl import RolloutLimits, calculate_rewards
 from tests.rollouts.nemo_rl.fakes import batch_of
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from kuberoll_workers.environments import EnvironmentReturn, UnusableRow
-from kuberoll_workers.rollouts import (
+from kuberoll_workers.rollouts.failures import TrajectoryFailed
+from kuberoll_workers.rollouts.nemo_rl import (
     RolloutFailed,
     RolloutLimits,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_sample_multi_turn_rollout,
 )
-from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from tests.rollouts.nemo_rl.fakes import FAST, CharacterTokenizer, CountingEnvironment, FakePolicy, batch_of, contents
 
 FACES = pytest.mark.parametrize("run", [run_multi_turn_rollout, run_async_multi_turn_rollout])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kuberoll_workers.policy.interface import PolicyUnavailable
-from kuberoll_workers.rollouts import (
+from kuberoll_workers.rollouts.nemo_rl import (
     BatchedDataDict,
     async_generate_response_for_sample_turn,
     batched_message_log_to_flat_message,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.rollouts import batched_message_log_to_flat_message, get_keys_from_message_log
+from kuberoll_workers.rollouts.nemo_rl import batched_message_log_to_flat_message, get_keys_from_message_log
 from kuberoll_workers.rollouts.nemo_rl.message_logs import message_log_to_flat_messages, token_ids_of
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kuberoll_workers.environments import EnvironmentReturn
-from kuberoll_workers.rollouts import (
+from kuberoll_workers.rollouts.nemo_rl import (
     BatchedDataDict,
     RolloutLimits,
     batched_message_log_to_flat_message,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kuberoll_workers.rollouts import (
+from kuberoll_workers.rollouts.nemo_rl import (
     BatchedDataDict,
     batched_message_log_to_flat_message,
     run_async_multi_turn_rollout,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.environments import EnvironmentReturn
-from kuberoll_workers.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout
+from kuberoll_workers.rollouts.nemo_rl import run_async_multi_turn_rollout, run_multi_turn_rollout
 from tests.rollouts.nemo_rl.fakes import CharacterTokenizer, FakePolicy, batch_of, same
 
 

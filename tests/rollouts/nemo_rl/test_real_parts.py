@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kuberoll_workers.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout
+from kuberoll_workers.rollouts.nemo_rl import run_async_multi_turn_rollout, run_multi_turn_rollout
 from kuberoll_workers.rollouts.nemo_rl.tokenizers import ForeignTokenizer, decode_all, pad_token_of, tokenizer_of
 from tests.rollouts.nemo_rl.fakes import FAST, CharacterTokenizer, CountingEnvironment, FakePolicy, batch_of, contents
 

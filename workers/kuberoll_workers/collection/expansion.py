@@ -15,6 +15,7 @@ from kuberoll_workers.collection.run_state import RunState
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import TrajectoryKey
+from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.data.tokenizer import Tokenizer
 from kuberoll_workers.rollouts.seeds import trajectory_seed
 
@@ -98,16 +99,6 @@ def expand(rows: Iterable[Row], repeats: Mapping[str, int], *, oversample: int =
         task = tasks.number(row)
         count = repeats[row.task_name]
         yield PromptGroup(row, task, tasks.take(task, count + oversample), count)
-
-
-def shard_of(task_index: int, shards: int) -> int:
-    """The shard of a task. All its samples are in one shard, whoever runs it."""
-    return task_index % shards
-
-
-def share(total: int, shard: int, shards: int) -> int:
-    """A shard's part of a number that is for all shards: they add up, and none is larger than another by 2."""
-    return total // shards + (shard < total % shards)
 
 
 def sample_groups(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from kuberoll_workers.collection.statistics import Integers
 from kuberoll_workers.data.record import (
     DroppedRecord,
     FailureRecord,
@@ -112,12 +112,12 @@ def repeated(keys: Iterable[TrajectoryKey]) -> set[TrajectoryKey]:
         tasks.append(key.task_index)
         rollouts.append(key.rollout_index)
     task, rollout = _integers(tasks), _integers(rollouts)
-    order: Integers = np.lexsort((rollout, task))
+    order: npt.NDArray[np.int64] = np.lexsort((rollout, task))
     task, rollout = task[order], rollout[order]
     again = (task[1:] == task[:-1]) & (rollout[1:] == rollout[:-1])
     pairs = zip(task[1:][again].tolist(), rollout[1:][again].tolist(), strict=True)
     return {TrajectoryKey(*pair) for pair in pairs}
 
 
-def _integers(values: array[int]) -> Integers:
+def _integers(values: array[int]) -> npt.NDArray[np.int64]:
     return np.frombuffer(values, dtype=np.int64)

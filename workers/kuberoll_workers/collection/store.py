@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from kuberoll_workers.collection import records
-from kuberoll_workers.collection.expansion import shard_of
 from kuberoll_workers.collection.journal import Journal, Observes
 from kuberoll_workers.collection.run_state import RunState, goes_on, read_state
 from kuberoll_workers.collection.storage import Storage
@@ -22,6 +21,7 @@ from kuberoll_workers.data.record import (
     Unstorable,
     failure_instead,
 )
+from kuberoll_workers.data.shards import shard_of
 
 Result = TrajectoryRecord | FailureRecord | DroppedRecord
 

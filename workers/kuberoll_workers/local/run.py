@@ -22,7 +22,6 @@ import msgspec
 
 from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
 from kuberoll_api.rolloutjob import External, RolloutJob
-from kuberoll_workers.collection.expansion import share
 from kuberoll_workers.collection.inputs import repeats_of
 from kuberoll_workers.collection.records import FAILURES
 from kuberoll_workers.collection.run_directory import (
@@ -34,6 +33,7 @@ from kuberoll_workers.collection.run_files import NotARun, RunFiles
 from kuberoll_workers.collection.run_state import read_state
 from kuberoll_workers.collection.storage import DirectoryStorage, Storage, StorageError, open_storage
 from kuberoll_workers.data.record import RecordError
+from kuberoll_workers.data.shards import share
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
