@@ -81,7 +81,7 @@ FROM base AS worker
 COPY --from=build-worker /opt/kuberoll /opt/kuberoll
 COPY examples/models /opt/kuberoll/models
 EXPOSE 9464
-CMD ["python", "-m", "kuberoll_workers.pod", "--config", "/etc/kuberoll/job.json"]
+CMD ["python", "-m", "kuberoll_workers.pods.worker", "--config", "/etc/kuberoll/job.json"]
 
 FROM base AS serve-cpu
 USER root
@@ -121,4 +121,4 @@ ENTRYPOINT []
 FROM serve-${ENGINE} AS serve
 COPY examples/models /opt/kuberoll/models
 EXPOSE 8000 8080
-CMD ["python3", "-m", "kuberoll_workers.policy.pod", "--config", "/etc/kuberoll/job.json"]
+CMD ["python3", "-m", "kuberoll_workers.pods.generation", "--config", "/etc/kuberoll/job.json"]

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 
 from kuberoll_api.rolloutjob import RolloutJob, SimulatedEngine
-from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.record import TurnRecord, encode_line
-from kuberoll_workers.policy.engines.simulated import Simulated
+from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, tune_garbage_collector, work
 

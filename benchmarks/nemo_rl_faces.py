@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.parts import InstantEnvironment
 from benchmarks.rollout_loop import TOKENS, microseconds_per_turn
-from kuberoll_workers.rollouts.nemo_rl import BatchedDataDict, run_async_multi_turn_rollout, run_multi_turn_rollout
+from kuberoll_workers.adapters.nemo_rl import BatchedDataDict, run_async_multi_turn_rollout, run_multi_turn_rollout
 from kuberoll_workers.rollouts.settings import Scheduling
 
 TASK = "instant"

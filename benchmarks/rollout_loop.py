@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.parts import InstantEnvironment, InstantPolicy, rollout_of, samples
-from kuberoll_workers.collection.turn_log import TurnLog
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.output.turn_log import TurnLog
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import Scheduling
 

@@ -55,7 +55,7 @@ def host(routing: str) -> Iterator[str]:
     (scratch / "config.json").write_text(json.dumps({"app": app, "scratch": str(scratch), "routing": routing}))
     with (scratch / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kuberoll_workers.policy.host", "--config", str(scratch / "config.json")],
+            [sys.executable, "-m", "kuberoll_workers.serving.host", "--config", str(scratch / "config.json")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -26,12 +26,12 @@ import psutil
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.app import GenerationServer, deployment_options
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult, SamplingParameters
-from kuberoll_workers.policy.ray_settings import free_ports, ray_environment, serve_environment
 from kuberoll_workers.policy.routing.discovery import Discovery, Endpoint, Static
 from kuberoll_workers.policy.routing.router import RoutedPolicy
+from kuberoll_workers.serving.app import GenerationServer, deployment_options
+from kuberoll_workers.serving.ray_settings import free_ports, ray_environment, serve_environment
 
 PROMPT = token_array(range(512))
 Ask = Callable[[GenerationRequest], Awaitable[Any]]

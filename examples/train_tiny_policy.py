@@ -20,8 +20,8 @@ from tiny_policy.training import new_model, train
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from kuberoll_workers.environments.calculator import CalculatorEnvironment
-from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.environments.builtin.calculator import CalculatorEnvironment
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 
 # Only the words of the environments matter to the tokenizer, and they are all in the first few thousand episodes.
 TOKENIZER_EPISODES = 2000

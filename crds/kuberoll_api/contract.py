@@ -39,7 +39,7 @@ APPLICATION: Final = "kuberoll"
 DEPLOYMENT: Final = "Generation"
 """Name of its one deployment."""
 
-IMPORT_PATH: Final = "kuberoll_workers.policy.app:build"
+IMPORT_PATH: Final = "kuberoll_workers.serving.app:build"
 """Import path of the application's builder."""
 
 MESSAGE_BYTES: Final = 4096

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kuberoll_workers.environments.calculator import CalculatorEnvironment
+from kuberoll_workers.environments.builtin.calculator import CalculatorEnvironment
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface
-from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
 from tiny_policy.experts import ExpertMaker, calculator_expert, puzzle_expert
 
 

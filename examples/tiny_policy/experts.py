@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from kuberoll_workers.environments.puzzle_board import OPPOSITE, SLIDES, Board, parse_board, slide, solved_board
+from kuberoll_workers.environments.builtin.puzzle_board import OPPOSITE, SLIDES, Board, parse_board, slide, solved_board
 
 Expert = Generator[str, str, None]
 ExpertMaker = Callable[[Mapping[str, Any], random.Random], Expert]

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.engines.simulated import Simulated
+from kuberoll_workers.serving.engines.simulated import Simulated
 
 PORTS = (8000, 8080)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.output.run_files import RunFiles
 from tests.cluster.api import Api, Object
 from tests.cluster.pods import MODELS
 from tests.containers.images import name_of

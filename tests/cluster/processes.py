@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from kuberoll_workers.policy.processes import kill_all
+from kuberoll_workers.serving.processes import kill_all
 
 CONTAINER_VARIABLE = "KUBEROLL_TEST_CONTAINER"
 """In the environment of everything that runs in a container: `<pod uid>/<container>`."""

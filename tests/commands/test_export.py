@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kuberoll_workers.commands.export import export
-from tests.collection.test_export import run_of, trajectory
+from tests.analysis.test_export import run_of, trajectory
 
 
 def typed(*arguments: object) -> Result:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kuberoll_workers.collection import records
-from kuberoll_workers.collection.copies import Copies
-from kuberoll_workers.collection.run_files import RunFiles
-from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.commands.aggregate import aggregate
 from kuberoll_workers.commands.export import export
 from kuberoll_workers.commands.report import report
 from kuberoll_workers.commands.show import show
 from kuberoll_workers.data.record import AnyRecord, FailureRecord, TrajectoryRecord, decode_line, encode_line
-from kuberoll_workers.pod import stored_earlier
-from tests.report.runs import dropped, failure, message, trajectory
+from kuberoll_workers.output import records
+from kuberoll_workers.output.copies import Copies
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.output.storage import DirectoryStorage
+from kuberoll_workers.pods.worker import stored_earlier
+from tests.analysis.report.runs import dropped, failure, message, trajectory
 
 
 def attempt(number: int, text: str, reward: float) -> TrajectoryRecord:

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from kuberoll_workers.commands.report import report
 from kuberoll_workers.data.record import encode_line
-from tests.report.runs import realistic, store, trajectory
+from tests.analysis.report.runs import realistic, store, trajectory
 
 
 def typed(*arguments: object) -> Result:

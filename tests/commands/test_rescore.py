@@ -13,14 +13,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kuberoll_api.manifest import load_job
-from kuberoll_workers.collection.inputs import scan
-from kuberoll_workers.collection.run_directory import MANIFEST, new_manifest
-from kuberoll_workers.collection.run_files import RunFiles
 from kuberoll_workers.commands.rescore import rescore
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryRecord, encode_line
+from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.environments import landlock
-from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.output.run_directory import MANIFEST, new_manifest
+from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.worker import environment_source
 from tests.local.support import manifest
 
@@ -29,7 +29,7 @@ WAYS = ("up", "down", "left", "right")
 SCORING = """
 import random
 from kuberoll_workers.environments import landlock
-from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 
 class Doubled(SlidingPuzzleEnvironment):
     def step(self, logs, metadata):

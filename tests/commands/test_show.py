@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kuberoll_workers.commands.show import show
-from tests.report.runs import dropped, failure, message, store, trajectory
+from tests.analysis.report.runs import dropped, failure, message, store, trajectory
 
 
 def typed(*arguments: object) -> Result:

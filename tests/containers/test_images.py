@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(300, func_only=True)
 
 MODULES = {
     "operator": "kuberoll_operator",
-    "worker": "kuberoll_workers.pod",
-    "generation": "kuberoll_workers.policy.pod",
+    "worker": "kuberoll_workers.pods.worker",
+    "generation": "kuberoll_workers.pods.generation",
 }
 """What runs in each."""
 ABSENT: Mapping[str, tuple[str, ...]] = {

@@ -16,7 +16,7 @@ import pytest
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.settings import Settings
-from kuberoll_workers.collection.run_files import RunFiles
+from kuberoll_workers.output.run_files import RunFiles
 from tests.charts.rendering import rendered
 from tests.cluster.control_plane import make_certificates
 from tests.cluster.services import copy_stream

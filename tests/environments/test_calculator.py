@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kuberoll_workers.environments.arithmetic import (
+from kuberoll_workers.environments.builtin.arithmetic import (
     LARGEST,
     OPERATORS,
     CalculationError,
@@ -18,7 +18,7 @@ from kuberoll_workers.environments.arithmetic import (
     render_number,
     same_number,
 )
-from kuberoll_workers.environments.calculator import CalculatorEnvironment
+from kuberoll_workers.environments.builtin.calculator import CalculatorEnvironment
 from tests.environments.support import step_all, step_one
 
 STATE = {"problem": "(3 + 5) * 2", "expected_answer": "16", "calls": 0}

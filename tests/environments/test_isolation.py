@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kuberoll_api.rolloutjob import Dataset
-from kuberoll_workers.collection.dataset import DatasetError, read_rows
+from kuberoll_workers.dataset.reading import DatasetError, read_rows
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, StepRaised, StepTimedOut

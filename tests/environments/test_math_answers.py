@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kuberoll_workers.environments import math_extraction
+from kuberoll_workers.environments.builtin.math import extraction as math_extraction
+from kuberoll_workers.environments.builtin.math.answers import MathAnswersEnvironment, is_explosive
+from kuberoll_workers.environments.builtin.math.extraction import MAX_ANSWER_CHARACTERS, final_answers
+from kuberoll_workers.environments.builtin.math.process import AlgebraFailed, AlgebraLimit, AlgebraProcess
+from kuberoll_workers.environments.builtin.math.values import read_value
 from kuberoll_workers.environments.isolation import make_executor
-from kuberoll_workers.environments.math_answers import MathAnswersEnvironment, is_explosive
-from kuberoll_workers.environments.math_extraction import MAX_ANSWER_CHARACTERS, final_answers
-from kuberoll_workers.environments.math_process import AlgebraFailed, AlgebraLimit, AlgebraProcess
-from kuberoll_workers.environments.math_values import read_value
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.support import log_of, step_all, step_one
 

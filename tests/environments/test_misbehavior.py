@@ -10,15 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from kuberoll_workers.collection import records
-from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.plain import MAX_MESSAGE
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.output import records
+from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
-from tests.collection.support import store_at
 from tests.environments import misbehaving
 from tests.environments.misbehaving import (
     HANGING,
@@ -30,6 +29,7 @@ from tests.environments.misbehaving import (
     REWARDS,
     SLEEP,
 )
+from tests.output.support import store_at
 from tests.rollouts.fakes import rollout_of, sample
 
 BAD = 3

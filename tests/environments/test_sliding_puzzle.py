@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kuberoll_workers.environments.puzzle_board import (
+from kuberoll_workers.environments.builtin.puzzle_board import (
     OPPOSITE,
     SLIDES,
     Board,
@@ -19,7 +19,7 @@ from kuberoll_workers.environments.puzzle_board import (
     slide,
     solved_board,
 )
-from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from tests.environments.support import step_all, step_one
 
 SHAPES = st.sampled_from([(2, 2), (2, 3), (3, 2)])

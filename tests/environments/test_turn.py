@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.environments.turn import Tagged, count_of, first_tagged, quoted, reply_of
+from kuberoll_workers.environments.builtin.turn import Tagged, count_of, first_tagged, quoted, reply_of
 
 NAMES = ["call", "answer"]
 

@@ -26,13 +26,13 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 from kuberoll_api.rolloutjob import SimulatedEngine
-from kuberoll_workers.collection import records
-from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.output import records
+from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.engines.simulated import Simulated
 from kuberoll_workers.policy.interface import GenerationRequest
+from kuberoll_workers.serving.engines.simulated import Simulated
 from tests.without_torch import without_torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

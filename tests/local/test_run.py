@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from kuberoll_api.manifest import load_job
-from kuberoll_workers.collection.run_files import RunFiles
-from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.local.preflight import Refused, check
-from kuberoll_workers.policy.engines import vllm_engine
-from tests.collection.s3 import S3Server, s3, s3_server
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.output.storage import open_storage
+from kuberoll_workers.serving.engines import vllm_engine
 from tests.local.support import (
     EXAMPLES,
     external_generation,
@@ -32,6 +31,7 @@ from tests.local.support import (
     wait_for_trajectories,
     wait_until_none_is_left,
 )
+from tests.output.s3 import S3Server, s3, s3_server
 
 pytestmark = pytest.mark.ray
 

@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import processes_of
-from tests.collection.s3 import S3Server, s3, s3_server
+from kuberoll_workers.output.storage import open_storage
 from tests.local.support import (
     external_generation,
     manifest,
@@ -28,6 +27,7 @@ from tests.local.support import (
     wait_for_trajectories,
     wait_until_none_is_left,
 )
+from tests.output.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
 
@@ -160,7 +160,7 @@ def test_two_never_write_one_shard(generation: dict[str, Any], tmp_path: Path, m
         [
             sys.executable, "-c",
             "import sys; from pathlib import Path\n"
-            "from kuberoll_workers.collection.storage import DirectoryStorage\n"
+            "from kuberoll_workers.output.storage import DirectoryStorage\n"
             f"DirectoryStorage(Path({str(output)!r})).hold_shards([0]); print('held', flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.inputs import scan
-from kuberoll_workers.collection.records import dropped as read_dropped
-from kuberoll_workers.collection.records import failures as read_failures
-from kuberoll_workers.collection.records import shard_name
-from kuberoll_workers.collection.records import trajectories as read_trajectories
-from kuberoll_workers.collection.rows import DatasetError
-from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.dataset.inputs import scan
+from kuberoll_workers.dataset.rows import DatasetError
+from kuberoll_workers.output.records import dropped as read_dropped
+from kuberoll_workers.output.records import failures as read_failures
+from kuberoll_workers.output.records import shard_name
+from kuberoll_workers.output.records import trajectories as read_trajectories
+from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesLost
 from kuberoll_workers.telemetry import RolloutMetrics

@@ -68,7 +68,7 @@ class Readers:
         self.connections += 1
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "kuberoll_workers.reader", "--config", str(self._config), "--serve"),
+            *("-m", "kuberoll_workers.pods.reader", "--config", str(self._config), "--serve"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -15,11 +15,11 @@ from kuberoll_operator.console import copying
 from kuberoll_operator.console.copying import Copy, Outcome, Stream
 from kuberoll_operator.console.errors import ConsoleError
 from kuberoll_operator.console.local_files import RECORD, Action, Contents, Copied, contents_of, decide
-from kuberoll_workers.collection.storage import open_storage
 from kuberoll_workers.data.record import encode_line
-from tests.collection.s3 import S3Server, s3, s3_server
-from tests.collection.support import record
+from kuberoll_workers.output.storage import open_storage
 from tests.operator.readers import Readers
+from tests.output.s3 import S3Server, s3, s3_server
+from tests.output.support import record
 
 __all__ = ["s3", "s3_server"]
 
@@ -289,7 +289,7 @@ async def test_the_stream_goes_on_after_a_cut(output: Path, tmp_path: Path) -> N
 
 
 async def test_the_stream_of_parquet_is_json_lines(output: Path, tmp_path: Path) -> None:
-    from kuberoll_workers.collection.records import to_parquet
+    from kuberoll_workers.output.records import to_parquet
 
     whole = all_shards(output)
     storage = open_storage(str(output))

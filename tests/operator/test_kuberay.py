@@ -19,10 +19,10 @@ from kuberoll_operator.placement import place
 from kuberoll_operator.plan import plan
 from kuberoll_operator.render import rayservice, seal
 from kuberoll_operator.status import compute_status
-from kuberoll_workers.policy import app
 from kuberoll_workers.policy.client import SESSION_HEADER
-from kuberoll_workers.policy.engines.registry import placed_engine_args
-from kuberoll_workers.policy.ray_settings import serve_environment
+from kuberoll_workers.serving import app
+from kuberoll_workers.serving.engines.registry import placed_engine_args
+from kuberoll_workers.serving.ray_settings import serve_environment
 from tests.operator import support
 from tests.operator.support import at, child, condition, job, observed, pod, raw, terminated, unschedulable
 from tests.operator.test_render import CASES, children, subject

@@ -10,7 +10,7 @@ from kuberoll_api import contract
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
-from kuberoll_workers.pod_files import read_config
+from kuberoll_workers.pods.files import read_config
 from tests.operator.test_render import CASES, children
 
 

@@ -76,7 +76,7 @@ def test_it_is_the_worker_with_another_program() -> None:
     spec, main = pod["spec"], pod["spec"]["containers"][0]
     assert [item["name"] for item in spec["containers"]] == ["reader"]
     assert main["image"] == "example.org/mine:2"
-    assert main["command"][:3] == ["python", "-m", "kuberoll_workers.reader"]
+    assert main["command"][:3] == ["python", "-m", "kuberoll_workers.pods.reader"]
     assert all(item in main["env"] for item in environment)
     assert main["envFrom"] == [{"secretRef": {"name": "store"}}]
     for name in ("serviceAccountName", "nodeSelector", "tolerations", "imagePullSecrets", "runtimeClassName"):

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from kuberoll_api.contract import EnvironmentResult, FinishMessage
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.rows import DatasetError
-from kuberoll_workers.collection.run_directory import RunRefused, new_manifest, read_manifest
-from kuberoll_workers.collection.storage import DirectoryStorage
 from kuberoll_workers.data.shards import share
+from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.registry import UnusableEnvironment
-from kuberoll_workers.pod import dataset_mounted, settle
-from kuberoll_workers.pod_files import ConfigRefused, clipped, encode_message, read_config
+from kuberoll_workers.output.run_directory import RunRefused, new_manifest, read_manifest
+from kuberoll_workers.output.storage import DirectoryStorage
+from kuberoll_workers.pods.files import ConfigRefused, clipped, encode_message, read_config
+from kuberoll_workers.pods.refusals import ended_by, is_refused
+from kuberoll_workers.pods.worker import dataset_mounted, settle
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
-from kuberoll_workers.refusals import ended_by, is_refused
 from kuberoll_workers.worker import trajectories_to_come
 
 

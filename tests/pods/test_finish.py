@@ -11,17 +11,17 @@ import orjson
 import pytest
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.journal import write_atomically
-from kuberoll_workers.collection.run_directory import AGGREGATES, MANIFEST, new_manifest
-from kuberoll_workers.collection.storage import Storage, open_storage
 from kuberoll_workers.data.record import AnyRecord, encode_line
-from tests.collection.s3 import S3Server, s3, s3_server
-from tests.collection.support import dropped, failure, record
+from kuberoll_workers.output.journal import write_atomically
+from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, new_manifest
+from kuberoll_workers.output.storage import Storage, open_storage
+from tests.output.s3 import S3Server, s3, s3_server
+from tests.output.support import dropped, failure, record
 from tests.pods.support import Pod, pod
 
 __all__ = ["s3", "s3_server"]
 
-MODULE = "kuberoll_workers.finish"
+MODULE = "kuberoll_workers.pods.finish"
 
 
 def job(**rollout: Any) -> dict[str, Any]:

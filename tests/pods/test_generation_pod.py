@@ -18,18 +18,18 @@ import pytest
 from kuberoll_api.contract import STATUS_PORT
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
+from kuberoll_workers.pods.generation import PORT_VARIABLE
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
-from kuberoll_workers.policy.pod import PORT_VARIABLE
-from kuberoll_workers.policy.ray_settings import free_ports
+from kuberoll_workers.serving.ray_settings import free_ports
 from tests.local.support import TINY
 from tests.pods.support import PATIENCE_SECONDS, Pod, address, pod
-from tests.policy.hosts import TOKENS
+from tests.serving.hosts import TOKENS
 
 pytestmark = pytest.mark.ray
 
-MODULE = "kuberoll_workers.policy.pod"
+MODULE = "kuberoll_workers.pods.generation"
 
 
 def config(simulated: dict[str, Any], **model: str) -> dict[str, Any]:

@@ -13,22 +13,22 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kuberoll_workers.collection import records
-from kuberoll_workers.collection.run_directory import MANIFEST
-from kuberoll_workers.collection.run_files import RunFiles
-from kuberoll_workers.collection.storage import open_storage
-from kuberoll_workers.collection.turn_log import TurnLog
 from kuberoll_workers.data.record import TrajectoryKey
-from kuberoll_workers.environments.sliding_puzzle import SlidingPuzzleEnvironment
-from kuberoll_workers.policy.ray_settings import free_ports
-from tests.collection.s3 import S3Server, s3, s3_server
-from tests.collection.support import Observed
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
+from kuberoll_workers.output import records
+from kuberoll_workers.output.run_directory import MANIFEST
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.output.storage import open_storage
+from kuberoll_workers.output.turn_log import TurnLog
+from kuberoll_workers.serving.ray_settings import free_ports
 from tests.local.support import TINY, Endpoint, endpoint
+from tests.output.s3 import S3Server, s3, s3_server
+from tests.output.support import Observed
 from tests.pods.support import Pod, pod
 
 __all__ = ["endpoint", "s3", "s3_server"]
 
-MODULE = "kuberoll_workers.pod"
+MODULE = "kuberoll_workers.pods.worker"
 SHARDS = 2
 
 

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kuberoll_workers.policy.engines.interface import Engine
-from kuberoll_workers.policy.openai_api import OpenAIRoutes
+from kuberoll_workers.serving.engines.interface import Engine
+from kuberoll_workers.serving.openai_api import OpenAIRoutes
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 

@@ -20,7 +20,7 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
-from kuberoll_workers.policy.ray_settings import free_ports
+from kuberoll_workers.serving.ray_settings import free_ports
 
 REQUEST = GenerationRequest(
     request_id="r", session_id="trajectory-1", token_ids=token_array([1, 2]), sampling=SamplingParameters(max_tokens=4)

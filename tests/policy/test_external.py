@@ -17,7 +17,6 @@ from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.client import SESSION_HEADER, Overloaded, Unreachable
-from kuberoll_workers.policy.engines.simulated import Simulated
 from kuberoll_workers.policy.external import ExternalClient, open_external
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
@@ -26,7 +25,8 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
-from kuberoll_workers.policy.ray_settings import free_ports
+from kuberoll_workers.serving.engines.simulated import Simulated
+from kuberoll_workers.serving.ray_settings import free_ports
 from tests.policy.openai_serving import TINY, serving_openai
 from tests.policy.test_client import serving
 

@@ -22,10 +22,10 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
-from kuberoll_workers.policy.ray_settings import free_ports
 from kuberoll_workers.policy.routing.discovery import Discovery, Dns, Endpoint, Static
 from kuberoll_workers.policy.routing.replica import Address
 from kuberoll_workers.policy.routing.router import RoutedPolicy
+from kuberoll_workers.serving.ray_settings import free_ports
 from tests.rollouts.fakes import until
 
 PATIENCE = 30.0

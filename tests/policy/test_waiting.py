@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.ray_settings import free_ports
 from kuberoll_workers.policy.routing.discovery import Static
 from kuberoll_workers.policy.waiting import NEWS_SECONDS, REPEAT_SECONDS, Troubles
+from kuberoll_workers.serving.ray_settings import free_ports
 from tests.policy.test_client import serving
 from tests.policy.test_routing_faults import answer, replicas, routed
 from tests.rollouts.fakes import until

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_workers.collection.aggregate import Aggregates, aggregate
-from kuberoll_workers.collection.precedence import EndedRecord
-from kuberoll_workers.collection.records import DROPPED, FAILURES
-from kuberoll_workers.collection.report.browsed import BrowsedSample
-from kuberoll_workers.collection.report.make import PAGE, make_report
-from kuberoll_workers.collection.run_files import RunFiles
-from kuberoll_workers.collection.tracking import log_run
+from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
+from kuberoll_workers.analysis.report.browsed import BrowsedSample
+from kuberoll_workers.analysis.report.make import PAGE, make_report
+from kuberoll_workers.analysis.tracking import log_run
+from kuberoll_workers.output.precedence import EndedRecord
+from kuberoll_workers.output.records import DROPPED, FAILURES
+from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.worker import environment_source, trajectories_to_come
 
 

@@ -26,13 +26,6 @@ import msgspec
 from pydantic import TypeAdapter
 
 from kuberoll_api.rolloutjob import Environment, External, RolloutJob
-from kuberoll_workers.collection.expansion import sample_groups
-from kuberoll_workers.collection.inputs import prompt_groups, repeats_of
-from kuberoll_workers.collection.parts import PartLimits
-from kuberoll_workers.collection.rows import DatasetError
-from kuberoll_workers.collection.run_state import RunState
-from kuberoll_workers.collection.storage import StorageError, open_storage
-from kuberoll_workers.collection.store import ResultStore
 from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
 from kuberoll_workers.data.observations import (
     ChatTemplateObservations,
@@ -43,6 +36,9 @@ from kuberoll_workers.data.observations import (
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.dataset.expansion import sample_groups
+from kuberoll_workers.dataset.inputs import prompt_groups, repeats_of
+from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.isolation import make_executor
@@ -50,6 +46,10 @@ from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
+from kuberoll_workers.output.parts import PartLimits
+from kuberoll_workers.output.run_state import RunState
+from kuberoll_workers.output.storage import StorageError, open_storage
+from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.external import ExternalClient
 from kuberoll_workers.policy.interface import Policy, SamplingParameters

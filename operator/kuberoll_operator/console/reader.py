@@ -1,4 +1,4 @@
-"""The other side of `kuberoll_workers.reader`: requests, and answers that are complete or an error."""
+"""The other side of `kuberoll_workers.pods.reader`: requests, and answers that are complete or an error."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Reader:
                 last = lost.stderr.splitlines()[-1] if lost.stderr else f"exit code {lost.exit_code}"
                 raise ConsoleError(
                     f"the reader does not start in the job's worker image: {last} (the image must have "
-                    "kuberoll_workers.reader, of this version of KubeRoll or a later one)"
+                    "kuberoll_workers.pods.reader, of this version of KubeRoll or a later one)"
                 ) from lost
             raise
         if hello.get("protocol") != PROTOCOL:

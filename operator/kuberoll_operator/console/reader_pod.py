@@ -13,7 +13,7 @@ from kuberoll_operator.render.config import CONFIG_FILE
 
 COMPONENT: Final = names.READER
 CONTAINER: Final = "reader"
-COMMAND: Final = ("python", "-m", "kuberoll_workers.reader", "--config", CONFIG_FILE)
+COMMAND: Final = ("python", "-m", "kuberoll_workers.pods.reader", "--config", CONFIG_FILE)
 DEADLINE_SECONDS: Final = 3600
 
 _RESOURCES: Final[Mapping[str, Any]] = {

@@ -30,7 +30,7 @@ def build_finish_job(subject: RenderContext, *, suspend: bool = False) -> Object
         subject,
         spec,
         name="finish",
-        module="kuberoll_workers.finish",
+        module="kuberoll_workers.pods.finish",
         image=subject.settings.worker_image,
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},

@@ -104,7 +104,7 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
         subject,
         options,
         name="generation",
-        module="kuberoll_workers.policy.pod",
+        module="kuberoll_workers.pods.generation",
         image=subject.settings.generation_image,
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},

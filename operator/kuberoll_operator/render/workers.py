@@ -33,7 +33,7 @@ def worker_template(subject: RenderContext, component: str, *, arguments: Sequen
         subject,
         spec,
         name="worker",
-        module="kuberoll_workers.pod",
+        module="kuberoll_workers.pods.worker",
         arguments=arguments,
         image=subject.settings.worker_image,
         env=[

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from kuberoll_api.manifest import ManifestError, load_job
-from kuberoll_workers.collection.report.text import visible
+from kuberoll_workers.analysis.report.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kuberoll_workers.collection.aggregate import Aggregates
-    from kuberoll_workers.collection.aggregate_columns import MakeEnvironment
-    from kuberoll_workers.collection.aggregate_environment import EnvironmentSummary
+    from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
+    from kuberoll_workers.analysis.aggregation.columns import MakeEnvironment
+    from kuberoll_workers.analysis.aggregation.environments import EnvironmentSummary
     from kuberoll_workers.environments.interface import EnvironmentInterface
 
 
@@ -47,11 +47,11 @@ def aggregate(
     """
     from rich.console import Console
 
-    from kuberoll_workers.collection.aggregate import aggregate as compute
-    from kuberoll_workers.collection.run_directory import RunRefused
-    from kuberoll_workers.collection.run_files import NotARun, RunFiles
-    from kuberoll_workers.collection.storage import StorageError
+    from kuberoll_workers.analysis.aggregation.aggregates import aggregate as compute
     from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.output.run_directory import RunRefused
+    from kuberoll_workers.output.run_files import NotARun, RunFiles
+    from kuberoll_workers.output.storage import StorageError
 
     try:
         make, names = _environments(manifest)
@@ -90,8 +90,8 @@ def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[s
 
 
 def _write(found: Aggregates, output: Path) -> list[str]:
-    from kuberoll_workers.collection.aggregate import write_lines
-    from kuberoll_workers.collection.journal import write_atomically
+    from kuberoll_workers.analysis.aggregation.aggregates import write_lines
+    from kuberoll_workers.output.journal import write_atomically
 
     tasks = output.with_name(f"{output.stem}-tasks.jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kuberoll_workers.collection.aggregate import EnvironmentSummary
-from kuberoll_workers.collection.report.text import visible
+from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
+from kuberoll_workers.analysis.report.text import visible
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.rollouts.tail import TailReport
 

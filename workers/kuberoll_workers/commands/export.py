@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-from kuberoll_workers.collection.report.text import visible
+from kuberoll_workers.analysis.report.text import visible
 
 FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
 
@@ -56,12 +56,12 @@ def export(
 
     DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file is there only when it is whole.
     """
-    from kuberoll_workers.collection.export.exporting import export_run
-    from kuberoll_workers.collection.export.formats import ExportError
-    from kuberoll_workers.collection.export.selection import Selection
-    from kuberoll_workers.collection.run_directory import RunRefused
-    from kuberoll_workers.collection.run_files import NotARun, RunFiles
+    from kuberoll_workers.analysis.export.exporting import export_run
+    from kuberoll_workers.analysis.export.formats import ExportError
+    from kuberoll_workers.analysis.export.selection import Selection
     from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.output.run_directory import RunRefused
+    from kuberoll_workers.output.run_files import NotARun, RunFiles
 
     selection = Selection(
         environments=frozenset(environments),

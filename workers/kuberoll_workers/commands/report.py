@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kuberoll_workers.collection.report.text import visible
+from kuberoll_workers.analysis.report.text import visible
 
 
 @click.command()
@@ -23,12 +23,12 @@ def report(run: str, output: Path | None) -> None:
     DIR|URI is the output of a run: a directory, or s3://…, gs://…. The page needs no network and no other file. The
     exit code is 2 where there is no run or it cannot be read.
     """
-    from kuberoll_workers.collection.journal import write_atomically
-    from kuberoll_workers.collection.report.make import PAGE, read_report
-    from kuberoll_workers.collection.run_directory import RunRefused
-    from kuberoll_workers.collection.run_files import NotARun, RunFiles
-    from kuberoll_workers.collection.storage import StorageError
+    from kuberoll_workers.analysis.report.make import PAGE, read_report
     from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.output.journal import write_atomically
+    from kuberoll_workers.output.run_directory import RunRefused
+    from kuberoll_workers.output.run_files import NotARun, RunFiles
+    from kuberoll_workers.output.storage import StorageError
 
     try:
         found = RunFiles(run)

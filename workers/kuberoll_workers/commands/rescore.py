@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from kuberoll_api.manifest import ManifestError, load_job
-from kuberoll_workers.collection.report.text import visible
+from kuberoll_workers.analysis.report.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kuberoll_api.rolloutjob import RolloutJob
-    from kuberoll_workers.collection.rescore import FirstStates, Tally
-    from kuberoll_workers.collection.run_files import RunFiles
-    from kuberoll_workers.collection.storage import Storage
+    from kuberoll_workers.analysis.rescore import FirstStates, Tally
+    from kuberoll_workers.output.run_files import RunFiles
+    from kuberoll_workers.output.storage import Storage
 
 
 @click.command()
@@ -58,14 +58,14 @@ def rescore(
 
     from rich.console import Console
 
-    from kuberoll_workers.collection.journal import JournalBroken
-    from kuberoll_workers.collection.rescore import RescoreRefused
-    from kuberoll_workers.collection.rows import DatasetError
-    from kuberoll_workers.collection.run_directory import RunRefused
-    from kuberoll_workers.collection.run_files import NotARun
-    from kuberoll_workers.collection.storage import StorageError
+    from kuberoll_workers.analysis.rescore import RescoreRefused
     from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.dataset.rows import DatasetError
     from kuberoll_workers.environments.registry import UnusableEnvironment
+    from kuberoll_workers.output.journal import JournalBroken
+    from kuberoll_workers.output.run_directory import RunRefused
+    from kuberoll_workers.output.run_files import NotARun
+    from kuberoll_workers.output.storage import StorageError
 
     destination = output or run.rstrip("/") + "-rescored"
     try:
@@ -94,11 +94,11 @@ def _rescore(
     import tempfile
     from contextlib import ExitStack
 
-    from kuberoll_workers.collection.aggregate import aggregate
-    from kuberoll_workers.collection.inputs import prompt_groups, scan
-    from kuberoll_workers.collection.rescore import FirstStates, open_rescored, refuse_other_dataset
-    from kuberoll_workers.collection.run_files import RunFiles
+    from kuberoll_workers.analysis.aggregation.aggregates import aggregate
+    from kuberoll_workers.analysis.rescore import FirstStates, open_rescored, refuse_other_dataset
+    from kuberoll_workers.dataset.inputs import prompt_groups, scan
     from kuberoll_workers.local.run import module_directories
+    from kuberoll_workers.output.run_files import RunFiles
     from kuberoll_workers.worker import dataset_source, environment_source, own_places
 
     source = RunFiles(run)
@@ -131,7 +131,7 @@ async def _replay(
     *,
     force: bool,
 ) -> Mapping[str, Tally]:
-    from kuberoll_workers.collection.rescore import Replayer, Rescoring
+    from kuberoll_workers.analysis.rescore import Replayer, Rescoring
     from kuberoll_workers.rollouts.settings import RetryPolicy
     from kuberoll_workers.telemetry import RolloutMetrics
     from kuberoll_workers.worker import open_environments
@@ -156,7 +156,7 @@ async def _replay(
 
 
 def _names(job: RolloutJob, asked: tuple[str, ...]) -> list[str]:
-    from kuberoll_workers.collection.rescore import RescoreRefused
+    from kuberoll_workers.analysis.rescore import RescoreRefused
 
     names = [environment.name for environment in job.spec.environments]
     for name in asked:

@@ -51,7 +51,7 @@ def run(
     try:
         from rich.console import Console
 
-        from kuberoll_workers.collection.report.text import visible
+        from kuberoll_workers.analysis.report.text import visible
         from kuberoll_workers.commands.console import reporter_for
         from kuberoll_workers.local.preflight import Refused
         from kuberoll_workers.local.run import RunOptions

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from kuberoll_workers.collection.report.text import visible
+from kuberoll_workers.analysis.report.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kuberoll_workers.collection.precedence import EndedRecord
-    from kuberoll_workers.collection.report.row import Row
+    from kuberoll_workers.analysis.report.row import Row
+    from kuberoll_workers.output.precedence import EndedRecord
 
 _STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
 _PIPE_WIDTH = 240
@@ -63,9 +63,9 @@ def show(
     """
     from rich.console import Console
 
-    from kuberoll_workers.collection.run_directory import RunRefused
-    from kuberoll_workers.collection.run_files import NotARun, RunFiles
     from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.output.run_directory import RunRefused
+    from kuberoll_workers.output.run_files import NotARun, RunFiles
 
     if rollout is not None and task is None:
         raise click.UsageError("--rollout is one of a task's samples: say --task too")
@@ -95,7 +95,7 @@ class Chosen:
 
     def of(self, records: Iterable[EndedRecord]) -> Iterator[tuple[EndedRecord, Row]]:
         """Those of the records, with their rows; one that is named in full ends the search."""
-        from kuberoll_workers.collection.report.row import row_of
+        from kuberoll_workers.analysis.report.row import row_of
 
         for record in records:
             if self.task not in (None, record.task_index) or self.rollout not in (None, record.rollout_index):
@@ -111,7 +111,7 @@ class Chosen:
 
 
 def _print_turns(selected: Iterator[tuple[EndedRecord, Row]], limit: int, console: Console) -> bool:
-    from kuberoll_workers.collection.report.turns import print_trajectory
+    from kuberoll_workers.analysis.report.turns import print_trajectory
 
     found = False
     for record, row in itertools.islice(selected, limit):
@@ -123,7 +123,7 @@ def _print_turns(selected: Iterator[tuple[EndedRecord, Row]], limit: int, consol
 
 
 def _print_table(selected: Iterator[tuple[EndedRecord, Row]], limit: int, order: Order, console: Console) -> bool:
-    from kuberoll_workers.collection.report.turns import trajectory_table
+    from kuberoll_workers.analysis.report.turns import trajectory_table
 
     rows = _first((row for _, row in selected), limit + 1, order)
     if not rows:

@@ -15,9 +15,9 @@ from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 BUILT_INS: Mapping[str, str] = {
-    "calculator": "kuberoll_workers.environments.calculator:CalculatorEnvironment",
-    "math": "kuberoll_workers.environments.math_answers:MathAnswersEnvironment",
-    "sliding_puzzle": "kuberoll_workers.environments.sliding_puzzle:SlidingPuzzleEnvironment",
+    "calculator": "kuberoll_workers.environments.builtin.calculator:CalculatorEnvironment",
+    "math": "kuberoll_workers.environments.builtin.math.answers:MathAnswersEnvironment",
+    "sliding_puzzle": "kuberoll_workers.environments.builtin.sliding_puzzle:SlidingPuzzleEnvironment",
 }
 """Built-in environments by `type`. Modules are imported only when they are asked for."""
 

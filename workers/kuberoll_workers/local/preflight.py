@@ -11,12 +11,12 @@ from pydantic import BaseModel
 from kuberoll_api import traits
 from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_api.traits import Traits
-from kuberoll_workers.collection.dataset import DatasetError
-from kuberoll_workers.collection.inputs import InputSummary, scan
-from kuberoll_workers.collection.tracking import TrackingUnavailable, check_tracking
+from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.policy.engines.registry import ENGINES
+from kuberoll_workers.dataset.inputs import InputSummary, scan
+from kuberoll_workers.dataset.reading import DatasetError
+from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.worker import dataset_source, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kuberoll_workers.collection.aggregate import EnvironmentSummary
+from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 from kuberoll_workers.rollouts.tail import TailReport
 from kuberoll_workers.worker import Progress
 

@@ -22,18 +22,9 @@ import msgspec
 
 from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
 from kuberoll_api.rolloutjob import External, RolloutJob
-from kuberoll_workers.collection.inputs import repeats_of
-from kuberoll_workers.collection.records import FAILURES
-from kuberoll_workers.collection.run_directory import (
-    RunDirectory,
-    RunRefused,
-    new_manifest,
-)
-from kuberoll_workers.collection.run_files import NotARun, RunFiles
-from kuberoll_workers.collection.run_state import read_state
-from kuberoll_workers.collection.storage import DirectoryStorage, Storage, StorageError, open_storage
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.shards import share
+from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import Preflight, Refused, check
 from kuberoll_workers.local.processes import Child
@@ -41,11 +32,20 @@ from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables
 from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
-from kuberoll_workers.policy.app import gpus_of
+from kuberoll_workers.output.records import FAILURES
+from kuberoll_workers.output.run_directory import (
+    RunDirectory,
+    RunRefused,
+    new_manifest,
+)
+from kuberoll_workers.output.run_files import NotARun, RunFiles
+from kuberoll_workers.output.run_state import read_state
+from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageError, open_storage
 from kuberoll_workers.policy.auth import Tokens
-from kuberoll_workers.policy.host import HostConfig
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.run_end import RunEnd, end_run
+from kuberoll_workers.serving.app import gpus_of
+from kuberoll_workers.serving.host import HostConfig
 from kuberoll_workers.worker import Progress, WorkerConfig, external_client, trajectories_to_come
 
 EXIT_UNMADE = 3
@@ -290,7 +290,7 @@ class _LocalRun:
         )
         path = _secret_file(scratch / "generation.json", msgspec.json.encode(config))
         host = await Child.start(
-            "kuberoll_workers.policy.host",
+            "kuberoll_workers.serving.host",
             ["--config", str(path)],
             log=self._logs / "generation.log",
             # Sockets and files that the engine leaves in the temporary directory go with the run.

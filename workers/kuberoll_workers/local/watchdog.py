@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from kuberoll_workers.policy.processes import kill_all
+from kuberoll_workers.serving.processes import kill_all
 
 RUN_ID_VARIABLE = "KUBEROLL_RUN_ID"
 

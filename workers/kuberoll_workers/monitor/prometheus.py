@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 
-from kuberoll_workers.policy.ray_settings import free_ports
+from kuberoll_workers.serving.ray_settings import free_ports
 
 PROGRAM: Final = "prometheus"
 RULES: Final = Path(__file__).with_name("alerts.yaml")

@@ -1,1 +1,1 @@
-"""The policy: the generation interface, the Serve app around an engine, and the client of it."""
+"""A worker's way to the policy: the interface, the client of the Serve app, routing, and endpoints of others."""

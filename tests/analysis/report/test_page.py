@@ -1,0 +1,229 @@
+"""The report in a browser."""
+
+from __future__ import annotations
+
+import pytest
+
+from kuberoll_workers.analysis.report.browsed import MOST
+from kuberoll_workers.data.record import TrajectoryRecord
+from tests.analysis.report.conftest import Open
+from tests.analysis.report.runs import dropped, failure, message, realistic, trajectory
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+expect = sync_api.expect
+
+ROWS = "#rows [role=option]"
+
+
+def mixed() -> list[TrajectoryRecord]:
+    return [
+        trajectory(task, rollout, environment=("puzzle", "math")[task % 2], rewards=[float(rollout), 0.5 * task])
+        for task in range(6)
+        for rollout in range(2)
+    ]
+
+
+def test_the_numbers_are_of_the_environment_that_is_chosen(opened: Open) -> None:
+    page = opened([*mixed(), failure(9, number=1)]).page
+    cells = page.locator("#key div")
+    expect(cells.nth(0)).to_contain_text("12")
+    expect(cells.nth(6)).to_contain_text("1")
+    expect(page.locator("#charts h3")).to_have_text([
+        "Reward", "Learning signal: rewards within prompt groups", "Turns", "Generated tokens",
+        "How trajectories ended", "Where the time went", "Time of a trajectory in generation", "Failures by cause",
+    ])  # fmt: skip
+    expect(page.locator("#charts")).to_contain_text("step took longer than 30 s")
+    page.get_by_role("combobox", name="Environment").select_option("math")
+    expect(cells.nth(0)).to_contain_text("6")
+    expect(cells.nth(6)).to_contain_text("0")
+    expect(page.locator("#count")).to_have_text("6 of 13 trajectories")
+    expect(page.locator("#charts")).not_to_contain_text("step took longer")
+    # Every chart says in words what it shows, and has its numbers in a table.
+    for chart in page.locator("svg").all():
+        assert chart.get_attribute("role") == "img"
+        assert len(chart.get_attribute("aria-label") or "") > 20
+    page.locator("#charts summary").first.click()
+    expect(page.locator("#charts details[open] tbody tr").first).to_be_visible()
+
+
+def test_filters_and_orders(opened: Open) -> None:
+    page = opened([*mixed(), failure(9), dropped(9, 1)]).page
+    count, rows = page.locator("#count"), page.locator(ROWS)
+    expect(count).to_have_text("14 trajectories")
+    page.get_by_label("Stop reason").select_option("failed")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("#9.0")
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("Least reward").fill("1")
+    page.get_by_label("Most reward").fill("1.5")
+    expect(count).to_have_text("4 of 14 trajectories")
+    page.get_by_label("Order").select_option("best")
+    expect(rows.first).to_contain_text("1.500")
+    page.get_by_label("Text").fill("#1")
+    expect(count).to_have_text("1 of 14 trajectories")
+    expect(rows).to_contain_text("#1.1")
+    page.get_by_label("Text").fill("nothing says this")
+    expect(count).to_have_text("No trajectory matches. Clear the filters to see all.")
+    expect(rows).to_have_count(0)
+    page.get_by_role("button", name="Clear").click()
+    expect(count).to_have_text("14 trajectories")
+
+
+def test_a_trajectory_turn_by_turn(opened: Open) -> None:
+    messages = [
+        message("user", "How many?", 0),
+        message("assistant", "I look.", 1),
+        message("environment", "Three.", 1, truncated=True),
+        message("assistant", "Three it is.", 2),
+    ]
+    page = opened([trajectory(3, 1, messages=messages, rewards=[0.25, 1.0]), failure(4)]).page
+    page.locator(ROWS).first.click()
+    detail = page.locator("#detail")
+    expect(detail.locator("h3")).to_have_text("#3.1 puzzle")
+    expect(detail.locator(".message pre")).to_have_text([item.content for item in messages])
+    expect(detail.locator(".turn")).to_have_text([
+        "Prompt", "Turn 1reward 0.250generation 0.5 senvironment 0.25 s",
+        "Turn 2reward 1.000generation 0.5 senvironment 0.25 s",
+    ])  # fmt: skip
+    expect(detail.locator(".environment .flag")).to_have_text("truncated")
+    # More digits than a browser's numbers have.
+    expect(detail.locator("dl")).to_contain_text(str(2**62 + 3))
+    page.locator(ROWS).last.click()
+    expect(detail).to_contain_text("infrastructure, generation, after 5 tries")
+
+
+def test_the_keyboard_alone(opened: Open) -> None:
+    page = opened([trajectory(task, messages=[message("user", f"task {task}", 0)]) for task in range(100)]).page
+    chosen, title = page.locator("#rows [aria-selected=true]"), page.locator("#detail h3")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("ArrowDown")
+    expect(title).to_have_text("#2.0 puzzle")
+    expect(page.locator("#list")).to_have_attribute("aria-activedescendant", "row-2")
+    page.keyboard.press("k")
+    page.keyboard.press("ArrowUp")
+    expect(title).to_have_text("#0.0 puzzle")
+    page.keyboard.press("End")
+    expect(title).to_have_text("#99.0 puzzle")
+    expect(chosen).to_be_in_viewport()
+    page.keyboard.press("/")
+    expect(page.locator("#search")).to_be_focused()
+    page.keyboard.type("TASK 42")
+    expect(page.locator("#count")).to_have_text("1 of 100 trajectories")
+    page.keyboard.press("ArrowDown")
+    expect(title).to_have_text("#42.0 puzzle")
+    expect(page.locator("#detail mark")).to_have_text("task 42")
+    page.keyboard.press("/")
+    page.keyboard.press("Escape")
+    expect(page.locator("#count")).to_have_text("100 trajectories")
+    expect(page.locator("#list")).to_be_focused()
+
+
+def test_nothing_that_was_generated_is_markup(opened: Open) -> None:
+    evil = '</script><!--<script><img src=x onerror="window.hacked=1"><style>*{display:none}</style>&lt;b&gt;\u2028'
+    shown = evil.replace("\u2028", "⟨U+2028⟩")
+    messages = [message("user", evil, 0), message(evil[:30], evil, 1)]
+    one = trajectory(0, environment=evil, messages=messages)
+    one.metadata, one.idx, one.answer, one.reward_parts = {evil: evil}, evil, evil, {evil: [1.0]}
+    bad = failure(1, environment="other")
+    bad.cause = evil
+    page = opened([one, bad], report={"location": evil}).page
+    expect(page.locator("h1")).to_have_text(evil)
+    page.locator(ROWS).first.click()
+    expect(page.locator("#detail pre").first).to_have_text(shown)
+    page.get_by_label("Text").fill("onerror")
+    expect(page.locator("#count")).to_have_text("2 trajectories")
+    expect(page.locator("#charts table").last).to_contain_text("</script><!--")
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert page.evaluate("document.querySelectorAll('style').length") == 1
+    assert page.evaluate("window.hacked") is None
+    # What slipped in all the same would not run.
+    policy = page.locator("meta[http-equiv=Content-Security-Policy]").get_attribute("content") or ""
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_light_and_dark(opened: Open) -> None:
+    page = opened([trajectory(0)], color_scheme="dark").page
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = page.evaluate(background)
+    button = page.get_by_role("button", name="Colours")
+    button.click()
+    light = page.evaluate(background)
+    assert dark != light
+    expect(button).to_have_accessible_name("Colours: light")
+    page.emulate_media(color_scheme="light")
+    button.click()
+    assert page.evaluate(background) == dark
+    button.click()
+    assert page.evaluate(background) == light
+
+
+def test_a_narrow_screen(opened: Open) -> None:
+    page = opened(realistic(30), viewport={"width": 360, "height": 740}).page
+    wide = "document.documentElement.scrollWidth"
+    assert page.evaluate(wide) == 360
+    page.locator(ROWS).nth(3).click()
+    expect(page.locator("#detail .message").first).to_be_in_viewport()
+    expect(page.locator("#list")).not_to_be_visible()
+    assert page.evaluate(wide) == 360
+    page.get_by_role("button", name="Back to list").click()
+    expect(page.locator("#list")).to_be_visible()
+    expect(page.locator("#detail")).not_to_be_visible()
+
+
+def test_an_address_leads_to_a_trajectory(opened: Open) -> None:
+    page = opened([trajectory(task) for task in range(50)]).page
+    page.evaluate("location.hash = '#33.0'")
+    expect(page.locator("#detail h3")).to_have_text("#33.0 puzzle")
+    expect(page.locator("#rows [aria-selected=true]")).to_be_in_viewport()
+
+
+def test_paper_has_the_numbers_and_the_trajectory(opened: Open) -> None:
+    page = opened(mixed()).page
+    page.locator(ROWS).first.click()
+    expect(page.locator("#detail .message").first).to_be_visible()
+    page.emulate_media(media="print")
+    for name, visible in {"#key": True, "#charts": True, "#detail": True, ".listing": False, ".filters": False}.items():
+        expect(page.locator(name)).to_be_visible(visible=visible)
+
+
+def test_ten_thousand_trajectories(opened: Open) -> None:
+    def one(number: int) -> TrajectoryRecord:
+        text = f"The {number % 7}th of many. " * 20 + ("The Needle lies here." if number == 7777 else "")
+        return trajectory(number // 8, number % 8, messages=[message("user", "hi", 0), message("assistant", text, 1)])
+
+    page = opened(one(number) for number in range(MOST)).page
+    rows, count = page.locator(ROWS), page.locator("#count")
+    expect(count).to_have_text("10,000 trajectories")
+    assert rows.count() < 60
+    page.locator("#list").scroll_into_view_if_needed()
+    page.locator("#list").evaluate("list => { list.scrollTop = list.scrollHeight / 2; }")
+    expect(page.locator("#rows [aria-posinset='5001']")).to_be_in_viewport()
+    assert rows.count() < 60
+    page.get_by_label("Text").fill("needle lies")
+    expect(count).to_have_text("1 of 10,000 trajectories")
+    expect(rows).to_contain_text("#972.1")
+    rows.click()
+    expect(page.locator("#detail mark")).to_have_text("Needle lies")
+    # A search that nobody waits for any more changes nothing.
+    page.get_by_label("Text").fill("many")
+    page.get_by_label("Text").fill("#1249.7")
+    expect(count).to_have_text("1 of 10,000 trajectories")
+    expect(rows).to_contain_text("#1249.7")
+
+
+def test_of_a_longer_run_a_sample_can_be_read(opened: Open) -> None:
+    records = [*(trajectory(task) for task in range(500)), *(failure(task, 1) for task in range(3))]
+    page = opened(records, report={"most": 100}).page
+    expect(page.locator("#sample")).to_contain_text("100 of 503 can be read here")
+    expect(page.locator("#key")).to_contain_text("500")
+    expect(page.locator("#count")).to_have_text("100 trajectories")
+    page.get_by_label("Stop reason").select_option("failed")
+    expect(page.locator("#count")).to_have_text("3 of 100 trajectories")
+
+
+def test_a_run_without_trajectories(opened: Open) -> None:
+    page = opened([]).page
+    expect(page.locator("#detail")).to_have_text("The run has no trajectory yet.")
+    expect(page.locator("#charts figure").first).to_contain_text("nothing finished")

@@ -1,0 +1,407 @@
+"""Exported trajectories are what trainers' own loaders read, and lose nothing of what the format has room for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_workers.analysis.export import writers
+from kuberoll_workers.analysis.export.exporting import Exported, export_run, run_name
+from kuberoll_workers.analysis.export.formats import FORMATS, ExportError
+from kuberoll_workers.analysis.export.selection import Selection
+from kuberoll_workers.analysis.export.views import token_view
+from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, TrajectoryRecord, encode_line
+from kuberoll_workers.output.parquet import write_parquet
+from kuberoll_workers.output.run_directory import RunManifest
+from kuberoll_workers.output.run_files import RunFiles
+
+TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
+
+
+def trajectory(
+    task_index: int = 0,
+    rollout_index: int = 0,
+    *,
+    reward: float = 1.0,
+    turns: int = 2,
+    name: str = "puzzle",
+    stop_reason: StopReason = "terminated",
+    logprobs: bool = True,
+) -> TrajectoryRecord:
+    """A trajectory of some turns; each has two generated tokens and an observation of three."""
+    messages = [
+        Message("system", "Play.", token_array()),
+        Message("user", "Board", token_array([1, 2, 3, 4])),
+    ]
+    for turn in range(1, turns + 1):
+        numbers = array("f", [-0.1 * turn, -0.25]) if logprobs else None
+        messages.append(Message("assistant", f"move {turn}", token_array([10 + turn, 20]), numbers, turn))
+        messages.append(Message("environment", f"board {turn}", token_array([30, 31, 30 + turn]), None, turn))
+    return TrajectoryRecord(
+        task_index=task_index,
+        rollout_index=rollout_index,
+        task_name=name,
+        idx={"row": task_index},
+        messages=messages,
+        total_reward=reward,
+        rewards=[0.0] * (turns - 1) + [reward] * (turns > 0),
+        stop_reason=stop_reason,
+        turn_count=turns,
+        tokens=TokenCounts(4, 2 * turns, 3 * turns),
+        timing=Timing([0.5] * turns, [0.25] * turns),
+        metadata={"ground_truth": 42, "moves": turns},
+        seed=7,
+        attempt=0,
+    )
+
+
+def run_of(directory: Path, *records: TrajectoryRecord, shards: int = 2) -> RunFiles:
+    directory.mkdir(exist_ok=True)
+    for shard in range(shards):
+        lines = [encode_line(record) for record in records if record.task_index % shards == shard]
+        (directory / f"shard-{shard:05d}.jsonl").write_bytes(b"".join(lines))
+    return RunFiles(str(directory))
+
+
+def export(tmp_path: Path, to: str, *records: TrajectoryRecord, file: str = "", **options: Any) -> Exported:
+    return export_run(run_of(tmp_path / "run", *records), to=to, output=tmp_path / (file or "out"), **options)
+
+
+def lines(exported: Exported) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in exported.path.read_text().splitlines()]
+
+
+def test_openai_chat_has_only_what_the_service_knows(tmp_path: Path) -> None:
+    record = trajectory()
+    record.messages.insert(1, Message("assistant", "an example", token_array()))
+    exported = export(tmp_path, "openai-chat", record)
+    assert exported.path == tmp_path / "out" / "run.openai-chat.jsonl"
+    assert lines(exported) == [
+        {
+            "messages": [
+                {"role": "system", "content": "Play."},
+                {"role": "assistant", "content": "an example", "weight": 0},
+                {"role": "user", "content": "Board"},
+                {"role": "assistant", "content": "move 1"},
+                {"role": "user", "content": "board 1"},
+                {"role": "assistant", "content": "move 2"},
+            ]
+        }
+    ]
+    with pytest.raises(ExportError, match="tool call"):
+        export(tmp_path, "openai-chat", record, role="tool")
+
+
+def test_sharegpt_s_sides_take_turns(tmp_path: Path) -> None:
+    record = trajectory()
+    record.messages.insert(2, Message("user", "Go on", token_array()))
+    (row,) = lines(export(tmp_path, "sharegpt", record, role="tool"))
+    assert [(said["from"], said["value"]) for said in row["conversations"]] == [
+        ("system", "Play."),
+        ("human", "Board\n\nGo on"),
+        ("gpt", "move 1"),
+        ("observation", "board 1"),
+        ("gpt", "move 2"),
+    ]
+    assert (row["id"], row["reward"], row["environment"]) == ("0-0", 1.0, "puzzle")
+
+
+@pytest.mark.parametrize("container", ["parquet", "jsonl"])
+def test_trl_s_columns_are_token_exact(tmp_path: Path, container: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = [trajectory(0), trajectory(1, reward=-0.5, turns=1)]
+    exported = export(tmp_path, "trl", *records, file=f"train.{container}")
+    kind = "json" if container == "jsonl" else container
+    loaded = datasets.load_dataset(kind, data_files=str(exported.path), split="train", cache_dir=str(tmp_path / "c"))
+    first = loaded[0]
+    assert first["prompt"] == [{"role": "system", "content": "Play."}, {"role": "user", "content": "Board"}]
+    assert [said["role"] for said in first["completion"]] == ["assistant", "user", "assistant"]
+    assert first["prompt_ids"] == [1, 2, 3, 4]
+    assert first["completion_ids"] == [11, 20, 30, 31, 31, 12, 20]
+    assert first["env_mask"] == [1, 1, 0, 0, 0, 1, 1]
+    expected = numpy.array([-0.1, -0.25, 0, 0, 0, -0.2, -0.25], dtype=numpy.float32)
+    assert numpy.array_equal(numpy.array(first["logprobs"], dtype=numpy.float32), expected)
+    assert first["input_ids"] == first["prompt_ids"] + first["completion_ids"]
+    assert first["assistant_masks"] == [0, 0, 0, 0, *first["env_mask"]]
+    assert loaded["reward"][:] == [1.0, -0.5]
+
+
+def test_verl_s_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    exported = export(tmp_path, "verl", trajectory(3, 1), trajectory(4, logprobs=False), role="tool")
+    assert exported.path.name == "run.verl.parquet"
+    row, other = sorted(
+        datasets.load_dataset("parquet", data_files=str(exported.path), split="train", cache_dir=str(tmp_path / "c")),
+        key=lambda row: row["extra_info"]["index"],
+    )
+    assert (row["data_source"], row["ability"], row["reward_score"]) == ("puzzle", "puzzle", 1.0)
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "42"}
+    assert json.loads(row["extra_info"]["idx"]) == {"row": 3}
+    assert json.loads(row["extra_info"]["metadata"]) == {"ground_truth": 42, "moves": 2}
+    assert row["extra_info"]["rewards"] == [0.0, 1.0]
+    assert row["prompt"][-1] == {"role": "user", "content": "Board"}
+    assert [said["role"] for said in row["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert row["response_ids"] == [11, 20, 30, 31, 31, 12, 20]
+    assert row["response_mask"] == [1, 1, 0, 0, 0, 1, 1]
+    assert row["num_turns"] == 5
+    assert other["response_logprobs"] is None
+
+
+def test_verl_s_own_loaders_read_it(tmp_path: Path) -> None:
+    pytest.importorskip("verl", reason="verl is not installed: its requirements exclude this transformers")
+    from transformers import AutoTokenizer
+
+    OmegaConf = importlib.import_module("omegaconf").OmegaConf
+    AgentLoopOutput = importlib.import_module("verl.experimental.agent_loop.agent_loop").AgentLoopOutput
+    MultiTurnSFTDataset = importlib.import_module("verl.utils.dataset.multiturn_sft_dataset").MultiTurnSFTDataset
+    RLHFDataset = importlib.import_module("verl.utils.dataset.rl_dataset").RLHFDataset
+    exported = export(tmp_path, "verl", trajectory(), trajectory(1))
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY))
+    config = OmegaConf.create(
+        {"cache_dir": str(tmp_path / "cache"), "filter_overlong_prompts": False, "max_prompt_length": 512}
+    )
+    prompts = RLHFDataset(str(exported.path), tokenizer=tokenizer, config=config)
+    assert len(prompts) == 2
+    assert prompts[1]["raw_prompt"][-1] == {"role": "user", "content": "Board"}
+    assert prompts[1]["index"] == 1
+    row = prompts.dataframe[0]
+    output = AgentLoopOutput(
+        **{name: row[name] for name in AgentLoopOutput.model_fields if name in row}, metrics={}
+    ).as_dict()
+    assert output["responses"].tolist() == [11, 20, 30, 31, 31, 12, 20]
+    assert output["response_mask"].tolist() == [1, 1, 0, 0, 0, 1, 1]
+    sft = MultiTurnSFTDataset(
+        str(exported.path), tokenizer=tokenizer, config=OmegaConf.create({"max_length": 256, "truncation": "right"})
+    )
+    assert len(sft.messages) == 2
+
+
+def test_nemo_rl_s_rows_become_a_batch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    datasets = pytest.importorskip("datasets")
+    from kuberoll_workers.adapters.nemo_rl.message_logs import batched_message_log_to_flat_message
+
+    exported = export(tmp_path, "nemo-rl", trajectory(0), trajectory(1, turns=1, stop_reason="truncated"))
+    path = str(exported.path)
+    rows = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "c"))
+    assert rows["idx"][:] == [0, 1]
+    assert rows["truncated"][:] == [False, True]
+    assert json.loads(rows[0]["extra_env_info"]) == {"ground_truth": 42, "moves": 2}
+    assert rows[0]["messages"][-1]["role"] == "assistant"
+    assert rows[0]["message_loss_mask"] == [0, 0, 1, 0, 1]
+    tensors = {"token_ids": torch.long, "generation_logprobs": torch.float32, "token_loss_mask": torch.long}
+    logs = [
+        [
+            {**message, **{key: torch.tensor(message[key], dtype=dtype) for key, dtype in tensors.items()}}
+            for message in row["message_log"]
+        ]
+        for row in rows
+    ]
+    flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": 99})
+    assert lengths.tolist() == rows["length"][:] == [14, 9]
+    assert flat["token_ids"][1].tolist() == [1, 2, 3, 4, 11, 20, 30, 31, 31, 99, 99, 99, 99, 99]
+    assert flat["token_loss_mask"][0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0]
+    assert flat["generation_logprobs"].dtype == torch.float32
+
+
+def test_selection(tmp_path: Path) -> None:
+    records = [
+        trajectory(0, 0, reward=0.5),
+        trajectory(0, 1, reward=1.0),
+        trajectory(0, 2, reward=1.0),
+        trajectory(2, 0, reward=-1.0),
+        trajectory(4, 0, name="math"),
+        trajectory(6, 0, turns=0, stop_reason="truncated"),
+    ]
+
+    def keys(**selection: Any) -> list[tuple[int, int]]:
+        exported = export(tmp_path, "trl", *records, file="o.jsonl", selection=Selection(**selection), force=True)
+        return [(row["task_index"], row["rollout_index"]) for row in lines(exported)]
+
+    assert keys() == [(0, 0), (0, 1), (0, 2), (2, 0), (4, 0)]
+    assert keys(best_of_group=True) == [(0, 1), (2, 0), (4, 0)]
+    assert keys(min_reward=0.5, environments=frozenset({"puzzle"})) == [(0, 0), (0, 1), (0, 2)]
+    assert keys(limit=2) == [(0, 0), (0, 1)]
+    exported = export(
+        tmp_path, "sharegpt", *records, selection=Selection(best_of_group=True, environments=frozenset({"puzzle"}))
+    )
+    assert exported.chosen.taken == 2
+    assert exported.chosen.left_out == {
+        "not the best of its group": 2, "of another environment": 1, "without a response": 1,
+    }  # fmt: skip
+
+
+def test_a_file_is_never_replaced_unasked(tmp_path: Path) -> None:
+    exported = export(tmp_path, "sharegpt", trajectory())
+    before = exported.path.read_bytes()
+    with pytest.raises(ExportError, match="--force"):
+        export(tmp_path, "sharegpt", trajectory(reward=0.0))
+    assert exported.path.read_bytes() == before
+    export(tmp_path, "sharegpt", trajectory(reward=0.0), force=True)
+    assert exported.path.read_bytes() != before
+
+
+@pytest.mark.parametrize("to", ["trl", "sharegpt"])
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, to: str) -> None:
+    files = run_of(tmp_path / "run", trajectory())
+    (tmp_path / "run" / "shard-00001.parquet").write_bytes(b"{}\n")
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: not a Parquet file"):
+        export_run(files, to=to, output=tmp_path / "out")
+    assert list((tmp_path / "out").glob("*")) == []
+
+
+def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = run_of(tmp_path / "run", trajectory())
+    shard = tmp_path / "run" / "shard-00001.parquet"
+    write_parquet(shard, [trajectory(1)])
+    # The keys can be read, the messages can not.
+    group = parquet.ParquetFile(shard).metadata.row_group(0)
+    (column,) = [
+        group.column(n) for n in range(group.num_columns) if group.column(n).path_in_schema.endswith("content")
+    ]
+    with shard.open("r+b") as file:
+        file.seek(column.dictionary_page_offset)
+        file.write(b"\xff" * column.total_compressed_size)
+    with pytest.raises((ValueError, OSError)):
+        export_run(files, to="trl", output=tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"sharegpt comes in files that end in \.jsonl"):
+        export(tmp_path, "sharegpt", trajectory(), file="train.parquet")
+    with pytest.raises(ExportError, match="environment maths; there are those of puzzle"):
+        export(tmp_path, "trl", trajectory(), selection=Selection(environments=frozenset({"maths"})))
+    with pytest.raises(ExportError, match=r"no trajectory is selected \(1 of less reward\)"):
+        export(tmp_path, "trl", trajectory(), selection=Selection(min_reward=2.0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_sft_trainer_trains_on_the_policy_s_own_tokens(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = export(tmp_path, "trl", trajectory(0), trajectory(1))
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(exported.path), split="train", cache_dir=str(tmp_path / "c")
+    )
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path / "trained"), max_steps=1, per_device_train_batch_size=2, report_to="none",
+        save_strategy="no", use_cpu=True, bf16=False,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(str(TINY)),
+        args=arguments,
+        train_dataset=loaded,
+        processing_class=AutoTokenizer.from_pretrained(str(TINY)),
+    )
+    assert trainer.train_dataset[0]["input_ids"] == loaded[0]["input_ids"]
+    assert trainer.train_dataset[0]["labels"] == [-100] * 4 + [11, 20, -100, -100, -100, 12, 20]
+    assert numpy.isfinite(trainer.train().training_loss)
+
+
+def test_grpo_trainer_learns_from_stored_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    records = [trajectory(0, index, reward=float(index)) for index in range(2)]
+    path = str(export(tmp_path, "trl", *records).path)
+    rows = datasets.load_dataset("parquet", data_files=path, split="train", cache_dir=str(tmp_path / "c"))
+    seen: list[list[float]] = []
+
+    def replay(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        taken = [rows[number % len(rows)] for number in range(len(prompts))]
+        names = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward")
+        return {name: [row[name] for row in taken] for name in names}
+
+    def stored(reward: list[float], **others: Any) -> list[float]:
+        seen.append(reward)
+        return reward
+
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path / "trained"), max_steps=1, per_device_train_batch_size=2, num_generations=2,
+        report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=str(TINY),
+        reward_funcs=stored,
+        args=arguments,
+        train_dataset=rows.select_columns(["prompt"]),
+        processing_class=AutoTokenizer.from_pretrained(str(TINY)),
+        rollout_func=replay,
+    )
+    assert numpy.isfinite(trainer.train().training_loss)
+    assert seen == [[0.0, 1.0]]
+
+
+@given(
+    turns=st.lists(
+        st.tuples(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1))), min_size=1, max_size=5
+    ),
+    prompt=st.lists(st.integers(0, 2**31 - 1)),
+)
+def test_tokens_are_those_of_the_messages_to_the_last_response(
+    turns: list[tuple[list[int], list[int]]], prompt: list[int]
+) -> None:
+    record = trajectory(turns=0)
+    record.messages[1].token_ids = token_array(prompt)
+    for number, (response, observation) in enumerate(turns, start=1):
+        numbers = array("f", [-1.0] * len(response))
+        record.messages.append(Message("assistant", "", token_array(response), numbers, number))
+        record.messages.append(Message("environment", "", token_array(observation), None, number))
+    view = token_view(record)
+    everything = [token for message in record.messages[:-1] for token in message.token_ids]
+    assert [*view.prompt_ids, *view.completion_ids] == everything
+    assert view.logprobs is not None
+    assert len(view.completion_ids) == len(view.mask) == len(view.logprobs)
+    generated = [token for token, own in zip(view.completion_ids, view.mask, strict=True) if own]
+    assert generated == [token for response, _ in turns for token in response]
+    assert all(number == (-1.0 if own else 0.0) for number, own in zip(view.logprobs, view.mask, strict=True))
+
+
+def test_every_format_is_offered_by_the_command() -> None:
+    from kuberoll_workers.commands import export as command
+
+    assert tuple(FORMATS) == command.FORMATS
+
+
+@pytest.mark.parametrize(
+    ("job", "name"), [("../escaped", "escaped"), ("/etc/x", "etc-x"), ("..", "trajectories"), ("a b\x1b", "a-b")]
+)
+def test_a_manifest_s_name_is_never_a_path(job: str, name: str, tmp_path: Path) -> None:
+    files = run_of(tmp_path / "run", trajectory())
+    manifest = RunManifest(format=1, job=job, created="", shards=2, identity={}, inputs={}, versions={})
+    (tmp_path / "run" / "manifest.json").write_bytes(orjson.dumps(manifest))
+    assert run_name(files) == name
+
+
+def test_row_groups_are_bounded_by_rows_and_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_ROWS", 3)
+    monkeypatch.setattr(writers, "_NUMBERS", 10)
+    sizes = [0, 1, 1, 4, 5, 1, 20, 9, 1, 1]
+    rows: list[dict[str, Any]] = [{"ids": [0] * size, "more": array("f", []), "text": "x" * 99} for size in sizes]
+    groups = [[len(row["ids"]) for row in group] for group in writers._row_groups(iter(rows))]
+    assert groups == [[0, 1, 1], [4, 5, 1], [20], [9, 1], [1]]
+    assert list(writers._row_groups(iter(()))) == []
+    (group,) = writers._row_groups(iter([{"ids": [0] * 9}, {"ids": [0]}]))
+    assert len(group) == 2
+
+
+def test_nothing_at_all_is_said(tmp_path: Path) -> None:
+    run_of(tmp_path / "run")
+    with pytest.raises(ExportError, match=r"/run: no trajectory is selected \(there are none\); nothing was written$"):
+        export(tmp_path, "sharegpt")

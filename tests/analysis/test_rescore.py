@@ -1,0 +1,333 @@
+"""Rewards computed anew are those of the stored responses, or the trajectory stays as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.analysis import rescore
+from kuberoll_workers.analysis.rescore import FirstStates, Replayer, Rescoring, Tally
+from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryKey, TrajectoryRecord, encode_line
+from kuberoll_workers.dataset.inputs import prompt_groups, scan
+from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.output.records import failures, trajectories
+from kuberoll_workers.output.run_directory import MANIFEST, RunRefused, new_manifest
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.output.storage import open_storage
+from kuberoll_workers.rollouts.settings import RetryPolicy
+
+ROWS = [{"prompt": f"count from {start}", "metadata": {"at": start}} for start in range(4)]
+RETRIES = RetryPolicy(environment_attempts=2, backoff_seconds=0.0)
+
+
+class Counting(EnvironmentInterface):
+    """Adds what the policy writes to its state; ends at 10, which is worth `worth`."""
+
+    def __init__(self, worth: float = 1.0) -> None:
+        self.worth = worth
+
+    def said(self, at: int) -> str:
+        return f"at {at}"
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        sums = [
+            (state or {})["at"] + int(log[-1]["content"])
+            for log, state in zip(message_log_batch, metadata, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": self.said(at)} for at in sums],
+            metadata=[{"at": at} for at in sums],
+            next_stop_strings=None,
+            rewards=[self.worth * (at >= 10) for at in sums],
+            terminateds=[at >= 10 for at in sums],
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        return batch, {}
+
+
+class Drawing(Counting):
+    """Says something else each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = itertools.count()
+
+    def said(self, at: int) -> str:
+        return f"at {at}, draw {next(self.draws)}"
+
+
+class Polite(Counting):
+    """Says the same in other words."""
+
+    def said(self, at: int) -> str:
+        return f"now at {at}, please"
+
+
+class Harder(Counting):
+    """Ends at 10 only when a 9 was written."""
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        returned = super().step(message_log_batch, metadata)
+        ends = [log[-1]["content"] == "9" for log in message_log_batch]
+        return returned._replace(terminateds=ends)
+
+
+class Breaking(Counting):
+    """Cannot score a 9."""
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        if any(log[-1]["content"] == "9" for log in message_log_batch):
+            raise KeyError("nine")
+        return super().step(message_log_batch, metadata)
+
+
+def job() -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "counting"},
+            "spec": {
+                "generation": {"model": {"source": "none"}, "engine": "Simulated"},
+                "environments": [{"name": "count", "entrypoint": "counting:Counting"}],
+                "dataset": {"source": {"rows": ROWS}, "repeats": 2},
+            },
+        }
+    )
+
+
+def played(task_index: int, rollout_index: int, responses: list[int]) -> TrajectoryRecord:
+    """What the loop stores when the policy writes these numbers."""
+    at, messages = task_index, [Message("user", ROWS[task_index]["prompt"], token_array([1]))]  # type: ignore[arg-type]
+    rewards = []
+    for turn, number in enumerate(responses, start=1):
+        at += number
+        messages.append(Message("assistant", str(number), token_array([number]), [-0.5], turn))
+        messages.append(Message("environment", f"at {at}", token_array([at]), None, turn))
+        rewards.append(float(at >= 10))
+    return TrajectoryRecord(
+        task_index=task_index, rollout_index=rollout_index, task_name="count", idx=None, messages=messages,
+        total_reward=float(sum(rewards)), rewards=rewards, stop_reason="terminated" if at >= 10 else "max_turns",
+        turn_count=len(responses), tokens=TokenCounts(1, len(responses), len(responses)),
+        timing=Timing([0.0] * len(responses), [0.0] * len(responses)), metadata={"at": at}, seed=1, attempt=0,
+    )  # fmt: skip
+
+
+def source_of(directory: Path, records: list[TrajectoryRecord]) -> RunFiles:
+    directory.mkdir()
+    for shard in range(2):
+        mine = [encode_line(record) for record in records if record.task_index % 2 == shard]
+        (directory / f"shard-{shard:05d}.jsonl").write_bytes(b"".join(mine))
+    inputs = scan(job(), base=directory, environment=lambda name: Counting()).as_json()
+    (directory / MANIFEST).write_bytes(json.dumps(_manifest(inputs)).encode())
+    return RunFiles(str(directory))
+
+
+def _manifest(inputs: dict[str, Any]) -> dict[str, Any]:
+    manifest = new_manifest(job(), shards=2, inputs=inputs)
+    return {name: getattr(manifest, name) for name in type(manifest).__slots__}
+
+
+class Observed:
+    def observe(self, amount: float) -> None:
+        assert amount >= 0
+
+    def failed(self) -> None:
+        raise AssertionError
+
+
+def run(
+    source: RunFiles,
+    output: Path | str,
+    make: Callable[[], Any],
+    *,
+    force: bool = False,
+    names: tuple[str, ...] = ("count",),
+) -> dict[str, Tally]:
+    async def go() -> dict[str, Tally]:
+        environment = EnvironmentRunner(make_executor(make, isolation="Inline", processes=1, timeout=5), max_batch=8)
+        groups = prompt_groups(job(), base=Path(), environment=lambda name: Counting())
+        with tempfile.TemporaryFile() as file:
+            rescoring = Rescoring(
+                source,
+                open_storage(str(output)),
+                Replayer({"count": environment}, FirstStates(file, groups), retries=RETRIES),
+                environments=names,
+                concurrency=3,
+                seconds=Observed(),
+                force=force,
+            )
+            try:
+                return await rescoring.run()
+            finally:
+                await environment.close()
+
+    if isinstance(output, Path):
+        output.mkdir(exist_ok=True)
+    return asyncio.run(go())
+
+
+def read(output: Path) -> dict[TrajectoryKey, TrajectoryRecord]:
+    storage = open_storage(str(output))
+    return {r.key: r for shard in storage.shards() for r in trajectories(storage, shard)}
+
+
+PLAYED = [
+    played(0, 0, [3, 7]),
+    played(0, 1, [1, 2]),
+    played(1, 0, [9]),
+    played(1, 1, []),
+    played(2, 0, [1, 1, 6]),
+    played(3, 0, [2]),
+]
+
+
+def test_the_same_environment_gives_the_same_run(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "run", PLAYED)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    tally = run(source, tmp_path / "new", Counting)["count"]
+    assert (tally.stored, tally.changed, tally.failed, dict(tally.left)) == (6, 0, 0, {rescore.NO_TURNS: 1})
+    assert tally.old_mean == tally.new_mean == 0.5
+    new = read(tmp_path / "new")
+    assert {key: encode_line(record) for key, record in new.items()} == {
+        record.key: encode_line(record) for record in PLAYED
+    }
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_new_rewards(tmp_path: Path) -> None:
+    tally = run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", lambda: Counting(0.25))["count"]
+    assert (tally.stored, tally.changed, tally.old_mean, tally.new_mean) == (6, 3, 0.5, 0.125)
+    new = read(tmp_path / "new")
+    assert (new[TrajectoryKey(0, 0)].rewards, new[TrajectoryKey(0, 0)].total_reward) == ([0.0, 0.25], 0.25)
+    assert new[TrajectoryKey(0, 1)].rewards == [0.0, 0.0]
+    assert [list(m.token_ids) for m in new[TrajectoryKey(0, 0)].messages] == [
+        list(m.token_ids) for m in PLAYED[0].messages
+    ]
+    assert json.loads((tmp_path / "new" / rescore.SUMMARY).read_text())["environments"]["count"]["changed"] == 3
+
+
+def test_an_environment_that_draws_is_unscorable(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "run", PLAYED)
+    tally = run(source, tmp_path / "new", Drawing)["count"]
+    assert tally.left == {rescore.UNSCORABLE: 5, rescore.NO_TURNS: 1}
+    # The first one that differs.
+    assert tally.unscorable.startswith("trajectory 0-0, replayed twice: the observation of turn 1 is environment")
+    assert {key: r.rewards for key, r in read(tmp_path / "new").items()} == {r.key: r.rewards for r in PLAYED}
+    forced = run(source, tmp_path / "forced", Drawing, force=True)["count"]
+    assert (forced.left, forced.changed, forced.stored) == ({rescore.NO_TURNS: 1}, 0, 6)
+    assert len(forced.examples) == 5
+    assert read(tmp_path / "forced")[TrajectoryKey(0, 0)].messages[2].content == "at 3"
+
+
+@pytest.mark.parametrize(
+    ("make", "left", "example"),
+    [
+        (Polite, 5, '0-0: the observation of turn 1 was environment "at 3", is environment "now at 3, please"'),
+        (Harder, 2, "0-0: the episode now goes on after turn 2, with which it ended"),
+    ],
+)  # fmt: skip
+def test_what_is_answered_otherwise_is_left_as_it_was(
+    tmp_path: Path, make: Callable[[], Any], left: int, example: str
+) -> None:
+    tally = run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", make)["count"]
+    assert tally.left == {rescore.MISMATCHED: left, rescore.NO_TURNS: 1}
+    assert f"trajectory {example}" in tally.examples
+    assert len(read(tmp_path / "new")) == 6
+
+
+def test_failures_of_rescoring_are_failures(tmp_path: Path) -> None:
+    tally = run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", Breaking)["count"]
+    assert (tally.stored, tally.failed) == (5, 1)
+    (failure,) = failures(open_storage(str(tmp_path / "new")))
+    assert (failure.key, failure.kind, failure.tries) == ((1, 0), "environment", 2)
+    assert failure.cause == "rescoring: step raised KeyError: 'nine'"
+    assert (1, 0) not in read(tmp_path / "new")
+
+
+def test_a_trajectory_of_another_dataset_fails(tmp_path: Path) -> None:
+    other, beyond = played(0, 0, [1]), played(0, 0, [1])
+    other.messages[0].content, beyond.task_index = "something else", 99
+    assert run(source_of(tmp_path / "run", [other, beyond]), tmp_path / "new", Counting)["count"].failed == 2
+    causes = sorted(failure.cause for failure in failures(open_storage(str(tmp_path / "new"))))
+    assert causes == [
+        "rescoring: task 0 of the dataset has another prompt than the trajectory",
+        "rescoring: the dataset has 4 tasks, and no task 99",
+    ]
+    stages = {(failure.kind, failure.stage, failure.tries) for failure in failures(open_storage(str(tmp_path / "new")))}
+    assert stages == {("data", "prompt", 1)}
+
+
+def test_a_rescoring_goes_on_where_it_was(tmp_path: Path) -> None:
+    source, output = source_of(tmp_path / "run", PLAYED), tmp_path / "new"
+    run(source, output, lambda: Counting(0.25))
+    shard = output / "shard-00000.jsonl"
+    lines = shard.read_bytes().splitlines(keepends=True)
+    # Killed in the middle of a line.
+    shard.write_bytes(lines[0] + lines[1][:10])
+    tally = run(source, output, lambda: Counting(0.25))["count"]
+    assert (tally.earlier, tally.stored, tally.changed, tally.new_mean) == (4, 6, 3, 0.125)
+    assert len(shard.read_bytes().splitlines()) == len(lines)
+    assert len(read(output)) == 6
+
+
+def test_object_stores(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    local = source_of(tmp_path / "run", PLAYED)
+    store = fsspec.filesystem("memory")
+    for shard in local.storage.shards():
+        store.pipe_file(f"/old/{shard}/worker-00000001.jsonl", (tmp_path / "run" / f"{shard}.jsonl").read_bytes())
+    try:
+        tally = run(RunFiles("memory://old"), "memory://new", lambda: Counting(0.25))["count"]
+        assert (tally.stored, tally.changed, tally.new_mean) == (6, 3, 0.125)
+        assert sorted(record.key for record in RunFiles("memory://new").trajectories()) == sorted(
+            record.key for record in PLAYED
+        )
+        again = run(RunFiles("memory://old"), "memory://new", lambda: Counting(0.25))["count"]
+        assert (again.earlier, again.stored) == (6, 6)
+    finally:
+        for folder in ("/old", "/new"):
+            if store.exists(folder):
+                store.rm(folder, recursive=True)
+
+
+def test_other_environments_are_taken_over(tmp_path: Path) -> None:
+    tally = run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", Counting, names=())["count"]
+    assert tally.left == {rescore.NOT_ASKED: 6}
+
+
+def test_the_run_itself_is_never_the_output(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "run", PLAYED)
+    manifest = source.manifest()
+    assert manifest is not None
+    options: dict[str, Any] = {"inputs": manifest.inputs, "force": True}
+    with (
+        pytest.raises(rescore.RescoreRefused, match="never changed"),
+        rescore.open_rescored(source, str(tmp_path / "x" / ".." / "run"), job(), resume=True, **options),
+    ):
+        pass
+    with rescore.open_rescored(source, str(tmp_path / "new"), job(), resume=False, **options):
+        pass
+    stored = json.loads((tmp_path / "new" / MANIFEST).read_text())
+    assert stored["rescored_from"]["location"] == str(tmp_path / "run")
+    assert stored["inputs"] == manifest.inputs
+    with (
+        pytest.raises(RunRefused, match="--resume"),
+        rescore.open_rescored(source, str(tmp_path / "new"), job(), resume=False, **options),
+    ):
+        pass
+    rescore.refuse_other_dataset(source, manifest.inputs)
+    with pytest.raises(rescore.RescoreRefused, match=r"4 rows then, 5 now"):
+        rescore.refuse_other_dataset(source, {"digest": "other", "rows": 5})

@@ -1,0 +1,253 @@
+"""Trackers are told of a run; one that cannot be told is a warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.analysis import tracking
+from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking, log_run, run_id, scalars
+from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
+from kuberoll_workers.output.run_files import RunFiles
+from tests.analysis.test_export import run_of, trajectory
+
+AGGREGATED = {
+    "format": 2,
+    "job": "counting",
+    "trajectories": 2,
+    "planned": None,
+    "environments": {
+        "puzzle": {
+            "trajectories": 2,
+            "failures": {"environment (environment): it broke at 0x7f": 1},
+            "fields": {"total_reward": {"mean": 0.5, "histogram": [1, 2]}},
+            "environment_metrics": {"solved (all)": 0.25, "ok": True, "name": "x"},
+        }
+    },
+}
+
+
+def job(tmp_path: Path, **section: Any) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "counting"},
+            "spec": {
+                "generation": {"model": {"source": "none"}, "engine": "Simulated"},
+                "environments": [{"name": "puzzle", "type": "sliding_puzzle"}],
+                "dataset": {"source": {"generator": {"count": 1}}},
+                "output": {"tracking": section},
+            },
+        }
+    )
+
+
+def finished_run(tmp_path: Path, **changes: Any) -> RunFiles:
+    files = run_of(tmp_path / "run", trajectory(0), trajectory(1))
+    manifest = {
+        "format": 1, "job": "counting", "created": "2030-01-01T00:00:00+00:00", "shards": 2,
+        "identity": {"environments[0].name": "puzzle", "generation.sampling.temperature": 1.0},
+        "inputs": {"rows": 2, "digest": "d"}, "versions": {"kuberoll": "1"},
+    }  # fmt: skip
+    (tmp_path / "run" / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+    (tmp_path / "run" / AGGREGATES).write_text(json.dumps(AGGREGATED))
+    return files
+
+
+def sqlite(tmp_path: Path) -> dict[str, Any]:
+    return {"trackingUri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "rollouts", "runName": "first"}
+
+
+def test_scalars() -> None:
+    assert scalars(AGGREGATED) == {
+        "trajectories": 2.0,
+        "puzzle/trajectories": 2.0,
+        "puzzle/fields/total_reward/mean": 0.5,
+        "puzzle/environment_metrics/solved _all_": 0.25,
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(document=st.dictionaries(st.text(), JSON))
+def test_scalars_are_finite_numbers_of_acceptable_names(document: dict[str, Any]) -> None:
+    for name, value in scalars({**document, "environments": {}}).items():
+        assert isinstance(value, float)
+        assert abs(value) < float("inf")
+        assert not set(name) & set("[]():,{}'\"")
+
+
+def test_a_run_that_goes_on_is_the_same_one(tmp_path: Path) -> None:
+    def named(**changes: Any) -> str:
+        manifest = finished_run(tmp_path, **changes).manifest()
+        assert isinstance(manifest, RunManifest)
+        return run_id(manifest)
+
+    first = named()
+    assert named(forced=["spec.x: was 1, is 2"]) == first
+    assert named(created="2030-01-01T00:00:01+00:00") != first
+    assert named(job="other") != first
+
+
+def test_mlflow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    settings = sqlite(tmp_path)
+    wanted = job(tmp_path, mlflow=settings, trajectories=True)
+    check_tracking(wanted)
+    files, notes = finished_run(tmp_path), list[str]()
+    log_run(wanted, files, note=notes.append)
+    assert "of experiment rollouts" in notes[0]
+    # Resumed: the same run, with its newest numbers.
+    (tmp_path / "run" / AGGREGATES).write_text(json.dumps({**AGGREGATED, "trajectories": 3}))
+    log_run(wanted, files, note=notes.append)
+    assert notes[0] == notes[1]
+    client = mlflow.MlflowClient(tracking_uri=settings["trackingUri"])
+    (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.metrics["puzzle/fields/total_reward/mean"] == 0.5
+    assert run.data.metrics["trajectories"] == 3
+    assert run.data.params["environments.0.name"] == "puzzle"
+    assert run.data.params["dataset.digest"] == "d"
+    names = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert names == {AGGREGATES, MANIFEST, "shard-00000.jsonl", "shard-00001.jsonl"}
+    copy = client.download_artifacts(run.info.run_id, "shard-00001.jsonl", str(tmp_path))
+    assert Path(copy).read_bytes() == (tmp_path / "run" / "shard-00001.jsonl").read_bytes()
+
+
+def test_wandb_is_told_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    wanted = job(tmp_path, wandb={"project": "rollouts", "tags": ["test"]}, trajectories=True)
+    check_tracking(wanted)
+    files, notes = finished_run(tmp_path), list[str]()
+    try:
+        log_run(wanted, files, note=notes.append)
+    finally:
+        wandb.teardown()
+    assert notes[0].startswith("wandb: offline run in ")
+    manifest = files.manifest()
+    assert manifest is not None
+    (stored,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id(manifest)}/*.wandb")
+    contents = stored.read_bytes()
+    # What a run is looked for by.
+    for words in (b"dataset", b'"rows"', b"versions", b'"kuberoll"'):
+        assert words in contents
+    for words in (b"puzzle/fields/total_reward/mean", b"generation.sampling.temperature", b"shard-00001.jsonl"):
+        assert words in contents
+
+
+def test_wandb_without_anybody_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for variable in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    with pytest.raises(TrackingUnavailable, match="wandb login"):
+        check_tracking(job(tmp_path, wandb={"project": "rollouts"}))
+
+
+def test_a_tracker_that_cannot_be_told_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "shard-00000.jsonl").touch()
+    notes: list[str] = []
+    with caplog.at_level(logging.WARNING):
+        log_run(job(tmp_path, mlflow=sqlite(tmp_path)), RunFiles(str(tmp_path / "run")), note=notes.append)
+    assert notes == [
+        f"warning: could not log the run to mlflow: ValueError: {tmp_path}/run has no manifest.json"
+    ]  # fmt: skip
+    assert "could not log the run to mlflow" in caplog.text
+
+
+def test_a_tracker_that_never_answers_is_given_up() -> None:
+    import threading
+
+    end = threading.Event()
+
+    def hang() -> str:
+        end.wait()
+        return ""
+
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        tracking._within(0.01, hang)
+    end.set()
+
+    def leave() -> str:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        tracking._within(30, leave)
+
+
+def test_a_missing_package_is_found_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrackingUnavailable) as raised:
+        tracking._need("no_such_tracker", "no-such-tracker", "spec.output.tracking.wandb")
+    assert str(raised.value) == (
+        "spec.output.tracking.wandb: no_such_tracker is not installed: pip install no-such-tracker; or remove the field"
+    )
+    untracked = job(tmp_path, wandb={"project": "p"}).model_copy(deep=True)
+    spec = untracked.spec.model_copy(update={"output": untracked.spec.output.model_copy(update={"tracking": None})})
+    check_tracking(untracked.model_copy(update={"spec": spec}))
+
+
+def test_a_directory_that_mlflow_refuses_is_found_before_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", minversion="3.7")
+    settings = {"trackingUri": str(tmp_path / "mlruns"), "experiment": "rollouts"}
+    with pytest.raises(TrackingUnavailable, match=r"trackingUri: .*maintenance mode"):
+        check_tracking(job(tmp_path, mlflow=settings))
+
+
+def test_tracking_without_a_tracker_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set wandb or mlflow"):
+        job(tmp_path, trajectories=True)
+
+
+def test_a_run_that_mlflow_was_told_half_of_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    settings = sqlite(tmp_path)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(tracking, "_artifacts", broken)
+    notes: list[str] = []
+    log_run(job(tmp_path, mlflow=settings), finished_run(tmp_path), note=notes.append)
+    assert notes == ["warning: could not log the run to mlflow: OSError: the disk is full"]
+    client = mlflow.MlflowClient(tracking_uri=settings["trackingUri"])
+    (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
+    assert run.info.status == "FAILED"
+    # Told again, it is the same run, and is finished.
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    log_run(job(tmp_path, mlflow=settings), finished_run(tmp_path), note=notes.append)
+    (again,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
+    assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "mysql", "postgresql+psycopg2", "mssql"])
+def test_databases_of_mlflow_need_their_packages(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(tracking, "_need", lambda *given: needed.append(given))
+    tracking._check_store(f"{scheme}://host/database")
+    field = "spec.output.tracking.mlflow.trackingUri"
+    assert needed == [("sqlalchemy", "mlflow", field), ("alembic", "mlflow", field)]

@@ -1,0 +1,277 @@
+"""From a job's dataset to its rows: sources, limit, what all rows say together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from kuberoll_api.rolloutjob import Dataset, RolloutJob
+from kuberoll_workers.dataset import inputs
+from kuberoll_workers.dataset.inputs import prompt_groups, read_ahead, repeats_of, same_rows, scan
+from kuberoll_workers.dataset.reading import DatasetError, Row, read_rows
+
+
+def dataset(source: dict[str, Any], **fields: Any) -> Dataset:
+    return Dataset.model_validate({"source": source, **fields})
+
+
+class Generator:
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        return [{"messages": [{"role": "user", "content": f"{seed}-{number}"}]} for number in range(count)]
+
+
+def rows(
+    given: Dataset, base: Path = Path(), names: tuple[str, ...] = ("a", "b"), environment: Any = Generator
+) -> list[Row]:
+    return list(read_rows(given, base=base, task_names=names, environment=lambda name: environment()))
+
+
+def job(source: dict[str, Any], **fields: Any) -> RolloutJob:
+    return RolloutJob.model_validate(
+        {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "generation": {"model": {"source": "m"}},
+                "environments": [{"name": "a", "type": "math"}, {"name": "b", "type": "math", "repeats": 3}],
+                "dataset": {"source": source, "repeats": 2, **fields},
+            },
+        }
+    )
+
+
+def no_environment(name: str) -> Any:
+    raise AssertionError("no environment is needed")
+
+
+def test_inline_rows_know_their_places() -> None:
+    first, second = rows(dataset({"rows": [{"prompt": "x", "task_name": "a"}, {"prompt": "y", "task_name": "b"}]}))
+    assert (first.where, second.where) == ("spec.dataset.source.rows[0]", "spec.dataset.source.rows[1]")
+
+
+def test_the_limit_is_the_last_row_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "task_name": "a"}\nthis line is never read\n')
+    assert len(rows(dataset({"uri": "rows.jsonl"}, limit=1), tmp_path)) == 1
+
+
+def test_generated_rows_come_from_each_environment_in_order() -> None:
+    made = rows(dataset({"generator": {"count": 2, "seed": 5}}))
+    assert [(row.task_name, row.messages[0]["content"]) for row in made] == [
+        ("a", "5-0"), ("a", "5-1"), ("b", "5-0"), ("b", "5-1"),
+    ]  # fmt: skip
+    assert made[3].where == "generated row 1 of environment 'b'"
+
+
+def test_generated_rows_become_json() -> None:
+    class Numbers:
+        def generate_dataset(self, count: int, seed: int) -> Iterator[dict[str, Any]]:
+            yield {"prompt": "x", "metadata": {"board": numpy.array([[1, 2]]), "size": numpy.int64(2), "at": (1, 2)}}
+
+    (row,) = rows(dataset({"generator": {"count": 1}}), names=("a",), environment=Numbers)
+    assert row.metadata == {"board": [[1, 2]], "size": 2, "at": [1, 2]}
+
+
+class Nothing:
+    pass
+
+
+class NoGenerator:
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        raise NotImplementedError("NoGenerator has no generator")
+
+
+class Broken:
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        raise KeyError("size")
+
+
+class Sets:
+    def generate_dataset(self, count: int, seed: int) -> list[Any]:
+        return [{"prompt": "x", "metadata": {"seen": {1}}}]
+
+
+class Texts:
+    def generate_dataset(self, count: int, seed: int) -> list[Any]:
+        return ["x"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Nothing, "environment 'a' has no generate_dataset"),
+        (NoGenerator, "environment 'a': NoGenerator has no generator"),
+        (Broken, "environment 'a': generate_dataset raised KeyError: 'size'"),
+        (Sets, "generated row 0 of environment 'a': metadata.seen: found a set"),
+        (Texts, "generated row 0 of environment 'a': found text \"x\"; a row is a JSON object"),
+    ],
+)
+def test_generators_that_cannot_be_used(environment: type, message: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        rows(dataset({"generator": {"count": 1}}), environment=environment)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [({"configMap": {"name": "rows"}}, "configMap"), ({"pvc": {"claimName": "c", "path": "p"}}, "pvc")],
+)
+def test_sources_of_a_cluster(source: dict[str, Any], field: str) -> None:
+    with pytest.raises(DatasetError, match=rf"source\.{field} can only be read in a cluster"):
+        rows(dataset(source))
+
+
+def test_a_scan_counts_rows_and_trajectories_by_environment() -> None:
+    raw: list[dict[str, Any]] = [{"prompt": text, "task_name": name} for text, name in ("xa", "yb", "xa", "zb")]
+    summary = scan(job({"rows": raw}), base=Path(), environment=no_environment)
+    assert (summary.rows, summary.trajectories, summary.trajectories_of) == (4, 10, {"a": 4, "b": 6})
+
+
+def test_repeats_are_the_environment_s_or_the_dataset_s() -> None:
+    raw = [{"prompt": "x", "task_name": "a"}, {"prompt": "x", "task_name": "b"}]
+    given = job({"rows": raw})
+    assert repeats_of(given) == {"a": 2, "b": 3}
+    groups = list(prompt_groups(given, base=Path(), environment=no_environment))
+    assert [len(group.rollout_indexes) for group in groups] == [2, 3]
+
+
+def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    with pytest.raises(DatasetError, match="not a single row"):
+        scan(job({"uri": "rows.jsonl"}), base=tmp_path, environment=no_environment)
+
+
+def test_the_digest_is_of_what_the_rows_say_in_order(tmp_path: Path) -> None:
+    raw: list[dict[str, Any]] = [
+        {"prompt": "x", "task_name": "a", "sampling": {"temperature": 1}}, {"prompt": "y", "task_name": "b"},
+    ]  # fmt: skip
+    said_otherwise = [{"task_name": "a", "sampling": {"temperature": 1.0}, "prompt": "x", "idx": None}, raw[1]]
+
+    def digest(name: str, given: list[dict[str, Any]], separator: str) -> str:
+        (tmp_path / name).write_text(separator.join(map(json.dumps, given)))
+        return scan(job({"uri": name}), base=tmp_path, environment=no_environment).digest
+
+    plain = digest("a.jsonl", raw, "\n")
+    assert digest("b.jsonl", said_otherwise, "\r\n\r\n") == plain
+    assert scan(job({"rows": raw}), base=Path(), environment=no_environment).digest == plain
+    assert digest("c.jsonl", raw[::-1], "\n") != plain
+    assert digest("d.jsonl", raw[:1], "\n") != plain
+
+
+def test_digests_are_those_that_manifests_hold() -> None:
+    """Another digest of the same rows would refuse every run that an earlier version began."""
+    summary = scan(job({"rows": [{"prompt": "x", "task_name": "a"}]}), base=Path(), environment=no_environment)
+    assert summary.digest == "2c80212d43f28363043a6d3b2617db8a"
+
+
+def test_groups_of_a_file_are_those_of_its_rows(tmp_path: Path) -> None:
+    raw: list[dict[str, Any]] = [{"prompt": str(number), "task_name": "ab"[number % 2]} for number in range(1000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, raw)))
+    (tmp_path / "bad.jsonl").write_text("\n".join([*map(json.dumps, raw), "torn"]))
+
+    def groups(source: dict[str, Any]) -> Iterator[tuple[int, range, bytes]]:
+        made = prompt_groups(job(source), base=tmp_path, environment=no_environment)
+        return ((group.task_index, group.rollout_indexes, group.row.content) for group in made)
+
+    inline = list(groups({"rows": raw}))
+    assert list(groups({"uri": "rows.jsonl"})) == inline
+    bad = groups({"uri": "bad.jsonl"})
+    assert list(itertools.islice(bad, 1000)) == inline
+    with pytest.raises(DatasetError, match=r"bad\.jsonl:1001"):
+        next(bad)
+
+
+def test_reading_ahead_is_bounded_and_ends_with_its_reader() -> None:
+    taken: list[int] = []
+    full, closed = threading.Event(), threading.Event()
+
+    def endless() -> Iterator[int]:
+        try:
+            for number in itertools.count():
+                taken.append(number)
+                if number == 1 + 3:  # the one that was read, those that wait, and the one that has no place yet
+                    full.set()
+                yield number
+        finally:
+            closed.set()
+
+    items = endless()
+    reader = read_ahead(items, 3)
+    assert next(reader) == 0
+    assert full.wait(30)
+    assert taken == [0, 1, 2, 3, 4]
+    reader.close()
+    assert not any(thread.name == "kuberoll-rows" for thread in threading.enumerate())
+    assert len(taken) <= 6
+    del items
+    assert closed.wait(30)
+
+
+def test_what_is_raised_ahead_is_raised_in_its_place() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise DatasetError("torn")
+
+    reader = read_ahead(broken(), 5)
+    assert next(reader) == 1
+    with pytest.raises(DatasetError, match="torn"):
+        next(reader)
+    assert list(reader) == []
+
+
+@settings(max_examples=150, deadline=None)
+@drawn(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8), st.integers(1, 4))
+def test_rows_that_changed_since_the_check_are_not_handed_on(was: list[str], now: list[str], size: int) -> None:
+    def made(texts: list[str]) -> list[Row]:
+        source = {"rows": [{"prompt": text} for text in texts]}
+        return rows(dataset(source), names=("a",)) if texts else []
+
+    taken: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "BLOCK_ROWS", size)
+        same = same_rows(made(now), [inputs._digest(block) for block in inputs._blocks(made(was))])
+        handed_on = (row.messages[0]["content"] for row in same)
+        if was == now:
+            assert list(handed_on) == now
+            return
+        with pytest.raises(DatasetError, match="the rows are not those that this run was checked with"):
+            taken.extend(handed_on)
+    # Whole blocks, and nothing of the first one that differs.
+    assert len(taken) % size == 0
+    assert taken == was[: len(taken)] == now[: len(taken)]
+
+
+def test_a_generator_that_is_not_deterministic_is_refused() -> None:
+    class Fickle:
+        calls = 0
+
+        def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+            Fickle.calls += 1
+            return [{"prompt": f"{number} of call {Fickle.calls}"} for number in range(count)]
+
+    given = job({"generator": {"count": 3, "environments": ["a"]}})
+    fickle: Any = Fickle()
+    summary = scan(given, base=Path(), environment=lambda name: fickle)
+    groups = prompt_groups(given, base=Path(), environment=lambda name: fickle, blocks=summary.blocks)
+    with pytest.raises(DatasetError, match=r"rows 1 to 3 .generated row 0.*generate_dataset has to return the same"):
+        next(groups)
+
+
+def test_blocks_are_bounded_by_rows_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(inputs, "_BLOCK_BYTES", 10)
+    sizes = [1, 1, 1, 4, 5, 1, 20, 9, 1, 1]
+    given: Any = [SimpleNamespace(content=b"x" * size) for size in sizes]
+    blocks = [[len(row.content) for row in block] for block in inputs._blocks(given)]
+    assert blocks == [[1, 1, 1], [4, 5, 1], [20], [9, 1], [1]]

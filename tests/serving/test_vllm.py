@@ -1,0 +1,281 @@
+"""The real engine, vLLM on this machine's CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+    SamplingParameters,
+)
+from kuberoll_workers.serving.engines.interface import WeightsRefused
+from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+TINY = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-policy")
+WINDOW = 512
+
+
+@asynccontextmanager
+async def running(model: str) -> AsyncIterator[VLLMEngine]:
+    made = VLLMEngine(
+        model=model,
+        tokenizer=TINY,
+        revision=None,
+        engine_args={"dtype": "float32", "max_model_len": WINDOW, "kv_cache_memory_bytes": 1 << 27},
+    )
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[VLLMEngine]:
+    async with running(TINY) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model after a step of something like training."""
+    path = tmp_path_factory.mktemp("weights") / "trained"
+    shutil.copytree(TINY, path)
+    draw = torch.Generator().manual_seed(1)
+    tensors = load_file(path / "model.safetensors")
+    for tensor in tensors.values():
+        tensor += 0.3 * tensor.float().std() * torch.randn(tensor.shape, generator=draw)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer.load(TINY)
+
+
+PROMPT = [{"role": "user", "content": "The board is:\n1 _\n3 2\n"}]
+
+
+def request(ids: Iterable[int], name: str = "r", **sampling: object) -> GenerationRequest:
+    values: dict[str, Any] = {"max_tokens": 24, "seed": 1, **sampling}
+    return GenerationRequest(
+        request_id=name, session_id=name, token_ids=token_array(ids), sampling=SamplingParameters(**values)
+    )
+
+
+async def test_a_seed_reproduces_in_any_company(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    prompt = tokenizer.render_chat(PROMPT)
+    alone = await engine.generate(request(prompt, temperature=2.0))
+    crowd = await asyncio.gather(*(engine.generate(request(prompt, seed=n, temperature=2.0)) for n in range(16)))
+    assert crowd[1].token_ids == alone.token_ids
+    assert crowd[1].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len({tuple(result.token_ids) for result in crowd}) > 4
+
+
+async def test_stop_strings_belong_to_one_request(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    prompt = tokenizer.render_chat(PROMPT)
+    # Hot, so that some response holds a space early on; the same seeds with and without stopping at it.
+    free = await asyncio.gather(*(engine.generate(request(prompt, seed=n, temperature=2.0)) for n in range(8)))
+    stopped = await asyncio.gather(
+        *(engine.generate(request(prompt, seed=n, temperature=2.0, stop=("e",) if n % 2 else ())) for n in range(8))
+    )
+    for number, (without, with_stop) in enumerate(zip(free, stopped, strict=True)):
+        if number % 2 == 0:
+            assert with_stop.token_ids == without.token_ids
+            continue
+        assert without.token_ids[: len(with_stop.token_ids)] == with_stop.token_ids
+        text = tokenizer.decode(with_stop.token_ids)
+        if with_stop.finish_reason == "stop" and "e" in text:
+            # Included, and nothing after the token that completed it.
+            assert "e" not in tokenizer.decode(with_stop.token_ids[:-1])
+        assert len(with_stop.logprobs) == len(with_stop.token_ids)
+
+
+async def test_the_prefix_of_the_next_turn_is_cached(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    prompt = tokenizer.encode("0 1 2 3 4 5 6 7 8 9 " * 10)
+    first = await engine.generate(request(prompt))
+    second = await engine.generate(request([*prompt, *first.token_ids, 5, 6, 7]))
+    assert second.cached_tokens >= len(prompt) // 32 * 32
+
+
+async def test_the_window(engine: VLLMEngine) -> None:
+    result = await engine.generate(request([5] * (WINDOW - 3), temperature=0.0))
+    assert len(result.token_ids) <= 3
+    result = await engine.generate(request([5] * WINDOW))
+    assert (list(result.token_ids), result.finish_reason) == ([], "length")
+    with pytest.raises(PolicyRefused, match=f"{WINDOW + 1} tokens, the engine's window {WINDOW}"):
+        await engine.generate(request([5] * (WINDOW + 1)))
+
+
+async def test_seeded_prompts_of_more_than_one_batch(engine: VLLMEngine) -> None:
+    # Together more tokens than the scheduler takes in a step: in chunks, seeded prompts would kill this engine.
+    prompts = [[5 + n % 7] * (WINDOW - 20) for n in range(24)]
+    results = await asyncio.gather(*(engine.generate(request(ids, seed=n)) for n, ids in enumerate(prompts)))
+    assert all(len(result.token_ids) == len(result.logprobs) > 0 for result in results)
+    await engine.check_health()
+
+
+async def test_room_for_tokens_is_known(engine: VLLMEngine) -> None:
+    # 4 layers of 128 keys and 128 values, in blocks of 32 tokens.
+    assert engine.info().kv_cache_tokens == (1 << 27) // (4 * 2 * 128 * 4)
+
+
+async def test_impossible_requests_are_refused_and_harm_nobody(engine: VLLMEngine) -> None:
+    with pytest.raises(PolicyRefused):
+        await engine.generate(request([1, 99_999]))
+    assert len((await engine.generate(request([1, 2], max_tokens=1))).token_ids) == 1
+
+
+async def test_a_cancelled_request_leaves_the_engine(engine: VLLMEngine) -> None:
+    tasks = [
+        asyncio.create_task(engine.generate(request([5, 6, 7], name=str(n), max_tokens=500, temperature=2.0)))
+        for n in range(4)
+    ]
+    async with asyncio.timeout(240):
+        while engine.info().ongoing_requests < len(tasks):  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while engine.info().ongoing_requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await engine.check_health()
+
+
+async def test_new_weights_in_the_middle_of_a_response(
+    engine: VLLMEngine, trained: Path, tokenizer: HuggingFaceTokenizer
+) -> None:
+    prompt = tokenizer.encode("0 1 2 3 4 5 6 7 8 9 " * 10)
+    before = await engine.generate(request(prompt, temperature=0.0))
+    assert before.policy_versions == (("0", 0, len(before.token_ids)),)
+    hot: dict[str, Any] = {"temperature": 2.0, "max_tokens": 300}
+    under_way = [asyncio.create_task(engine.generate(request([5, 6, 7], seed=n, **hot))) for n in range(32)]
+    # As many steps as this one takes, all have made by then, but those that ended by chance.
+    await engine.generate(request([1, 2], max_tokens=4, temperature=2.0))
+    await engine.load_weights(str(trained), "step-1")
+    assert engine.info().policy_version == "step-1"
+
+    async with running(str(trained)) as clean:
+        expected = await clean.generate(request(prompt, temperature=0.0))
+        # Cached when the weights were others, and continued from nothing of it.
+        after = await engine.generate(request(prompt, temperature=0.0))
+        assert after.token_ids == expected.token_ids
+        assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert after.logprobs != pytest.approx(before.logprobs, abs=1e-2)
+        assert after.policy_versions == (("step-1", 0, len(after.token_ids)),)
+        again = await engine.generate(request(prompt, temperature=0.0))
+        assert again.cached_tokens > 0
+        assert again.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+        results = await asyncio.gather(*under_way)
+        mixed = [result for result in results if len(result.policy_versions) == 2]
+        for result in mixed:
+            (old, start, change), (new, change_too, end) = result.policy_versions
+            assert (old, new, start, end) == ("0", "step-1", 0, len(result.token_ids))
+            assert 0 < change == change_too < end
+        assert sum([await _first_new_token_is_true(clean, result) for result in mixed]) > 0
+
+        await _breaks_and_says_so(clean, trained)
+
+    await engine.load_weights(None, "0")
+    restored = await engine.generate(request(prompt, temperature=0.0))
+    assert restored.token_ids == before.token_ids
+    assert restored.policy_versions == before.policy_versions
+
+
+async def _first_new_token_is_true(clean: VLLMEngine, result: GenerationResult) -> bool:
+    """Compare the first token after the change with what an engine that never had other weights says of it."""
+    change = result.policy_versions[1][1]
+    prompt = [5, 6, 7, *result.token_ids[:change]]
+    drawn = await asyncio.gather(
+        *(clean.generate(request(prompt, seed=n, temperature=2.0, max_tokens=1)) for n in range(64))
+    )
+    logprobs = {draw.token_ids[0]: draw.logprobs[0] for draw in drawn}
+    if (token := result.token_ids[change]) not in logprobs:
+        return False
+    assert result.logprobs[change] == pytest.approx(logprobs[token], abs=1e-3)
+    return True
+
+
+async def _breaks_and_says_so(engine: VLLMEngine, trained: Path) -> None:
+    strange = trained.parent / "strange"
+    strange.mkdir()
+    save_file({"no.such.tensor": torch.zeros(3)}, strange / "model.safetensors")
+    hot: dict[str, Any] = {"temperature": 2.0, "max_tokens": 300}
+    waiting = [asyncio.create_task(engine.generate(request([5, 6, 7], seed=n, **hot))) for n in range(32)]
+    await engine.generate(request([1, 2], max_tokens=2))
+    with pytest.raises(PolicyUnavailable, match="weights step-2 could not be loaded"):
+        await engine.load_weights(str(strange), "step-2")
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert any(isinstance(end, PolicyUnavailable) for end in ends)
+    with pytest.raises(PolicyUnavailable, match="step-2"):
+        await engine.generate(request([1, 2]))
+    with pytest.raises(PolicyUnavailable, match="step-2"):
+        await engine.check_health()
+
+
+async def test_weights_that_do_not_fit_change_nothing(engine: VLLMEngine, trained: Path, tmp_path: Path) -> None:
+    before = await engine.generate(request([5, 6, 7], temperature=0.0))
+    tensors = load_file(trained / "model.safetensors")
+    name = sorted(tensors)[0]
+    small, partial, torn, empty = (tmp_path / name for name in ("small", "partial", "torn", "empty"))
+    for path in (small, partial, torn, empty):
+        path.mkdir()
+    save_file({**tensors, name: tensors[name][:1].clone()}, small / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if key != name}, partial / "model.safetensors")
+    (torn / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
+    for path, why in [
+        (small, f"{name} has the shape"),
+        (partial, f"{name} is missing"),
+        (torn, "is it written completely"),
+        (empty, "holds no weights"),
+        (tmp_path / "nowhere", "is no directory here"),
+    ]:
+        with pytest.raises(WeightsRefused, match=why):
+            await engine.load_weights(str(path), "step-1")
+    assert await engine.generate(request([5, 6, 7], temperature=0.0)) == dataclasses.replace(before)
+    await engine.check_health()
+
+
+async def test_a_dead_engine_says_so(engine: VLLMEngine) -> None:
+    # The last test: nothing works after it.
+    await engine.check_health()
+    for child in psutil.Process(os.getpid()).children():
+        # Others that this process has started may have ended meanwhile.
+        with contextlib.suppress(psutil.Error):
+            if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
+                child.send_signal(signal.SIGKILL)
+    with pytest.raises(PolicyUnavailable):
+        await _check_until_it_fails(engine)
+    with pytest.raises(PolicyUnavailable):
+        await engine.generate(request([1, 2]))
+
+
+async def _check_until_it_fails(engine: VLLMEngine) -> None:
+    async with asyncio.timeout(240):
+        while True:
+            await engine.check_health()
+            await asyncio.sleep(0.05)

@@ -1,0 +1,1 @@
+"""Faces of other systems over this one."""

@@ -1,0 +1,54 @@
+"""Environments by task name, as callers of NeMo RL's functions have them: Ray actors, or plain objects."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from kuberoll_workers.adapters.nemo_rl.actors import executor_for
+from kuberoll_workers.environments.isolation import StepExecutor
+from kuberoll_workers.environments.runner import EnvironmentRunner
+
+
+@asynccontextmanager
+async def open_executors(
+    task_to_env: Mapping[str, Any], tasks: Iterable[str], *, step_seconds: float, calls_in_flight: int = 1
+) -> AsyncIterator[dict[str, StepExecutor]]:
+    """The executors of the tasks' environments; tasks that share an environment share its executor."""
+    by_environment: dict[int, StepExecutor] = {}
+    executors: dict[str, StepExecutor] = {}
+    async with AsyncExitStack() as stack:
+        for task in dict.fromkeys(tasks):
+            environment = task_to_env[task]
+            executor = by_environment.get(id(environment))
+            if executor is None:
+                # What these callers get back stays in this process: their metadata may be any objects.
+                executor = executor_for(
+                    environment, timeout=step_seconds, calls_in_flight=calls_in_flight, any_metadata=True
+                )
+                by_environment[id(environment)] = executor
+                stack.push_async_callback(executor.close)
+            executors[task] = executor
+        yield executors
+
+
+@asynccontextmanager
+async def open_environments(
+    task_to_env: Mapping[str, Any],
+    tasks: Iterable[str],
+    *,
+    step_seconds: float,
+    calls_in_flight: int = 1,
+    max_batch: int,
+) -> AsyncIterator[dict[str, EnvironmentRunner]]:
+    """The tasks' environments as the loop takes them; stopped at the end, Ray actors excepted."""
+    async with (
+        open_executors(task_to_env, tasks, step_seconds=step_seconds, calls_in_flight=calls_in_flight) as executors,
+        AsyncExitStack() as stack,
+    ):
+        runners = {}
+        for task, executor in executors.items():
+            runners[task] = EnvironmentRunner(executor, max_batch=max_batch)
+            stack.push_async_callback(runners[task].close)
+        yield runners

@@ -1,0 +1,296 @@
+"""Whole rollouts: NeMo RL's `run_multi_turn_rollout`, `run_async_multi_turn_rollout`, and one sample of these."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from kuberoll_workers.adapters.nemo_rl.batched_data_dict import batch_class
+from kuberoll_workers.adapters.nemo_rl.calls import CallerContext, run_sync
+from kuberoll_workers.adapters.nemo_rl.conversion import (
+    Result,
+    batch_of,
+    log_of,
+    refuse_unknown_tasks,
+    reward_parts_of,
+    sample_of,
+    samples_of,
+)
+from kuberoll_workers.adapters.nemo_rl.environments import open_environments
+from kuberoll_workers.adapters.nemo_rl.failures import RolloutFailed, summary_of
+from kuberoll_workers.adapters.nemo_rl.limits import RolloutLimits, settings_of
+from kuberoll_workers.adapters.nemo_rl.policies import BatchPolicy, PolicyAdapter, StreamPolicy
+from kuberoll_workers.adapters.nemo_rl.tokenizers import pad_token_of, tokenizer_of
+from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.rollouts.scheduling import run_rollout
+from kuberoll_workers.rollouts.settings import RolloutSettings
+from kuberoll_workers.rollouts.summary import responses, summarize
+from kuberoll_workers.rollouts.trajectory import Trajectory
+from kuberoll_workers.rollouts.turns import Rollout
+from kuberoll_workers.telemetry import RolloutMetrics
+
+log = logging.getLogger(__name__)
+
+OnFailure = Literal["mark", "raise"]
+
+
+def run_multi_turn_rollout(
+    policy_generation: Any,
+    input_batch: Any,
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    max_seq_len: int,
+    max_rollout_turns: int = 999999,
+    greedy: bool = False,
+    *,
+    on_failure: OnFailure = "mark",
+    limits: RolloutLimits | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
+) -> tuple[Any, dict[str, Any]]:
+    """Roll a batch out turn by turn: one `generate` call for all active samples, then one call for each environment.
+
+    Works where an event loop runs already, too. The policy is called in a thread of its own.
+
+    Args:
+        policy_generation: Has `generate(batch, greedy=)`.
+        input_batch: Columns `message_log`, `extra_env_info`, `task_name`, and optionally `stop_strings`, `idx` and any
+            others. It is not changed.
+        tokenizer: Called with texts; has `batch_decode` and `pad_token_id`.
+        task_to_env: Environments by task name: Ray actor handles, or objects with a plain or coroutine `step`.
+        max_seq_len: Most tokens of a trajectory.
+        on_failure: What a sample that had to be given up means. `mark`: its `total_reward` is NaN, its `stop_reason`
+            "failed", its `failure` says why, and it is logged. `raise`: RolloutFailed, when all others have ended.
+
+    Returns:
+        A batch of the input's class that shares nothing with it, columns as of `conversion.batch_of`; and those metrics
+        of `summary.summarize` that are numbers.
+
+    Raises:
+        ValueError: A task has no environment, or a row cannot be used; nothing was called then.
+        RolloutFailed: Samples failed, and `on_failure` is "raise".
+    """
+    caller, pad = CallerContext(), pad_token_of(tokenizer)
+    samples = samples_of(input_batch, task_to_env)
+    limits = limits or RolloutLimits()
+    settings = settings_of(
+        limits,
+        scheduling="Lockstep",
+        batch_size=len(samples),
+        max_turns=max_rollout_turns,
+        max_sequence_length=max_seq_len,
+    )
+    policy = BatchPolicy(
+        policy_generation, greedy=greedy, pad_token_id=pad, batch_type=batch_class(input_batch), caller=caller
+    )
+    results = run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
+    return _finish(input_batch, results, policy, on_failure)
+
+
+def run_async_multi_turn_rollout(
+    policy_generation: Any,
+    input_batch: Any,
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    max_seq_len: int,
+    max_rollout_turns: int = 999999,
+    greedy: bool = False,
+    *,
+    on_failure: OnFailure = "mark",
+    limits: RolloutLimits | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
+) -> tuple[Any, dict[str, Any]]:
+    """Roll a batch out, each sample at its own pace; arguments and results are those of `run_multi_turn_rollout`.
+
+    The function is synchronous, and works where an event loop runs already, too.
+
+    Args:
+        policy_generation: Has `generate_async(batch, greedy=)`, called with batches of one.
+
+    Raises:
+        AssertionError: The policy does not generate asynchronously.
+        ValueError: A task has no environment, or a row cannot be used; nothing was called then.
+        RolloutFailed: Samples failed, and `on_failure` is "raise".
+    """
+    caller, pad = CallerContext(), pad_token_of(tokenizer)
+    samples = samples_of(input_batch, task_to_env)
+    limits = limits or RolloutLimits()
+    settings = settings_of(
+        limits,
+        scheduling="Concurrent",
+        batch_size=len(samples),
+        max_turns=max_rollout_turns,
+        max_sequence_length=max_seq_len,
+    )
+    policy = StreamPolicy(policy_generation, greedy=greedy, pad_token_id=pad, batch_type=batch_class(input_batch))
+    results = run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
+    return _finish(input_batch, results, policy, on_failure)
+
+
+async def run_sample_multi_turn_rollout(
+    sample_idx: int,
+    initial_sample_state: Mapping[str, Any],
+    policy_generation: Any,
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    max_seq_len: int,
+    max_rollout_turns: int = 999999,
+    greedy: bool = False,
+    *,
+    limits: RolloutLimits | None = None,
+    deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Roll one sample out.
+
+    Args:
+        sample_idx: Its row in the batch; its `idx` where the state has none.
+        initial_sample_state: `message_log`, `extra_env_info`, `task_name`, and optionally `stop_strings` and `idx`. It
+            is not changed.
+        policy_generation: Has `generate_async(batch, greedy=)`, called with batches of one.
+
+    Returns:
+        The final state: `message_log`, `extra_env_info`, `task_name`, `total_reward` (a float32 tensor without
+        dimensions), `reward/<name>` for each named one, `stop_strings`, `idx`, `stop_reason`; and its metrics:
+        `turn_count`, `total_tokens`, `assistant_tokens`, `env_tokens`, `terminated`, `truncated`, `max_turns_reached`,
+        `total_reward`, and `turn_gen_tokens`, `turn_input_tokens`, `turn_total_tokens`, lists by turn.
+
+    Raises:
+        AssertionError: The policy does not generate asynchronously.
+        ValueError: The task has no environment, or the state cannot be used.
+        TrajectoryFailed: The sample was given up.
+    """
+    import torch
+
+    task = initial_sample_state["task_name"]
+    refuse_unknown_tasks([task], task_to_env)
+    limits = limits or RolloutLimits()
+    settings = settings_of(
+        limits,
+        scheduling="Concurrent",
+        batch_size=1,
+        max_turns=max_rollout_turns,
+        max_sequence_length=max_seq_len,
+    )
+    policy = StreamPolicy(
+        policy_generation, greedy=greedy, pad_token_id=pad_token_of(tokenizer), batch_type=batch_class()
+    )
+    sample = sample_of(initial_sample_state, sample_idx)
+    if max_rollout_turns < 1:
+        trajectory = _without_turns(sample, settings)
+    else:
+        async with _rollout(policy, [sample], tokenizer, task_to_env, settings, limits) as rollout:
+            flight = rollout.admit(sample)
+            await rollout.play(flight)
+        if flight.failure is not None:
+            raise flight.failure
+        trajectory = flight.trajectory
+    record = trajectory.record()
+    state = {
+        "message_log": log_of(initial_sample_state["message_log"], record.messages, with_logprobs=policy.gave_logprobs),
+        "extra_env_info": record.metadata,
+        "task_name": task,
+        "total_reward": torch.tensor(record.total_reward, dtype=torch.float32),
+        "stop_strings": list(trajectory.stop_strings or ()) or None,
+        "idx": record.idx,
+        "stop_reason": record.stop_reason,
+        **{name: torch.tensor(total, dtype=torch.float32) for name, total in reward_parts_of(record).items()},
+    }
+    return state, _sample_metrics(record)
+
+
+def _sample_metrics(record: TrajectoryRecord) -> dict[str, Any]:
+    written = responses(record.messages)
+    lengths = [len(message.token_ids) for message in written]
+    inputs = [
+        sum(len(earlier.token_ids) for earlier in record.messages[:at])
+        for at, message in enumerate(record.messages)
+        if any(message is response for response in written)
+    ]
+    tokens = record.tokens
+    return {
+        "turn_count": record.turn_count,
+        "total_tokens": tokens.generated + tokens.environment,
+        "assistant_tokens": tokens.generated,
+        "env_tokens": tokens.environment,
+        "terminated": record.stop_reason == "terminated",
+        "truncated": record.stop_reason == "truncated",
+        "max_turns_reached": record.stop_reason == "max_turns",
+        "total_reward": record.total_reward,
+        "turn_gen_tokens": lengths,
+        "turn_input_tokens": inputs,
+        "turn_total_tokens": [before + length for before, length in zip(inputs, lengths, strict=True)],
+    }
+
+
+async def _run(
+    policy: PolicyAdapter,
+    samples: list[Sample],
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    settings: RolloutSettings,
+    limits: RolloutLimits,
+) -> list[Result]:
+    if settings.max_turns < 1:
+        return [_without_turns(sample, settings).record() for sample in samples]
+    results: dict[int, Result] = {}
+
+    async def sink(result: Result) -> None:
+        results[result.task_index] = result
+
+    async with _rollout(policy, samples, tokenizer, task_to_env, settings, limits) as rollout:
+        await run_rollout(rollout, samples, sink)
+    return [results[row] for row in range(len(samples))]
+
+
+@asynccontextmanager
+async def _rollout(
+    policy: PolicyAdapter,
+    samples: list[Sample],
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    settings: RolloutSettings,
+    limits: RolloutLimits,
+) -> AsyncIterator[Rollout]:
+    lockstep = settings.scheduling == "Lockstep"
+    async with open_environments(
+        task_to_env,
+        (sample.prompt.task_name for sample in samples),
+        step_seconds=limits.step_seconds,
+        calls_in_flight=1 if lockstep else limits.environment_calls,
+        max_batch=max(1, len(samples)),
+    ) as environments:
+        try:
+            yield Rollout(
+                policy=policy,
+                environments=environments,
+                tokenizer=tokenizer_of(tokenizer),
+                settings=settings,
+                metrics=RolloutMetrics("nemo_rl"),
+            )
+        finally:
+            await policy.close()
+
+
+def _without_turns(sample: Sample, settings: RolloutSettings) -> Trajectory:
+    """What a limit of no turns leaves of a sample: its prompt."""
+    trajectory = Trajectory(sample, settings)
+    trajectory.ended = trajectory.ended or "max_turns"
+    return trajectory
+
+
+def _finish(
+    input_batch: Any, results: list[Result], policy: PolicyAdapter, on_failure: OnFailure
+) -> tuple[Any, dict[str, Any]]:
+    columns = batch_of(input_batch, results, with_logprobs=policy.gave_logprobs)
+    batch = batch_class(input_batch)(columns)
+    # NeMo RL's trainers hand everything on to loggers of scalars.
+    metrics = {name: value for name, value in summarize(results).items() if isinstance(value, int | float)}
+    failures = [result for result in results if isinstance(result, FailureRecord)]
+    if failures:
+        summary = summary_of(failures, len(results))
+        if on_failure == "raise":
+            raise RolloutFailed(summary, batch, metrics, failures)
+        log.error("%s", summary)
+    return batch, metrics

@@ -1,0 +1,73 @@
+"""The caller's tokenizer as the loop's."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from kuberoll_workers.adapters.nemo_rl.message_logs import token_ids_of
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ForeignTokenizer:
+    """A tokenizer that is asked only what NeMo RL asks: a call for text to ids, `batch_decode` for ids to text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> array[int]:
+        if not text:
+            return token_array()
+        encoded = self._tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        ids = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded.input_ids
+        return token_array(token_ids_of(ids[0]).tolist())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        import torch
+
+        return decode_all(self._tokenizer, [torch.from_numpy(numpy.array(ids, dtype=numpy.int64))])[0]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
+        raise NotImplementedError("prompts come with their token ids")
+
+
+def tokenizer_of(tokenizer: Any) -> Tokenizer:
+    """The tokenizer for the loop; Hugging Face's fast ones without the detour through tensors."""
+    return HuggingFaceTokenizer(tokenizer) if _is_fast(tokenizer) else ForeignTokenizer(tokenizer)
+
+
+def decode_all(tokenizer: Any, responses: Sequence[torch.Tensor]) -> list[str]:
+    """Texts of several responses, special tokens left out.
+
+    Raises:
+        ValueError: The tokenizer returned more or fewer texts.
+    """
+    if _is_fast(tokenizer):
+        fast = HuggingFaceTokenizer(tokenizer)
+        return [fast.decode(ids.tolist()) for ids in responses]
+    texts = tokenizer.batch_decode(list(responses), skip_special_tokens=True)
+    if len(texts) != len(responses):
+        raise ValueError(f"batch_decode returned {len(texts)} texts for {len(responses)} responses")
+    return [str(text) for text in texts]
+
+
+def pad_token_of(tokenizer: Any) -> int:
+    """What batches are padded with: 0 for a tokenizer without a padding token, as nobody reads the padding."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    return pad if isinstance(pad, int) else 0
+
+
+def _is_fast(tokenizer: Any) -> bool:
+    # Without transformers loaded it is none of theirs.
+    transformers = sys.modules.get("transformers")
+    return (
+        transformers is not None and isinstance(tokenizer, transformers.PreTrainedTokenizerBase) and tokenizer.is_fast
+    )

@@ -1,0 +1,1 @@
+"""Aggregates of a run, for each environment and as a whole. Formulas: docs/aggregates.md."""

@@ -1,0 +1,251 @@
+"""The numbers of a run, computed from its files alone. What they are is defined in docs/aggregates.md."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from kuberoll_workers.analysis.aggregation.columns import MakeEnvironment, own_metrics, plain_metric
+from kuberoll_workers.analysis.aggregation.environments import (
+    EnvironmentSummary,
+    Group,
+    Tasks,
+    summarize,
+    task_rows,
+)
+from kuberoll_workers.analysis.aggregation.sources import Contents, Dropped, Failure, read_contents
+from kuberoll_workers.analysis.aggregation.table import Frame, Table
+from kuberoll_workers.data.record import TrajectoryKey
+from kuberoll_workers.output.precedence import EndedRecord
+from kuberoll_workers.output.run_directory import AGGREGATES, RunManifest
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.rollouts.tail import Lot, TailReport
+
+__all__ = ["TASK_METRICS", "Aggregates", "EnvironmentSummary", "aggregate"]
+
+TASK_METRICS = "task_metrics.jsonl"
+_FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregates:
+    """The numbers of a run.
+
+    Attributes:
+        job: Its name; None without a manifest.
+        summaries: By environment, in the job's order; those that no manifest names after them, by name.
+        tail: Kept against dropped trajectories.
+        planned: Trajectories that the run is to come to; None without a manifest, or where it stops when it has
+            groups enough.
+        contents: What the numbers are of.
+        tasks: The finished trajectories by task, of each environment.
+    """
+
+    job: str | None
+    summaries: Mapping[str, EnvironmentSummary]
+    tail: TailReport
+    planned: int | None
+    contents: Contents
+    tasks: Mapping[str, Tasks]
+
+    @property
+    def trajectories(self) -> int:
+        """Finished ones."""
+        return sum(summary.trajectories for summary in self.summaries.values())
+
+    @property
+    def failed(self) -> int:
+        """Trajectories that failed permanently."""
+        return len(self.contents.failures)
+
+    @property
+    def duplicates(self) -> int:
+        """Lines passed over because another line of the same trajectory counts."""
+        return self.contents.duplicates
+
+    @property
+    def missing(self) -> int | None:
+        """Planned trajectories that are neither finished nor filtered out."""
+        if self.planned is None:
+            return None
+        return max(0, self.planned - self.trajectories - self.tail.filtered)
+
+    def encode(self) -> bytes:
+        """The contents of `aggregate_metrics.json`."""
+        document = {
+            "format": _FORMAT,
+            "job": self.job,
+            "trajectories": self.trajectories,
+            "planned": self.planned,
+            "missing": self.missing,
+            "failed": self.failed,
+            "duplicates": self.duplicates,
+            "environments": {name: summary.as_json() for name, summary in self.summaries.items()},
+            "tail": self.tail.as_json() if self.tail.dropped else None,
+        }
+        # orjson writes what is not finite as null.
+        options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        return orjson.dumps(document, default=plain_metric, option=options | orjson.OPT_APPEND_NEWLINE)
+
+    def task_lines(self) -> Iterator[bytes]:
+        """The lines of `task_metrics.jsonl`, made as they are asked for."""
+        for name, tasks in self.tasks.items():
+            success = self.summaries[name].success
+            threshold = None if success is None else success.threshold
+            for row in task_rows(tasks, environment=name, stop_reasons=self.contents.stop_reasons, threshold=threshold):
+                yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+
+    def write_beside(self, run: RunFiles) -> list[str]:
+        """Write both files beside those of a run; where they are.
+
+        Where every task has one trajectory, what is said by task is in the trajectories, and only the first is written.
+        """
+        if all(len(summary.repeats) <= 1 for summary in self.summaries.values()):
+            return [run.write(AGGREGATES, self.encode())]
+        with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+            tasks = Path(directory) / TASK_METRICS
+            write_lines(tasks, self.task_lines())
+            where = run.storage.upload(TASK_METRICS, tasks)
+        return [run.write(AGGREGATES, self.encode()), where]
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write lines as they come."""
+    with path.open("wb") as file:
+        file.writelines(lines)
+
+
+def aggregate(
+    runs: Sequence[RunFiles],
+    *,
+    make: MakeEnvironment | None = None,
+    environments: Sequence[str] = (),
+    threshold: float | None = None,
+    observe: Callable[[EndedRecord], None] | None = None,
+) -> Aggregates:
+    """Compute the numbers of one run.
+
+    Memory: some 100 bytes a trajectory, and what environments read of their columns.
+
+    Args:
+        runs: Where its trajectories are: one location, or several that hold parts of it.
+        make: Makes an environment, for its own metrics; None: they are not computed.
+        environments: Names of environments to tell of even where they have no trajectories, in order. Absent: those
+            of the manifest.
+        threshold: Rewards from here on are successes. None: from 1 on, where all rewards are 0 or 1; elsewhere there
+            is no success, and tries are measured by their rewards.
+        observe: Called with each trajectory as it is read, so that what else is made of them needs no other pass.
+
+    Raises:
+        RunRefused: The locations are not of one run, or a manifest cannot be read.
+        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
+    """
+    contents = read_contents(runs, observe=observe)
+    manifest = contents.manifest
+    found = {
+        *contents.frames,
+        *(failure.environment for failure in contents.failures.values()),
+        *(dropped.environment for dropped in contents.dropped.values()),
+    }
+    named = [*environments] or _environments(manifest)
+    names = [*named, *sorted(found - set(named))]
+    groups = _groups(manifest)
+    tasks, summaries = {}, {}
+    for name in names:
+        failures = {key: failure for key, failure in contents.failures.items() if failure.environment == name}
+        tasks[name] = _tasks(contents.frames.get(name), failures, groups.get(name))
+        summaries[name] = summarize(
+            tasks[name],
+            stop_reasons=contents.stop_reasons,
+            threshold=threshold,
+            failures=Counter(f"{item.kind} ({item.stage}): {item.cause}" for item in failures.values()),
+            dropped=Counter(item.reason for item in contents.dropped.values() if item.environment == name),
+        )
+    if make is not None:
+        for name, metrics in own_metrics(contents, make).items():
+            summaries[name].metrics = metrics
+    return Aggregates(
+        job=None if manifest is None else manifest.job,
+        summaries=summaries,
+        tail=_tail(summaries.values(), contents),
+        planned=_planned(manifest),
+        contents=contents,
+        tasks=tasks,
+    )
+
+
+def _tasks(frame: Frame | None, failures: Mapping[TrajectoryKey, Failure], group: Group | None) -> Tasks:
+    return Tasks(
+        _empty() if frame is None else frame,
+        np.array([key.task_index for key in failures], dtype=np.int64),
+        np.array([key.rollout_index for key in failures], dtype=np.int64),
+        group,
+    )
+
+
+def _empty() -> Frame:
+    table = Table()
+    table.environments.append("")
+    return table.frames()[""]
+
+
+def _environments(manifest: RunManifest | None) -> list[str]:
+    if manifest is None:
+        return []
+    return [manifest.identity[f"environments[{number}].name"] for number in range(_environment_count(manifest))]
+
+
+def _environment_count(manifest: RunManifest) -> int:
+    return sum(key.startswith("environments[") and key.endswith("].name") for key in manifest.identity)
+
+
+def _groups(manifest: RunManifest | None) -> dict[str, Group]:
+    """How the manifest says that groups are made; nothing where it does not."""
+    groups: dict[str, Group] = {}
+    if manifest is None:
+        return groups
+    identity = manifest.identity
+    for place, name in enumerate(_environments(manifest)):
+        own = identity.get(f"environments[{place}].repeats")
+        repeats = identity.get("dataset.repeats") if own is None else own
+        if repeats is not None:
+            oversample = identity.get("rollout.groups.oversample") or 0
+            groups[name] = Group(repeats=repeats, begun=repeats + oversample)
+    return groups
+
+
+def _planned(manifest: RunManifest | None) -> int | None:
+    if manifest is None or manifest.identity.get("rollout.groups.wanted") is not None:
+        return None
+    planned: int | None = manifest.inputs.get("trajectories")
+    return planned
+
+
+def _tail(summaries: Iterable[EnvironmentSummary], contents: Contents) -> TailReport:
+    report = TailReport()
+    kept = list(summaries)
+    report.kept.trajectories = sum(summary.trajectories for summary in kept)
+    report.kept.turns = sum(summary.turns for summary in kept)
+    report.kept.generated_tokens = sum(summary.generated_tokens for summary in kept)
+    report.kept.reward = math.fsum(summary.reward for summary in kept)
+    for reason in sorted({item.reason for item in contents.dropped.values()}):
+        lot = [item for item in contents.dropped.values() if item.reason == reason]
+        report.dropped[reason] = _lot(lot)
+    report.unfinished = sum(not item.finished for item in contents.dropped.values())
+    return report
+
+
+def _lot(dropped: Sequence[Dropped]) -> Lot:
+    return Lot(
+        trajectories=len(dropped),
+        turns=sum(item.turns for item in dropped),
+        generated_tokens=sum(item.generated_tokens for item in dropped),
+        reward=math.fsum(item.reward for item in dropped),
+    )

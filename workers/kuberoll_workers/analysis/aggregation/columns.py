@@ -1,0 +1,179 @@
+"""The batch that an environment's own metrics are made of: columns that are read only when they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from kuberoll_workers.analysis.aggregation.sources import Contents
+from kuberoll_workers.analysis.aggregation.table import REWARD, TURNS, Frame
+from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.environments.interface import EnvironmentInterface
+
+MakeEnvironment = Callable[[str], EnvironmentInterface]
+
+
+HOOK_SECONDS = 900.0
+"""What `global_post_process_and_metrics` may take of one environment's trajectories."""
+
+_HOOK = "global_post_process_and_metrics"
+
+
+def _chat(record: TrajectoryRecord) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in record.messages]
+
+
+# What is in the records alone: reading it takes another pass over the files, and the memory of what is read.
+_STORED: Mapping[str, Callable[[TrajectoryRecord], Any]] = {
+    "message_log": _chat,
+    "extra_env_info": lambda record: record.metadata,
+    "idx": lambda record: record.idx,
+    "answer": lambda record: record.answer,
+}
+_AT_HAND: Mapping[str, Callable[[str, Contents, Frame], list[Any]]] = {
+    "task_name": lambda name, _, frame: [name] * len(frame.tasks),
+    "task_index": lambda _, __, frame: frame.tasks.tolist(),
+    "rollout_index": lambda _, __, frame: frame.rollouts.tolist(),
+    "total_reward": lambda _, __, frame: frame.columns[REWARD].values.tolist(),
+    "stop_reason": lambda _, contents, frame: [contents.stop_reasons[reason] for reason in frame.stop_reasons],
+    "turn_count": lambda _, __, frame: frame.columns[TURNS].values.astype(np.int64).tolist(),
+}
+
+
+class _Reader:
+    """Reads a column for all environments at once, so that several of them do not read the files several times."""
+
+    def __init__(self, contents: Contents, environments: list[str]) -> None:
+        self.contents = contents
+        self._environments = environments
+        self._read: dict[str, dict[str, list[Any]]] = {}
+
+    def take(self, column: str, environment: str) -> list[Any]:
+        """A column of an environment; it is handed over, not kept."""
+        if environment not in self._read.setdefault(column, {}):
+            self._read[column] = self._pass(column)
+        return self._read[column].pop(environment)
+
+    def done(self, environment: str) -> None:
+        """Forget what the environment did not take."""
+        self._environments.remove(environment)
+        for lots in self._read.values():
+            lots.pop(environment, None)
+
+    def _pass(self, column: str) -> dict[str, list[Any]]:
+        frames = {name: self.contents.frames[name] for name in self._environments}
+        found: dict[str, list[Any]] = {name: [None] * len(frame.tasks) for name, frame in frames.items()}
+        total = sum(len(frame.tasks) for frame in self.contents.frames.values())
+        places = {name: np.full(total, -1, dtype=np.int64) for name in frames}
+        for name, frame in frames.items():
+            places[name][frame.ordinals] = np.arange(len(frame.ordinals))
+        read = _STORED[column]
+        for ordinal, record in self.contents.again():
+            if record.task_name in found and (place := places[record.task_name][ordinal]) >= 0:
+                found[record.task_name][place] = read(record)
+        return found
+
+
+class Columns(MutableMapping[str, Any]):
+    """A mapping of columns, one entry per finished trajectory, by task and rollout index; columns may be set."""
+
+    def __init__(self, reader: _Reader, environment: str) -> None:
+        self._reader = reader
+        self._environment = environment
+        self._columns: dict[str, Any] = dict.fromkeys([*_STORED, *_AT_HAND])
+        self._unread = set(self._columns)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._unread:
+            contents = self._reader.contents
+            if name in _STORED:
+                column = self._reader.take(name, self._environment)
+            else:
+                column = _AT_HAND[name](self._environment, contents, contents.frames[self._environment])
+            self._columns[name] = column
+            self._unread.discard(name)
+        return self._columns[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._columns[name] = value
+        self._unread.discard(name)
+
+    def __delitem__(self, name: str) -> None:
+        del self._columns[name]
+        self._unread.discard(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def own_metrics(
+    contents: Contents, make: MakeEnvironment, *, seconds: float = HOOK_SECONDS
+) -> dict[str, dict[str, Any]]:
+    """What environments say of their trajectories; where their code fails, `error` says how, and nothing else is lost.
+
+    Args:
+        seconds: That the code of one environment may take.
+
+    Returns:
+        Only environments with trajectories and with a `global_post_process_and_metrics` of their own.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    made: dict[str, EnvironmentInterface] = {}
+    for name in contents.frames:
+        try:
+            environment = make(name)
+        except (Exception, SystemExit) as error:
+            found[name] = {"error": f"the environment could not be made: {type(error).__name__}: {error}"}
+            continue
+        method = getattr(type(environment), "global_post_process_and_metrics", None)
+        if method is not EnvironmentInterface.global_post_process_and_metrics:
+            made[name] = environment
+    reader = _Reader(contents, list(made))
+    for name, environment in made.items():
+        found[name] = _said(environment, Columns(reader, name), seconds)
+        reader.done(name)
+    return found
+
+
+def _said(environment: EnvironmentInterface, columns: Columns, seconds: float) -> dict[str, Any]:
+    """What one environment says; its code has a thread of its own, which cannot end the run or hold it up for ever."""
+    said: dict[str, Any] = {}
+
+    def ask() -> None:
+        try:
+            said.update(environment.global_post_process_and_metrics(columns)[1])
+        except SystemExit as error:
+            said["error"] = f"{_HOOK} called sys.exit({error.code!r})"
+        except BaseException as error:
+            said["error"] = f"{_HOOK} raised {type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=ask, name="kuberoll-metrics", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return {"error": f"{_HOOK} took longer than {seconds:g} s and was abandoned"}
+    return dict(map(_written, said.items()))
+
+
+def _written(item: tuple[Any, Any]) -> tuple[str, Any]:
+    """A metric as JSON can hold it."""
+    key, value = item
+    name = key if isinstance(key, str) else str(key)
+    try:
+        name.encode()
+        orjson.dumps(value, default=plain_metric, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except (TypeError, ValueError, RecursionError) as error:
+        return ascii(name)[1:-1] if not name.isprintable() else name, f"JSON cannot hold it: {error}"
+    return name, value
+
+
+def plain_metric(value: Any) -> Any:
+    """A metric of any library as JSON: tensors as numbers or lists, anything else by its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,97 @@
+"""A run's trajectories to a trainer's file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kuberoll_workers.analysis.export.formats import Container, EnvironmentRole, ExportError, Format, format_named
+from kuberoll_workers.analysis.export.selection import Chosen, Selection, select
+from kuberoll_workers.analysis.export.writers import write_rows
+from kuberoll_workers.output.run_files import RunFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: The file.
+        chosen: How many trajectories are in it, and how many are not.
+    """
+
+    path: Path
+    chosen: Chosen
+
+
+def export_run(
+    files: RunFiles,
+    *,
+    to: str,
+    output: Path | None = None,
+    selection: Selection | None = None,
+    role: EnvironmentRole = "user",
+    force: bool = False,
+) -> Exported:
+    """Write a run's trajectories as a trainer reads them. Memory: one row group, and some 100 bytes a trajectory.
+
+    Args:
+        to: Name of the format.
+        output: The file, or the directory that it goes to; None: the working directory.
+        role: What environments' messages become where the format knows no environment.
+        force: Replace a file that is there.
+
+    Raises:
+        ExportError: It cannot be made as asked for, or nothing is selected.
+        RecordError: A stored line is no trajectory.
+    """
+    selection = selection or Selection()
+    form = format_named(to, role)
+    path, container = target(form, output, name=run_name(files))
+    chosen = Chosen()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for record in select(files.read().finished, selection, chosen):
+            yield form.row(record, role)
+
+    schema = form.schema() if form.schema is not None else None
+    if not write_rows(path, rows(), container=container, schema=schema, force=force):
+        raise ExportError(f"{files.location}: {_nothing(selection, chosen)}")
+    return Exported(path=path, chosen=chosen)
+
+
+def run_name(files: RunFiles) -> str:
+    """What a run is called in the name of a file; never a path, whatever its manifest says."""
+    manifest = files.manifest()
+    name = files.location.rstrip("/").rpartition("/")[2] if manifest is None else manifest.job
+    return re.sub(r"[^\w.-]+", "-", name)[:100].strip(".-") or "trajectories"
+
+
+def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Container]:
+    """The file to write and its kind: by the ending of its name, where it has one.
+
+    Raises:
+        ExportError: The format does not come in such files.
+    """
+    output = output if output is not None else Path()
+    suffix = output.suffix.removeprefix(".")
+    if output.is_dir() or suffix not in ("jsonl", "parquet", "json"):
+        container = form.containers[0]
+        return output / f"{name}.{form.name}.{container}", container
+    for container in form.containers:
+        if suffix == container:
+            return output, container
+    endings = " or ".join(f".{container}" for container in form.containers)
+    raise ExportError(f"--output {output}: {form.name} comes in files that end in {endings}")
+
+
+def _nothing(selection: Selection, chosen: Chosen) -> str:
+    unknown = sorted(selection.environments - chosen.environments)
+    if unknown and chosen.environments:
+        there = ", ".join(sorted(chosen.environments))
+        return f"no trajectory is of the environment {', '.join(unknown)}; there are those of {there}"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(chosen.left_out.items()))
+    return f"no trajectory is selected ({reasons or 'there are none'}); nothing was written"

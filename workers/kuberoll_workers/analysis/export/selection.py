@@ -1,0 +1,83 @@
+"""Which trajectories are exported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kuberoll_workers.analysis.export.views import responses
+from kuberoll_workers.data.record import TrajectoryKey, TrajectoryRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is wanted; everything that is not said is.
+
+    Attributes:
+        environments: By name; none: all.
+        stop_reasons: None: all.
+        min_reward: Of the total reward, included.
+        best_of_group: Of the samples of a task that are wanted otherwise, only the one with the highest reward; of
+            equal ones the one with the lowest rollout index.
+        limit: Most trajectories.
+    """
+
+    environments: frozenset[str] = frozenset()
+    stop_reasons: frozenset[str] = frozenset()
+    min_reward: float | None = None
+    best_of_group: bool = False
+    limit: int | None = None
+
+
+@dataclass(slots=True)
+class Chosen:
+    """How many trajectories were taken, and how many left out for which reason."""
+
+    taken: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    environments: set[str] = field(default_factory=set)
+
+
+def select(
+    read: Callable[[], Iterable[TrajectoryRecord]], selection: Selection, chosen: Chosen
+) -> Iterator[TrajectoryRecord]:
+    """The wanted trajectories in their stored order; streamed.
+
+    Args:
+        read: Reads all trajectories from the start; called twice where the best of groups are wanted.
+        chosen: Counted up.
+    """
+    best = _best_of_groups(read(), selection) if selection.best_of_group else None
+    for record in read():
+        if chosen.taken == selection.limit:
+            return
+        chosen.environments.add(record.task_name)
+        reason = _reason_against(record, selection)
+        if reason is None and best is not None and best[record.task_index] != record.key:
+            reason = "not the best of its group"
+        if reason is not None:
+            chosen.left_out[reason] += 1
+            continue
+        chosen.taken += 1
+        yield record
+
+
+def _reason_against(record: TrajectoryRecord, selection: Selection) -> str | None:
+    if selection.environments and record.task_name not in selection.environments:
+        return "of another environment"
+    if selection.stop_reasons and record.stop_reason not in selection.stop_reasons:
+        return "of another stop reason"
+    if selection.min_reward is not None and record.total_reward < selection.min_reward:
+        return "of less reward"
+    return None if responses(record) else "without a response"
+
+
+def _best_of_groups(records: Iterable[TrajectoryRecord], selection: Selection) -> dict[int, TrajectoryKey]:
+    """The best trajectory of each task; memory: some 200 bytes a task."""
+    best: dict[int, tuple[float, int]] = {}
+    for record in records:
+        if _reason_against(record, selection) is None:
+            rank = (record.total_reward, -record.rollout_index)
+            best[record.task_index] = max(rank, best.get(record.task_index, rank))
+    return {task: TrajectoryKey(task, -index) for task, (_, index) in best.items()}

@@ -1,0 +1,66 @@
+"""TRL: a conversational prompt and completion with its reward, and the same in exact tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kuberoll_workers.analysis.export.chats import CHAT_ROLES
+from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, spoken, token_view
+from kuberoll_workers.data.record import TrajectoryRecord
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+    """One row.
+
+    `input_ids` with `assistant_masks` is what SFTTrainer takes as tokenized already; `prompt_ids`, `completion_ids`,
+    `logprobs` and `env_mask` are what a `rollout_func` of GRPOTrainer returns.
+    """
+    said = spoken(record)
+    prompt = [message for message in said if message.turn == PROMPT_TURN]
+    completion = [message for message in said if message.turn > PROMPT_TURN]
+    tokens = token_view(record)
+    return {
+        "prompt": chat(prompt, known=CHAT_ROLES, otherwise=role),
+        "completion": chat(completion, known=CHAT_ROLES, otherwise=role),
+        "reward": record.total_reward,
+        "input_ids": [*tokens.prompt_ids, *tokens.completion_ids],
+        "assistant_masks": [*([0] * len(tokens.prompt_ids)), *tokens.mask],
+        "prompt_ids": tokens.prompt_ids,
+        "completion_ids": tokens.completion_ids,
+        "logprobs": tokens.logprobs,
+        "env_mask": tokens.mask,
+        "environment": record.task_name,
+        "task_index": record.task_index,
+        "rollout_index": record.rollout_index,
+        "stop_reason": record.stop_reason,
+    }
+
+
+@cache
+def schema() -> pyarrow.Schema:
+    """The columns in Parquet."""
+    import pyarrow as pa
+
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    ids, bits = pa.list_(pa.int32()), pa.list_(pa.int8())
+    return pa.schema(
+        [
+            ("prompt", messages),
+            ("completion", messages),
+            ("reward", pa.float64()),
+            ("input_ids", ids),
+            ("assistant_masks", bits),
+            ("prompt_ids", ids),
+            ("completion_ids", ids),
+            ("logprobs", pa.list_(pa.float32())),
+            ("env_mask", bits),
+            ("environment", pa.string()),
+            ("task_index", pa.int64()),
+            ("rollout_index", pa.int64()),
+            ("stop_reason", pa.string()),
+        ]
+    )

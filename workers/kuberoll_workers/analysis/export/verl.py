@@ -1,0 +1,87 @@
+"""verl: the columns of its RL datasets, `messages` for its SFT, and a finished agent loop's output in exact tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from kuberoll_workers.analysis.export.chats import CHAT_ROLES
+from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, ground_truth, spoken, token_view
+from kuberoll_workers.data.record import TrajectoryRecord
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+    """One row.
+
+    `prompt_ids` … `num_turns` have the names and meanings of verl's `AgentLoopOutput`.
+    """
+    said = chat(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
+    prompt = sum(message.turn == PROMPT_TURN for message in record_messages)
+    tokens = token_view(record)
+    return {
+        "data_source": record.task_name,
+        "prompt": said[:prompt],
+        "ability": record.task_name,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth(record.metadata)},
+        "extra_info": {
+            "index": record.task_index,
+            "split": "train",
+            "rollout_index": record.rollout_index,
+            "stop_reason": record.stop_reason,
+            "rewards": record.rewards,
+            # Any JSON, of another form in each environment: a column has one form only.
+            "idx": orjson.dumps(record.idx).decode(),
+            "metadata": orjson.dumps(record.metadata).decode(),
+        },
+        "messages": said,
+        "prompt_ids": tokens.prompt_ids,
+        "response_ids": tokens.completion_ids,
+        "response_mask": tokens.mask,
+        "response_logprobs": tokens.logprobs,
+        "reward_score": record.total_reward,
+        "num_turns": len(said),
+    }
+
+
+@cache
+def schema() -> pyarrow.Schema:
+    """The columns in Parquet."""
+    import pyarrow as pa
+
+    text = pa.string()
+    messages = pa.list_(pa.struct([("role", text), ("content", text)]))
+    ids = pa.list_(pa.int32())
+    return pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", messages),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            (
+                "extra_info",
+                pa.struct(
+                    [
+                        ("index", pa.int64()),
+                        ("split", text),
+                        ("rollout_index", pa.int64()),
+                        ("stop_reason", text),
+                        ("rewards", pa.list_(pa.float64())),
+                        ("idx", text),
+                        ("metadata", text),
+                    ]
+                ),
+            ),
+            ("messages", messages),
+            ("prompt_ids", ids),
+            ("response_ids", ids),
+            ("response_mask", pa.list_(pa.int8())),
+            ("response_logprobs", pa.list_(pa.float32())),
+            ("reward_score", pa.float64()),
+            ("num_turns", pa.int32()),
+        ]
+    )

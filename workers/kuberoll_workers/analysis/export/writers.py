@@ -1,0 +1,104 @@
+"""Files of rows that are whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy
+import orjson
+
+from kuberoll_workers.analysis.export.formats import Container, ExportError
+from kuberoll_workers.output.journal import sync_directory
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Row = dict[str, Any]
+
+_ROWS = 256
+_NUMBERS = 1 << 20
+"""Most rows of a Parquet row group, which are in memory together; fewer where they have more numbers than this."""
+
+
+def write_rows(
+    path: Path, rows: Iterable[Row], *, container: Container, schema: pyarrow.Schema | None = None, force: bool = False
+) -> bool:
+    """Write a file of rows, streamed; it has its name when it is whole and on disk.
+
+    Args:
+        schema: The columns of a Parquet file.
+        force: Replace a file that is there.
+
+    Returns:
+        Whether there was a row; without one no file is made.
+
+    Raises:
+        ExportError: The file is there already, or cannot be written.
+    """
+    _refuse_existing(path, force)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    iterator = iter(rows)
+    first = next(iterator, None)
+    if first is None:
+        return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("xb") as file:
+            everything = chain([first], iterator)
+            if container == "parquet":
+                _write_parquet(file, everything, schema)
+            else:
+                file.writelines(map(_line, everything))
+            file.flush()
+            os.fsync(file.fileno())
+        _refuse_existing(path, force)
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise ExportError(f"{path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    if not force and path.exists():
+        raise ExportError(f"{path} is there already: choose another --output, or replace it with --force")
+
+
+def _line(row: Row) -> bytes:
+    return orjson.dumps(row, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, array):
+        return numpy.asarray(value)
+    raise TypeError(f"{type(value).__name__} cannot be exported")
+
+
+def _write_parquet(file: BinaryIO, rows: Iterator[Row], schema: pyarrow.Schema | None) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    assert schema is not None
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for batch in _row_groups(rows):
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+
+
+def _row_groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    group: list[Row] = []
+    numbers = 0
+    for row in rows:
+        group.append(row)
+        numbers += sum(len(value) for value in row.values() if isinstance(value, list | array))
+        if len(group) == _ROWS or numbers >= _NUMBERS:
+            yield group
+            group, numbers = [], 0
+    if group:
+        yield group

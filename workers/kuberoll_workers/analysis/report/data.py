@@ -1,0 +1,69 @@
+"""The contents of a report: the numbers of a run, and some of its trajectories to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
+from kuberoll_workers.analysis.report.browsed import Browsed, BrowsedSample
+from kuberoll_workers.analysis.report.numbers import run_numbers
+from kuberoll_workers.analysis.report.text import one_line
+from kuberoll_workers.output.run_directory import RunManifest
+
+_MOST_SETTINGS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """What a report shows.
+
+    Attributes:
+        head: What the run is: `location`, `job`, `created`, `planned`, `settings` as pairs of texts.
+        numbers: Over all trajectories; see `run_numbers`.
+        browsed: Trajectories to read: all, or a sample.
+        offered: How many there are.
+    """
+
+    head: dict[str, Any]
+    numbers: dict[str, Any]
+    browsed: Sequence[Browsed]
+    offered: int
+
+
+def report_data(aggregates: Aggregates, sample: BrowsedSample, *, location: str) -> ReportData:
+    """Compute a report.
+
+    Args:
+        aggregates: The numbers of a run.
+        sample: Was offered every trajectory of it.
+        location: Where the run is, for people.
+    """
+    return ReportData(
+        head=_head(location, aggregates.contents.manifest),
+        numbers=run_numbers(aggregates),
+        browsed=sample.items(),
+        offered=sample.offered,
+    )
+
+
+def _head(location: str, manifest: RunManifest | None) -> dict[str, Any]:
+    if manifest is None:
+        return {"location": location, "job": None, "created": None, "planned": None, "settings": []}
+    wanted = manifest.identity.get("rollout.groups.wanted")
+    settings = {**manifest.identity, **{f"versions.{name}": value for name, value in manifest.versions.items()}}
+    return {
+        "location": location,
+        "job": manifest.job,
+        "created": manifest.created,
+        # With `wanted` the run stops when it has groups enough.
+        "planned": manifest.inputs.get("trajectories") if wanted is None else None,
+        "settings": [
+            (name, one_line(value if isinstance(value, str) else orjson.dumps(value).decode(), 300))
+            for name, value in list(settings.items())[:_MOST_SETTINGS]
+            if value is not None
+        ],
+    }

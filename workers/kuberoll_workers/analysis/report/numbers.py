@@ -1,0 +1,91 @@
+"""The numbers of a report: those of the run's aggregates, and the bars of its charts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
+from kuberoll_workers.analysis.aggregation.environments import statistics_of
+from kuberoll_workers.analysis.aggregation.table import REWARD, SECONDS, TOKENS, TURNS
+from kuberoll_workers.analysis.report.histogram import bars
+from kuberoll_workers.analysis.report.spread import spread
+from kuberoll_workers.analysis.report.text import one_line
+from kuberoll_workers.analysis.statistics import describe
+
+_MOST_CAUSES = 50
+_CAUSE_LENGTH = 300
+
+_FIELDS = {
+    "reward": REWARD,
+    "turns": TURNS,
+    "prompt": TOKENS[0],
+    "generated": TOKENS[1],
+    "observed": TOKENS[2],
+    "generation_seconds": SECONDS[0],
+    "environment_seconds": SECONDS[1],
+}
+_WHOLE = {TURNS, *TOKENS}
+
+
+def run_numbers(aggregates: Aggregates) -> dict[str, Any]:
+    """`{"all": …, "environments": [{"name": …}, …]}`: of all environments together and of each that has trajectories.
+
+    Each has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields, and `groups`.
+    """
+    summaries = sorted(aggregates.summaries.items())
+    names = [name for name, summary in summaries if summary.trajectories or summary.failed or summary.dropped]
+    listed = [_numbers(aggregates, name, [name]) for name in names]
+    everything = {**listed[0], "name": ""} if len(listed) == 1 else _numbers(aggregates, "", names)
+    return {"all": everything, "environments": listed}
+
+
+def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> dict[str, Any]:
+    summaries = [aggregates.summaries[environment] for environment in environments]
+    outcomes: Counter[str] = Counter()
+    for summary in summaries:
+        outcomes.update(summary.stop_reasons + Counter(failed=summary.failed) + summary.dropped)
+    causes: Counter[tuple[str, str, str]] = Counter(
+        (failure.kind, failure.stage, one_line(failure.cause, _CAUSE_LENGTH))
+        for failure in aggregates.contents.failures.values()
+        if failure.environment in environments
+    )
+    by_count = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
+    tasks = [aggregates.tasks[environment] for environment in environments]
+    return {
+        "name": name,
+        "finished": sum(summary.trajectories for summary in summaries),
+        "outcomes": dict(outcomes),
+        "causes": [(*cause, count) for cause, count in by_count[:_MOST_CAUSES]],
+        "other_causes": sum(count for _, count in by_count[_MOST_CAUSES:]),
+        **{
+            key: _histogram([some.frame.columns[field].values for some in tasks], whole=field in _WHOLE)
+            for key, field in _FIELDS.items()
+        },
+        "groups": spread(tasks),
+    }
+
+
+def _histogram(columns: Sequence[Any], *, whole: bool) -> dict[str, Any]:
+    """The statistics that the aggregates have of a field, its sum, the value that 90 % are not above, and its bars."""
+    values = np.concatenate([np.empty(0), *columns])
+    finite = values[np.isfinite(values)]
+    statistics = statistics_of(describe(values), 0, of=len(values))
+    return {
+        **{key: statistics[key] for key in ("count", "nonfinite", "mean", "std", "min", "median", "max")},
+        "p90": float(np.quantile(finite, 0.9, method="inverted_cdf")) if finite.size else None,
+        "total": _sum(finite.tolist()),
+        "whole": whole,
+        "bars": bars(finite, whole=whole),
+    }
+
+
+def _sum(values: Sequence[float]) -> float | None:
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return None

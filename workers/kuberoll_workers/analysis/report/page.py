@@ -1,0 +1,119 @@
+"""The report as one page of HTML that needs nothing else: no network, no other file, no framework."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import orjson
+
+from kuberoll_workers.analysis.report.browsed import Browsed
+from kuberoll_workers.analysis.report.data import ReportData
+from kuberoll_workers.analysis.report.row import OUTCOMES
+
+_SCRIPTS = ("format.js", "charts.js", "trajectories.js", "detail.js", "browser.js", "report.js")
+_CHUNK = 64
+_CHUNK_BYTES = 512 << 10
+
+
+def render(data: ReportData) -> bytes:
+    """The page.
+
+    Nothing of the run becomes markup or code: numbers stand in it as JSON, texts compressed, and the script sets them
+    as text. The page allows itself, by its Content-Security-Policy, its own script and style and no request at all.
+    """
+    assets = files(__package__).joinpath("assets")
+    style = assets.joinpath("report.css").read_text("utf-8")
+    script = "\n".join(assets.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
+    chunks, starts = _chunks(data.browsed)
+    document = {
+        "head": data.head,
+        "numbers": data.numbers,
+        "browsed": {"count": len(data.browsed), "offered": data.offered, "starts": starts},
+    }
+    page = Template(assets.joinpath("report.html").read_text("utf-8")).substitute(
+        title=html.escape(str(data.head["job"] or data.head["location"])),
+        policy=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'",
+        style=style,
+        script=script,
+        data=_inert(document),
+        index=_packed(orjson.dumps(_index(data.browsed))),
+        chunks="\n".join(
+            f'<script type="text/plain" id="chunk-{number}">{chunk}</script>' for number, chunk in enumerate(chunks)
+        ),
+    )
+    return page.encode()
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _inert(value: Any) -> str:
+    """JSON that ends no script element and begins no comment in one."""
+    text = orjson.dumps(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(gzip.compress(data, mtime=0)).decode()
+
+
+def _index(browsed: Sequence[Browsed]) -> dict[str, Any]:
+    """The rows by column, which compresses well; texts that repeat are numbers into a list."""
+    environments = sorted({item.row.environment for item in browsed})
+    numbers = {name: number for number, name in enumerate(environments)}
+    rows = [item.row for item in browsed]
+    return {
+        "environments": environments,
+        "outcomes": OUTCOMES,
+        "task": [row.key.task_index for row in rows],
+        "rollout": [row.key.rollout_index for row in rows],
+        "environment": [numbers[row.environment] for row in rows],
+        "outcome": [OUTCOMES.index(row.outcome) for row in rows],
+        "reward": [row.reward for row in rows],
+        "turns": [row.turns for row in rows],
+        "prompt": [row.prompt_tokens for row in rows],
+        "generated": [row.generated_tokens for row in rows],
+        "observed": [row.environment_tokens for row in rows],
+        "seconds": [_seconds(row.generation_seconds, row.environment_seconds) for row in rows],
+    }
+
+
+def _seconds(*parts: float | None) -> float | None:
+    known = [part for part in parts if part is not None]
+    return round(sum(known), 6) if known else None
+
+
+def _chunks(browsed: Sequence[Browsed]) -> tuple[list[str], list[int]]:
+    """The texts in chunks that a browser opens one at a time, and the number of each chunk's first trajectory."""
+    chunks: list[str] = []
+    starts: list[int] = []
+    for start, texts in _batches(browsed):
+        starts.append(start)
+        chunks.append(_packed(b"[" + b",".join(texts) + b"]"))
+    return chunks, starts
+
+
+def _batches(browsed: Sequence[Browsed]) -> Iterator[tuple[int, list[bytes]]]:
+    texts: list[bytes] = []
+    size = 0
+    for number, item in enumerate(browsed):
+        text = zlib.decompress(item.text)
+        if texts and (len(texts) == _CHUNK or size + len(text) > _CHUNK_BYTES):
+            yield number - len(texts), texts
+            texts, size = [], 0
+        texts.append(text)
+        size += len(text)
+    if texts:
+        yield len(browsed) - len(texts), texts

@@ -1,0 +1,92 @@
+"""The row that a table of trajectories has for one, however it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.output.precedence import EndedRecord
+
+Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"]
+"""How a trajectory ended: its stop reason, or why it was dropped."""
+
+OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a table says of a trajectory.
+
+    Attributes:
+        reward: Of what was counted; None of a failure, which has none.
+        generation_seconds, environment_seconds: Over all turns; None where they are not recorded.
+        cause: Of a failure: its kind, stage and cause.
+    """
+
+    key: TrajectoryKey
+    environment: str
+    outcome: Outcome
+    reward: float | None
+    turns: int
+    prompt_tokens: int
+    generated_tokens: int
+    environment_tokens: int
+    generation_seconds: float | None = None
+    environment_seconds: float | None = None
+    cause: tuple[str, str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call it: `task.rollout`."""
+        return f"{self.key.task_index}.{self.key.rollout_index}"
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.generated_tokens + self.environment_tokens
+
+
+def row_of(record: EndedRecord) -> Row:
+    """The row of a trajectory."""
+    if isinstance(record, FailureRecord):
+        return _failed(record)
+    generation = environment = None
+    if isinstance(record, TrajectoryRecord):
+        outcome: Outcome = record.stop_reason
+        generation, environment = sum(record.timing.generation_seconds), sum(record.timing.environment_seconds)
+    else:
+        outcome = record.reason
+    return Row(
+        key=record.key,
+        environment=record.task_name,
+        outcome=outcome,
+        reward=record.total_reward,
+        turns=record.turn_count,
+        prompt_tokens=record.tokens.prompt,
+        generated_tokens=record.tokens.generated,
+        environment_tokens=record.tokens.environment,
+        generation_seconds=generation,
+        environment_seconds=environment,
+    )
+
+
+def _failed(record: FailureRecord) -> Row:
+    prompt = generated = environment = 0
+    for message in record.messages:
+        if message.turn == 0:
+            prompt += len(message.token_ids)
+        elif message.role == "assistant":
+            generated += len(message.token_ids)
+        else:
+            environment += len(message.token_ids)
+    return Row(
+        key=record.key,
+        environment=record.task_name,
+        outcome="failed",
+        reward=None,
+        turns=record.turn_count,
+        prompt_tokens=prompt,
+        generated_tokens=generated,
+        environment_tokens=environment,
+        cause=(record.kind, record.stage, record.cause),
+    )

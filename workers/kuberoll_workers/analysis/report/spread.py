@@ -1,0 +1,67 @@
+"""Rewards within prompt groups: whether a group has anything to teach."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kuberoll_workers.analysis.aggregation.environments import Tasks
+from kuberoll_workers.analysis.aggregation.table import REWARD
+from kuberoll_workers.analysis.statistics import describe, describe_groups
+
+_MOST_POINTS = 400
+_MEANS, _STDS = 40, 24
+
+
+def spread(environments: Sequence[Tasks]) -> dict[str, Any]:
+    """Count the groups of two rewards or more, and those of them that teach nothing.
+
+    `equal` of the `groups` have no spread: `highest` of them at the highest reward of their environment, `lowest` at
+    the lowest; none where all its rewards are one.
+    `points` are `[mean, std, groups]`, single ones while they are few, those of a grid's cells otherwise.
+    """
+    means: list[float] = []
+    stds: list[float] = []
+    equal = highest = lowest = 0
+    for tasks in environments:
+        rewards = tasks.frame.columns[REWARD].values
+        groups = describe_groups(rewards, tasks.of_row, len(tasks.indexes))
+        several = groups.count > 1
+        mean = groups.mean[several]
+        same = groups.minimum[several] == groups.maximum[several]
+        overall = describe(rewards)
+        low, high = overall.minimum[0], overall.maximum[0]
+        equal += int(same.sum())
+        if low < high:
+            highest += int((same & (mean == high)).sum())
+            lowest += int((same & (mean == low)).sum())
+        means += mean.tolist()
+        stds += groups.std[several].tolist()
+    return {
+        "groups": len(means),
+        "equal": equal,
+        "highest": highest,
+        "lowest": lowest,
+        "mean_std": float(np.mean(stds)) if stds else None,
+        "points": _points(means, stds),
+    }
+
+
+def _points(means: list[float], stds: list[float]) -> list[tuple[float, float, int]]:
+    points = Counter(zip(means, stds, strict=True))
+    if len(points) > _MOST_POINTS:
+        width, height = _cell(means, _MEANS), _cell(stds, _STDS)
+        cells: Counter[tuple[float, float]] = Counter()
+        for (mean, std), count in points.items():
+            # A group without spread must not look as if it had one.
+            cells[round(mean / width) * width, math.ceil(std / height) * height] += count
+        points = cells
+    return [(mean, std, count) for (mean, std), count in sorted(points.items())]
+
+
+def _cell(values: list[float], most: int) -> float:
+    return (max(values) - min(values)) / most or 1.0

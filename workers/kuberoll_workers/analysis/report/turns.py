@@ -1,0 +1,130 @@
+"""Trajectories in a terminal: a table of them, and one turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kuberoll_workers.analysis.report.row import Row
+from kuberoll_workers.analysis.report.text import one_line, visible
+from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.output.precedence import EndedRecord
+
+_ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow", "tool": "yellow"}
+_OUTCOMES = {"failed": "red", "truncated": "yellow", "max_turns": "yellow", "oversampled": "dim", "filtered": "dim"}
+_CAUSE = 100
+
+
+def trajectory_table(rows: Sequence[Row]) -> Table:
+    """A line for each trajectory; causes only where something failed."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("task", "rollout"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("environment", no_wrap=True, overflow="ellipsis", min_width=8)
+    for name in ("reward", "turns", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("stop reason", no_wrap=True)
+    causes = any(row.cause for row in rows)
+    if causes:
+        table.add_column("cause", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        cells = [
+            Text(str(row.key.task_index)),
+            Text(str(row.key.rollout_index)),
+            Text(one_line(row.environment, 60)),
+            Text(_number(row.reward)),
+            Text(str(row.turns)),
+            Text(str(row.tokens)),
+            Text(row.outcome, style=_OUTCOMES.get(row.outcome, "")),
+        ]
+        table.add_row(*cells, *([Text(_cause(row))] if causes else []))
+    return table
+
+
+def _cause(row: Row) -> str:
+    return "" if row.cause is None else one_line("{} ({}): {}".format(*row.cause), _CAUSE)
+
+
+def print_trajectory(record: EndedRecord, row: Row, console: Console) -> None:
+    """One trajectory: what it came to, its prompt, then each turn with its reward and seconds."""
+    title = Text(f"task {row.key.task_index}, rollout {row.key.rollout_index}", style="bold")
+    title.append(f"  {one_line(row.environment, 60)}", style="not bold")
+    console.print(title, soft_wrap=True)
+    _print_facts(record, row, console)
+    for turn, messages in groupby(record.messages, key=lambda message: message.turn):
+        console.print()
+        console.print(_heading(record, turn), soft_wrap=True)
+        for message in messages:
+            _print_message(message, console)
+    if isinstance(record, FailureRecord):
+        console.print()
+        console.print(Text(f"failed: {record.kind} ({record.stage}), after {record.tries} tries", style="bold red"))
+        _print_text(visible(record.cause), console)
+
+
+def _print_facts(record: EndedRecord, row: Row, console: Console) -> None:
+    facts = {
+        "reward": _number(row.reward),
+        "stop reason": row.outcome,
+        "turns": str(row.turns),
+        "tokens": f"{row.prompt_tokens} prompt, {row.generated_tokens} generated, {row.environment_tokens} environment",
+    }
+    if isinstance(record, DroppedRecord):
+        facts["stop reason"] = f"dropped ({record.reason}), {record.stop_reason or 'stopped on its way'}"
+    if row.generation_seconds is not None and row.environment_seconds is not None:
+        facts["seconds"] = f"{row.generation_seconds:.3f} generation, {row.environment_seconds:.3f} environment"
+    if isinstance(record, TrajectoryRecord):
+        facts |= {f"reward of {name}": _number(sum(values)) for name, values in record.reward_parts.items()}
+        facts |= {} if record.answer is None else {"answer": record.answer}
+    facts |= {"seed": "none" if record.seed is None else str(record.seed), "attempt": str(record.attempt)}
+    for name, value in facts.items():
+        line = Text(f"  {one_line(name, 40):<12} ", style="dim")
+        line.append(
+            one_line(value, 400), style=f"not dim {_OUTCOMES.get(row.outcome, '')}" if "stop" in name else "not dim"
+        )
+        console.print(line, soft_wrap=True)
+
+
+def _heading(record: EndedRecord, turn: int) -> Text:
+    if turn == 0:
+        return Text("prompt", style="bold")
+    heading = Text(f"turn {turn}", style="bold")
+    facts = []
+    if not isinstance(record, FailureRecord) and turn <= len(record.rewards):
+        facts.append(f"reward {_number(record.rewards[turn - 1])}")
+    if isinstance(record, TrajectoryRecord):
+        timing = record.timing
+        for name, seconds in (("generation", timing.generation_seconds), ("environment", timing.environment_seconds)):
+            if turn <= len(seconds):
+                facts.append(f"{name} {seconds[turn - 1]:.3f} s")
+    heading.append("".join(f"  {fact}" for fact in facts), style="not bold dim")
+    return heading
+
+
+def _print_message(message: Message, console: Console) -> None:
+    label = Text(f"  {one_line(message.role, 40)}", style=f"bold {_ROLES.get(message.role, 'cyan')}")
+    label.append(f"  {len(message.token_ids)} tokens", style="not bold dim")
+    if message.truncated:
+        label.append("  truncated", style="bold yellow")
+    console.print(label, soft_wrap=True)
+    _print_text(visible(message.content), console)
+
+
+def _print_text(text: str, console: Console) -> None:
+    if console.is_terminal:
+        console.print(Padding(Text(text), (0, 0, 0, 4)))
+    else:
+        # What reads a pipe wants the lines as they are.
+        for line in text.split("\n"):
+            console.print(Text(f"    {line}".rstrip()), soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

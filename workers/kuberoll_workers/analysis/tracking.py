@@ -1,0 +1,307 @@
+"""Telling experiment trackers of a run: its numbers, its settings and its files. Best effort, once it has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import math
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from kuberoll_api.rolloutjob import MlflowTracking, RolloutJob, Tracking, WandbTracking
+from kuberoll_workers.analysis.report.make import PAGE
+from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
+from kuberoll_workers.output.run_files import RunFiles
+
+_log = logging.getLogger(__name__)
+
+ARTIFACTS = (AGGREGATES, PAGE, MANIFEST)
+"""Files of a run that are uploaded, where they are there."""
+
+RUN_ID_TAG = "kuberoll.run_id"
+"""Tag by which a run that is continued finds itself in MLflow, which names runs as it likes."""
+
+_DEADLINE_SECONDS = 120.0
+_DEADLINE_WITH_SHARDS_SECONDS = 3600.0
+
+# Of these the names are texts without bound: causes of failures.
+_NOT_NUMBERS = {"failures"}
+_ODD_CHARACTERS = re.compile(r"[^\w\-. /]+")
+_PARAMETER_LENGTH = 6000
+_PARAMETERS_AT_ONCE = 100
+_METRICS_AT_ONCE = 1000
+
+_Item = TypeVar("_Item")
+
+
+class TrackingUnavailable(Exception):
+    """The job asks for a tracker that cannot be used here; the message names the field and says what to install."""
+
+
+def check_tracking(job: RolloutJob) -> None:
+    """See, before anything is started, that the trackers which a job asks for can be used; nothing is sent.
+
+    Raises:
+        TrackingUnavailable: A package is missing, or nobody is logged in.
+    """
+    tracking = job.spec.output.tracking
+    if tracking is None:
+        return
+    if tracking.wandb is not None:
+        _need("wandb", "wandb", "spec.output.tracking.wandb")
+        _check_login()
+    if tracking.mlflow is not None:
+        _need("mlflow", "mlflow", "spec.output.tracking.mlflow")
+        _check_store(tracking.mlflow.tracking_uri)
+
+
+def _need(module: str, package: str, field: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise TrackingUnavailable(f"{field}: {module} is not installed: pip install {package}; or remove the field")
+
+
+def _check_login() -> None:
+    if _offline():
+        return
+    import wandb
+
+    if not wandb.login(prompt=False):
+        raise TrackingUnavailable(
+            "spec.output.tracking.wandb: nobody is logged in: run `wandb login`, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline and upload the run later with `wandb sync`"
+        )
+
+
+def _offline() -> bool:
+    return os.environ.get("WANDB_MODE", "online") != "online"
+
+
+def _check_store(uri: str) -> None:
+    field = "spec.output.tracking.mlflow.trackingUri"
+    scheme = uri.partition(":")[0].partition("+")[0]
+    if scheme in ("sqlite", "mysql", "postgresql", "mssql"):
+        for module in ("sqlalchemy", "alembic"):
+            _need(module, "mlflow", field)
+    elif scheme not in ("http", "https", "databricks", "databricks-uc", "uc"):
+        # A directory: whether it may still be one depends on MLflow's version.
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        try:
+            MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+        except MlflowException as error:
+            raise TrackingUnavailable(f"{field}: {uri}: {error.message}") from error
+
+
+def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) -> None:
+    """Tell the job's trackers of its run; a run that was resumed goes on as the same tracked run. Never raises.
+
+    A tracker that does not answer is given up after two minutes, or an hour where the shards are uploaded.
+
+    Args:
+        files: The run's output, its aggregates written.
+        note: Takes lines for the user: where the tracked run is, or a warning. Warnings are logged too.
+    """
+    tracking = job.spec.output.tracking
+    if tracking is None:
+        return
+    seconds = _DEADLINE_WITH_SHARDS_SECONDS if tracking.trajectories else _DEADLINE_SECONDS
+    for name, settings, tell in (("wandb", tracking.wandb, _tell_wandb), ("mlflow", tracking.mlflow, _tell_mlflow)):
+        if settings is None:
+            continue
+        try:
+            where = _within(seconds, partial(tell, job, tracking, files))
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            _log.warning("could not log the run to %s", name, exc_info=error)
+            note(f"warning: could not log the run to {name}: {type(error).__name__}: {text}")
+        else:
+            note(f"{name}: {where}")
+
+
+def _within(seconds: float, call: Callable[[], str]) -> str:
+    """Call in a thread that holds nobody up: clients wait for servers as long as they like."""
+    answer: Future[str] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            # SystemExit of a client ends its thread and not the run.
+            answer.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    threading.Thread(target=wait, name="kuberoll-tracking", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise error if answer.done() else TimeoutError(f"no answer within {seconds:.0f} s") from error
+
+
+def run_id(manifest: RunManifest) -> str:
+    """The name of a tracked run: the same for all parts of a run, another one for every other run."""
+    parts = (manifest.job, manifest.created, manifest.inputs)
+    return "kr-" + hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=10).hexdigest()
+
+
+def scalars(document: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of `aggregate_metrics.json`: `environment/name` for an environment's, `name` for the run's."""
+    document = {key: value for key, value in document.items() if key != "format"}
+    environments = document.pop("environments", None) or {}
+    return dict(_numbers({**document, **environments}, ""))
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _NOT_NUMBERS or not isinstance(item, Mapping):
+                yield from _numbers(item, f"{path}/{_name(key)}" if path else _name(key))
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        yield path, float(value)
+
+
+def _name(text: str) -> str:
+    """A name that every tracker accepts."""
+    return _ODD_CHARACTERS.sub("_", text)
+
+
+def parameters(manifest: RunManifest) -> dict[str, str]:
+    """A run's settings as MLflow has parameters: names without brackets, values as text."""
+    given: dict[str, Any] = {
+        **manifest.identity,
+        **{f"dataset.{key}": value for key, value in manifest.inputs.items()},
+        **{f"versions.{key}": value for key, value in manifest.versions.items()},
+    }
+    return {
+        _name(re.sub(r"\[(\d+)\]", r".\1", key)): (value if isinstance(value, str) else orjson.dumps(value).decode())[
+            :_PARAMETER_LENGTH
+        ]
+        for key, value in given.items()
+    }
+
+
+def _manifest(files: RunFiles) -> RunManifest:
+    manifest = files.manifest()
+    if manifest is None:
+        raise ValueError(f"{files.location} has no {MANIFEST}")
+    return manifest
+
+
+def _metrics(files: RunFiles) -> dict[str, float]:
+    contents = files.storage.read(AGGREGATES)
+    return {} if contents is None else scalars(orjson.loads(contents))
+
+
+def _artifacts(files: RunFiles, directory: Path, *, shards: bool) -> Iterator[Path]:
+    """The run's files as local ones; each is gone when the next is asked for."""
+    for name in ARTIFACTS:
+        contents = files.storage.read(name)
+        if contents is not None:
+            path = directory / name
+            path.write_bytes(contents)
+            yield path
+            path.unlink()
+    for shard in files.storage.shards() if shards else ():
+        path = directory / f"{shard}.parquet"
+        if files.storage.fetch(path.name, path):
+            yield path
+            path.unlink()
+        path = directory / f"{shard}.jsonl"
+        with path.open("wb") as copy:
+            copy.writelines(line for _, line in files.storage.lines(shard))
+        if path.stat().st_size:
+            yield path
+        path.unlink()
+
+
+def _tell_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
+    import wandb
+
+    settings: WandbTracking | None = tracking.wandb
+    assert settings is not None
+    manifest = _manifest(files)
+    name = run_id(manifest)
+    run = wandb.init(
+        project=settings.project,
+        entity=settings.entity,
+        group=settings.group,
+        name=settings.name or job.metadata.name,
+        tags=settings.tags or None,
+        job_type="rollouts",
+        id=name,
+        resume="allow",
+        config={**manifest.identity, "dataset": manifest.inputs, "versions": manifest.versions},
+        # What the run printed is in its logs; the machine that tells of it is not the one that did it.
+        settings=wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, login_timeout=10
+        ),
+    )
+    try:
+        run.log(_metrics(files))
+        artifact = wandb.Artifact(_name(f"{job.metadata.name}-{name}"), type="rollouts")
+        with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+            for path in _artifacts(files, Path(directory), shards=tracking.trajectories):
+                # Copied at once, so that only one file is there twice.
+                artifact.add_file(str(path.resolve()), name=path.name, policy="mutable")
+        run.log_artifact(artifact)
+        where = run.url or f"offline run in {Path(run.dir).parent}; upload it with `wandb sync`"
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()
+    return where
+
+
+def _tell_mlflow(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    settings: MlflowTracking | None = tracking.mlflow
+    assert settings is not None
+    manifest = _manifest(files)
+    client = MlflowClient(tracking_uri=settings.tracking_uri)
+    found = client.get_experiment_by_name(settings.experiment)
+    experiment = client.create_experiment(settings.experiment) if found is None else found.experiment_id
+    name = run_id(manifest)
+    earlier = client.search_runs([experiment], f"tags.`{RUN_ID_TAG}` = '{name}'", max_results=1)
+    run = (
+        earlier[0]
+        if earlier
+        else client.create_run(experiment, run_name=settings.run_name or job.metadata.name, tags={RUN_ID_TAG: name})
+    )
+    this = run.info.run_id
+    try:
+        client.update_run(this, status="RUNNING")
+        # A parameter cannot be changed: what was forced since is told by the manifest.
+        params = [Param(key, value) for key, value in parameters(manifest).items() if key not in run.data.params]
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, 0) for key, value in _metrics(files).items()]
+        for batch in _batches(params, _PARAMETERS_AT_ONCE):
+            client.log_batch(this, params=batch)
+        for numbers in _batches(metrics, _METRICS_AT_ONCE):
+            client.log_batch(this, metrics=numbers)
+        with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+            for path in _artifacts(files, Path(directory), shards=tracking.trajectories):
+                client.log_artifact(this, str(path))
+    except BaseException:
+        client.set_terminated(this, status="FAILED")
+        raise
+    client.set_terminated(this)
+    return f"run {this} of experiment {settings.experiment} in {settings.tracking_uri}"
+
+
+def _batches(items: list[_Item], size: int) -> Iterator[list[_Item]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some

@@ -1,1 +1,0 @@
-"""From a dataset to durable, resumable, aggregated trajectories."""

@@ -1,0 +1,1 @@
+"""Datasets: sources, rows, prompt groups and the samples of a shard."""

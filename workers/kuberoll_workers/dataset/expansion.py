@@ -1,0 +1,173 @@
+"""From rows to prompt groups to samples, and which shard each belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
+from kuberoll_workers.data.record import TrajectoryKey
+from kuberoll_workers.data.shards import shard_of
+from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.dataset.rows import DatasetError, Place, Row
+from kuberoll_workers.output.run_state import RunState
+from kuberoll_workers.rollouts.seeds import trajectory_seed
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """The samples that one row asks for: `rollout_indexes` of the task `task_index`, the first `keep` to finish."""
+
+    row: Row
+    task_index: int
+    rollout_indexes: range
+    keep: int
+
+
+class _Tasks:
+    """The tasks met so far, some 150 bytes each: a million of them take 143 MB."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._ends = array("q")
+        # Of the task's first row, for rows that name their task: what it holds and where it is.
+        self._contents = array("Q")
+        self._sources = array("I")
+        self._positions = array("q")
+        self._source_numbers: dict[tuple[str, str], int] = {}
+
+    def number(self, row: Row) -> int:
+        """The row's task: by its `task_id` where it has one, else by its content.
+
+        Raises:
+            DatasetError: Another row of the same `task_id` has another content.
+        """
+        if row.task_id is None:
+            key, content = _digest(row.content, 16, b"content"), 0
+        else:
+            key, content = _digest(orjson.dumps(row.task_id), 16, b"task_id"), _digest(row.content, 8, b"content")
+        number = self._numbers.setdefault(key, len(self._ends))
+        if number == len(self._ends):
+            self._ends.append(0)
+            self._contents.append(content)
+            source = (row.place.before, row.place.after)
+            self._sources.append(self._source_numbers.setdefault(source, len(self._source_numbers)))
+            self._positions.append(row.place.number)
+        elif self._contents[number] != content:
+            raise DatasetError(
+                f"{row.where}: task_id: {row.task_id!r} is the task of {self._place(number)} already, and that row has "
+                "another content; rows of one task are equal. Give one of them another task_id (Gym: _ng_task_index)"
+            )
+        return number
+
+    def take(self, number: int, count: int) -> range:
+        """The next `count` rollout indexes of a task."""
+        begun = self._ends[number]
+        self._ends[number] = begun + count
+        return range(begun, begun + count)
+
+    def _place(self, number: int) -> Place:
+        before, after = list(self._source_numbers)[self._sources[number]]
+        return Place(before, self._positions[number], after)
+
+
+def _digest(data: bytes, size: int, kind: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=size, person=kind).digest(), "little")
+
+
+def expand(rows: Iterable[Row], repeats: Mapping[str, int], *, oversample: int = 0) -> Iterator[PromptGroup]:
+    """Number tasks and rollouts; all samples of a row come together (order aabbcc).
+
+    Rows of the same `task_id`, or without one of the same content, are the same task, wherever they stand; a
+    duplicate continues the numbering of its rollouts. Memory: some 150 bytes a task.
+
+    Args:
+        repeats: Samples per row, by task name.
+        oversample: Samples of each row beyond those.
+
+    Raises:
+        DatasetError: Rows of one `task_id` differ.
+    """
+    tasks = _Tasks()
+    for row in rows:
+        task = tasks.number(row)
+        count = repeats[row.task_name]
+        yield PromptGroup(row, task, tasks.take(task, count + oversample), count)
+
+
+def sample_groups(
+    groups: Iterable[PromptGroup],
+    *,
+    tokenizer: Tokenizer,
+    shards: Collection[int],
+    shard_count: int,
+    done: RunState,
+    seed: int | None,
+) -> Iterator[SampleGroup]:
+    """The groups of some shards that are still to be run, tokenized when they are asked for.
+
+    Args:
+        done: What is there already.
+        seed: The job's base seed; None: no seeds.
+    """
+    wanted = frozenset(shards)
+    for group in groups:
+        if shard_of(group.task_index, shard_count) not in wanted:
+            continue
+        keys = [TrajectoryKey(group.task_index, index) for index in group.rollout_indexes]
+        stored = sum(key in done.stored for key in keys)
+        if stored >= group.keep or any(key in done.filtered for key in keys):
+            continue
+        prompt = tokenize(group, tokenizer)
+        samples = tuple(
+            Sample(
+                prompt=prompt,
+                rollout_index=key.rollout_index,
+                seed=None if seed is None else trajectory_seed(seed, *key),
+                attempt=done.attempts.get(key, 0),
+                partial=done.take_partial(key),
+            )
+            for key in keys
+            if key not in done.stored
+        )
+        yield SampleGroup(samples=samples, keep=group.keep - stored, decided=stored > 0)
+
+
+def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:
+    """Render a row's chat once, for all samples of its group.
+
+    Raises:
+        DatasetError: The model's chat template refuses the messages.
+    """
+    row = group.row
+    try:
+        ids = tokenizer.render_chat(row.messages)
+    except Exception as error:
+        # Templates are programs: they raise what they like (a role they do not know, an order they forbid).
+        raise DatasetError(f"{row.where}: the model's chat template refuses these messages: {error}") from error
+    return Prompt(
+        task_index=group.task_index,
+        task_name=row.task_name,
+        idx=row.idx,
+        messages=tuple(prompt_messages(row.messages, ids)),
+        token_ids=ids,
+        metadata=row.metadata,
+        stop_strings=row.stop_strings,
+        sampling=row.sampling,
+    )
+
+
+def prompt_messages(messages: list[dict[str, Any]], ids: Any) -> Iterator[Message]:
+    """The prompt's messages, the last of them carrying the ids of the whole prompt.
+
+    A template may write tokens between messages that belong to none, so ids are not split by message.
+    """
+    for number, message in enumerate(messages, start=1):
+        own = ids if number == len(messages) else token_array()
+        yield Message(role=message["role"], content=message["content"], token_ids=own)

@@ -1,0 +1,374 @@
+"""Files and hub datasets as streams of raw rows: memory does not grow with them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import math
+import re
+import tempfile
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import orjson
+
+from kuberoll_api.rolloutjob import HuggingFaceSource
+from kuberoll_workers.dataset.rows import DatasetError, Place
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+RawRow = tuple[Place, Any]
+"""A row that is not checked yet, and where it is."""
+
+FIELD = "spec.dataset.source"
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+
+_BLOCK = 8 << 20
+_CHUNK = 1 << 20
+_PARQUET_ROWS = 256
+
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_COMPRESSED = ("", ".gz", ".zst")
+
+# What a file is, is said by its first bytes: names lie, and signed URLs hide them.
+_PARQUET = b"PAR1"
+_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x50\x2a\x4d\x18": "zstd"}
+_UNREADABLE = {
+    b"BZh": "a bzip2",
+    b"\xfd7zX": "an xz",
+    b"PK\x03\x04": "a zip",
+    b"ARRO": "an Arrow",
+    b"\x89HDF": "an HDF5",
+}
+
+_JSON_LINES = "the file must be JSON lines, one row on each line"
+
+
+def file_rows(uri: str, base: Path) -> Iterator[RawRow]:
+    """The rows of a file, of all files of a directory, or of all that a pattern (`data/*.jsonl.gz`) matches, by name.
+
+    JSON lines, plain or compressed with gzip or Zstandard, and Parquet, in local paths and behind every fsspec URI.
+    What comes over http is copied to a temporary file first: servers do not wait for those who read slowly.
+
+    Args:
+        uri: A path or URI; a relative path starts at `base`.
+
+    Raises:
+        DatasetError: It cannot be read, with file and line.
+    """
+    uri = resolve_uri(uri, base)
+    filesystem, path = _filesystem(uri)
+    for file in _files(filesystem, path, uri):
+        where = _shown(uri) if file == path else file if _is_local(uri) else str(filesystem.unstrip_protocol(file))
+        with _readable(where, uri), contextlib.ExitStack() as opened:
+            yield from _container_rows(_open(filesystem, file, uri, opened), where)
+
+
+def resolve_uri(uri: str, base: Path) -> str:
+    """A URI as it is, or the path of a local file; relative paths start at `base`."""
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme != "file":
+        return uri
+    return str(resolve_path(rest if separator else uri, base))
+
+
+def resolve_path(path: str, base: Path) -> Path:
+    """A local path; a relative one starts at `base`."""
+    found = Path(path).expanduser()
+    return found if found.is_absolute() else base / found
+
+
+def _is_local(uri: str) -> bool:
+    return "://" not in uri
+
+
+def _is_http(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def _shown(uri: str) -> str:
+    """A URI for people: the query of a URL is often a signature."""
+    return uri.partition("?")[0] if _is_http(uri) else uri
+
+
+def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
+    import fsspec
+
+    if _is_local(uri):
+        return fsspec.filesystem("file"), uri
+    options: dict[str, Any] = {}
+    if _is_http(uri):
+        import aiohttp
+
+        # A long file takes long; what counts is that bytes keep coming.
+        options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)}
+    with _readable(_shown(uri), uri):
+        filesystem, path = fsspec.core.url_to_fs(uri, **options)
+        # What was listed earlier in this process is not what is there now.
+        filesystem.invalidate_cache()
+        return filesystem, str(path)
+
+
+def _files(filesystem: AbstractFileSystem, path: str, uri: str) -> list[str]:
+    """The files that a path names, by name."""
+    if _is_http(uri):
+        return [path]
+    with _readable(uri, uri):
+        if filesystem.isdir(path):
+            names = [str(name) for name in filesystem.ls(path, detail=False)]
+            files = [name for name in names if _looks_like_rows(name) and filesystem.isfile(name)]
+            if not files:
+                suffixes = ", ".join(_SUFFIXES)
+                raise DatasetError(
+                    f"{FIELD}.uri: {uri}: the directory has no file that ends with {suffixes} (or .gz, .zst)"
+                )
+            return sorted(files)
+        if any(letter in path for letter in "*?[") and not filesystem.exists(path):
+            names = [str(name) for name in filesystem.glob(path)]
+            files = sorted(name for name in names if not _name(name).startswith(".") and filesystem.isfile(name))
+            if not files:
+                raise DatasetError(f"{FIELD}.uri: {uri}: no file matches")
+            return files
+    return [path]
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _looks_like_rows(path: str) -> bool:
+    name = _name(path).lower()
+    return not name.startswith((".", "_")) and name.endswith(
+        tuple(suffix + compressed for suffix in _SUFFIXES for compressed in _COMPRESSED)
+    )
+
+
+@contextlib.contextmanager
+def _readable(where: str, uri: str) -> Iterator[None]:
+    """What goes wrong while reading becomes a DatasetError that names the file."""
+    try:
+        yield
+    except DatasetError:
+        raise
+    except FileNotFoundError as error:
+        raise DatasetError(f"{FIELD}.uri: {where}: {error.strerror or 'No such file'}") from error
+    except ImportError as error:
+        raise DatasetError(f"{FIELD}.uri: {where}: {_missing_package(uri, error)}") from error
+    except Exception as error:
+        # Every store's library has errors of its own: credentials, buckets, names, networks.
+        reason = str(getattr(error, "strerror", None) or str(error) or repr(error)).replace(uri, where)
+        raise DatasetError(f"{FIELD}.uri: {where}: {reason}") from error
+
+
+def _missing_package(uri: str, error: ImportError) -> str:
+    from fsspec.registry import known_implementations
+
+    scheme = uri.partition("://")[0]
+    module = known_implementations.get(scheme, {}).get("class", "").partition(".")[0]
+    if module in ("", "fsspec"):
+        return str(error)
+    return f"{scheme}:// needs a package that is not installed here: pip install {module}"
+
+
+def _open(filesystem: AbstractFileSystem, path: str, uri: str, opened: contextlib.ExitStack) -> io.BufferedReader:
+    if not _is_http(uri):
+        file = opened.enter_context(filesystem.open(path, "rb", block_size=_BLOCK))
+        return opened.enter_context(io.BufferedReader(file, _CHUNK))
+    copy = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kuberoll-"))) / "copy"
+    filesystem.get_file(path, str(copy))
+    return opened.enter_context(io.BufferedReader(io.FileIO(copy), _CHUNK))
+
+
+def _container_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
+    head = file.peek(4)[:4]
+    if head == _PARQUET:
+        return _parquet_rows(file, where)
+    for magic, name in _UNREADABLE.items():
+        if head.startswith(magic):
+            raise DatasetError(f"{where}: found {name} file; it can be JSON lines (also .gz, .zst) or Parquet")
+    for magic, codec in _CODECS.items():
+        if head.startswith(magic):
+            return _json_rows(_decompressed(file, codec, where), where)
+    return _json_rows(file, where)
+
+
+class _Decompressed(io.RawIOBase):
+    """What a compressed file holds; says which file is torn."""
+
+    def __init__(self, file: IO[bytes], codec: str, where: str) -> None:
+        import pyarrow
+
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codec)
+        self._where = where
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return int(self._stream.readinto(buffer))
+        except OSError as error:
+            if error.errno is not None:
+                raise  # of the place that it is read from
+            raise DatasetError(f"{self._where}: the compressed file is torn or damaged: {error}") from error
+
+
+def _decompressed(file: io.BufferedReader, codec: str, where: str) -> io.BufferedReader:
+    return io.BufferedReader(_Decompressed(file, codec, where), _CHUNK)
+
+
+def _json_rows(lines: io.BufferedReader, where: str) -> Iterator[RawRow]:
+    # Some editors write a byte-order mark; it is no part of the JSON.
+    if lines.peek(3)[:3] == b"\xef\xbb\xbf":
+        lines.read(3)
+    # Looked at before the line is read: an array is often one line, however long.
+    if lines.peek(1)[:1] == b"[":
+        raise DatasetError(f"{where}:1: found a JSON array; {_JSON_LINES}: jq -c '.[]' {where} > rows.jsonl")
+    before = f"{where}:"
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text:
+            continue
+        place = Place(before, number)
+        try:
+            row = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            _refuse_line(text, place, error)
+        # The parser makes floats of integers that are too long for 64 bits; most lines have no number as long.
+        if _LONG_NUMBER.search(text) is not None:
+            row = checked_integers(json.loads(text, parse_int=_integer), place)
+        yield place, row
+
+
+def _integer(digits: str) -> int:
+    # Of thousands of digits, which Python takes long to read, the first say that there are too many.
+    return int(digits[:400])
+
+
+def checked_integers(value: Any, place: Place, path: str = "") -> Any:
+    """A row as it is, whose integers all fit into 64 bits.
+
+    Raises:
+        DatasetError: One does not: records, aggregates and trainers could not hold it exactly.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            checked_integers(item, place, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            checked_integers(item, place, f"{path}[{number}]")
+    elif isinstance(value, int) and not _LEAST <= value <= _MOST:
+        raise DatasetError(
+            f"{place}: {path.lstrip('.') or 'the row'}: found an integer that does not fit into 64 bits; write it as "
+            f'text: "{str(value)[:40]}{"…" if value.bit_length() > 130 else ""}"'
+        )
+    return value
+
+
+def _refuse_line(text: bytes, place: Place, error: orjson.JSONDecodeError) -> NoReturn:
+    """Say of a line that is no JSON what is wrong with it."""
+
+    def constant(name: str) -> NoReturn:
+        raise DatasetError(f"{place}: found {name}, which JSON does not have; write null, or remove the row") from error
+
+    try:
+        checked_integers(json.loads(text.decode("utf-8"), parse_constant=constant, parse_int=_integer), place)
+    except UnicodeDecodeError as wrong:
+        raise DatasetError(
+            f"{place}: not UTF-8: found the byte 0x{text[wrong.start]:02x} at column {wrong.start + 1}; convert the "
+            "file, for example with iconv -f latin1 -t utf-8"
+        ) from error
+    except (json.JSONDecodeError, RecursionError):
+        pass
+    raise DatasetError(f"{place}: not a JSON object: {error}; {_JSON_LINES} (jq -c . writes it so)") from error
+
+
+def _parquet_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # Read by pages: a row group may be larger than the memory.
+        with pyarrow.parquet.ParquetFile(file, buffer_size=_CHUNK, pre_buffer=False) as parquet:
+            before, number = f"{where}[", 0
+            for batch in parquet.iter_batches(batch_size=_PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    place = Place(before, number, "]")
+                    yield place, json_row(row, place)
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise DatasetError(f"{where}: not a Parquet file that can be read: {error}") from error
+
+
+def hub_rows(source: HuggingFaceSource, base: Path) -> Iterator[RawRow]:
+    """The rows of a dataset of the Hugging Face hub, or of a local directory that `datasets` can load; streamed.
+
+    Raises:
+        DatasetError: The package is missing, or the dataset cannot be read.
+    """
+    field = f"{FIELD}.huggingface"
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DatasetError(f"{field}: the package datasets is not installed here: pip install datasets") from error
+    local = resolve_path(source.name, base)
+    name = str(local) if local.is_dir() else source.name
+    where = f"{source.name}:{source.split}["
+    try:
+        datasets.disable_progress_bars()
+        stream = datasets.load_dataset(
+            name, source.config, split=source.split, revision=source.revision, streaming=True
+        )
+        for number, row in enumerate(stream):
+            place = Place(where, number, "]")
+            yield place, json_row(row, place)
+    except DatasetError:
+        raise
+    except Exception as error:
+        # The hub's client, the loaders and the formats all raise kinds of their own.
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise DatasetError(f"{field}: {source.name}: {type(error).__name__}: {reason}") from error
+
+
+def json_row(row: Any, place: Place) -> Any:
+    """A row of Python values as the JSON row that says the same.
+
+    Fields that are null are left out: a column has them where a JSON row has no field. Times become ISO 8601 texts.
+
+    Raises:
+        DatasetError: JSON has no form for a value; names the row and the field.
+    """
+    return _json_value(row, place, "")
+
+
+def _json_value(value: Any, place: Place, path: str) -> Any:
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int):
+        return checked_integers(int(value), place, path)
+    if isinstance(value, dict):
+        items = ((str(key), item) for key, item in value.items() if item is not None)
+        return {key: _json_value(item, place, f"{path}.{key}") for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item, place, f"{path}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise DatasetError(
+                f"{place}: {path.lstrip('.')}: found {value}, which JSON does not have; use null instead"
+            )
+        return value
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        return _json_value(value.tolist(), place, path)
+    raise DatasetError(
+        f"{place}: {path.lstrip('.')}: found a {type(value).__name__}, which JSON has no form for; remove the column, "
+        "or write it as text"
+    )

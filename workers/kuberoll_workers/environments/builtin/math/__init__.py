@@ -1,0 +1,1 @@
+"""The `math` environment: answers that are read, compared and scored."""

@@ -1,0 +1,137 @@
+"""Sliding puzzle: bring numbered tiles into order by sliding them into the gap, one move per turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from kuberoll_workers.environments.builtin import puzzle_board
+from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
+from kuberoll_workers.environments.builtin.turn import Turn, batch_of, count_of, first_tagged, mean, quoted, reply_of
+from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+
+STOP_STRINGS = ("</action>",)
+_VIEW = "view"
+
+
+class SlidingPuzzleConfig(EnvironmentConfig):
+    """How large and how hard."""
+
+    size: int | None = Field(default=None, ge=2, le=10, description="Rows and columns of a square board; default 3.")
+    rows: int | None = Field(default=None, ge=2, le=10, description="Rows, where the board is not square.")
+    cols: int | None = Field(default=None, ge=2, le=10, description="Columns, where the board is not square.")
+    shuffle_moves: int = Field(default=20, ge=1, le=10_000, description="Most slides that a board is mixed by.")
+    max_moves: int = Field(default=30, ge=1, le=100_000, description="Turns until the episode ends unsolved.")
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if (self.rows is None) != (self.cols is None):
+            raise ValueError("rows and cols belong together: set both, or size alone")
+        if self.size is not None and self.rows is not None:
+            raise ValueError("size excludes rows and cols")
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        if self.rows is not None and self.cols is not None:
+            return self.rows, self.cols
+        return self.size or 3, self.size or 3
+
+
+class SlidingPuzzleEnvironment(EnvironmentInterface):
+    """The policy writes `<action>up</action>`; the environment slides a tile and shows the board.
+
+    `up`, `down`, `left` and `right` name the direction in which a tile slides into the gap; `view` only shows the
+    board. The reward is 1 in the turn that solves the puzzle. Every turn counts as a move, also a malformed one, and
+    the limit is looked at after the move, so that reaching it costs no further generation.
+
+    Episode state: `board` (rows of tiles, 0 the gap), `moves` (turns used), `solved`.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        """
+        Raises:
+            UnusableEnvironment: The config is wrong; the message names the key.
+        """
+        self._config = parse_config(SlidingPuzzleConfig, config)
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        """Make one move in each puzzle.
+
+        Raises:
+            UnusableRow: A row's metadata holds no board.
+        """
+        pairs = zip(message_log_batch, metadata, strict=True)
+        return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
+
+    def _turn(self, reply: str, state: Mapping[str, Any]) -> Turn:
+        board, note = _move(reply, puzzle_board.parse_board(state.get("board")))
+        moves = count_of(state, "moves") + 1
+        solved = puzzle_board.is_solved(board)
+        shown = f"{note}\n" if note else ""
+        observation = f"\n{shown}{puzzle_board.render(board)}"
+        if solved:
+            observation += f"Solved in {moves} {'turn' if moves == 1 else 'turns'}.\n"
+        elif moves >= self._config.max_moves:
+            observation += "No turns are left.\n"
+        over = solved or moves >= self._config.max_moves
+        return Turn(
+            observation=observation,
+            metadata={**state, "board": [list(row) for row in board], "moves": moves, "solved": solved},
+            reward=1.0 if solved else 0.0,
+            terminated=over,
+            stop_strings=None if over else STOP_STRINGS,
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Adds `solve_rate`, and `mean_moves_of_solved` where one was solved."""
+        states = [state or {} for state in batch["extra_env_info"]]
+        moves = [state["moves"] for state in states if state.get("solved")]
+        metrics = {
+            "episodes": len(states),
+            "solve_rate": len(moves) / len(states) if states else None,
+            "mean_moves_of_solved": mean(moves),
+        }
+        return batch, {name: value for name, value in metrics.items() if value is not None}
+
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """Rows with solvable, unsolved boards; more rows of the same seed begin with the same ones."""
+        draw = random.Random(seed)
+        rows, cols = self._config.shape
+        boards = (puzzle_board.shuffled(rows, cols, self._config.shuffle_moves, draw) for _ in range(count))
+        return [self._row(index, board) for index, board in enumerate(boards)]
+
+    def _row(self, index: int, board: puzzle_board.Board) -> dict[str, Any]:
+        rows, cols = self._config.shape
+        prompt = (
+            "Slide the tiles until they stand in this order, with the gap (_) last:\n"
+            f"{puzzle_board.render(puzzle_board.solved_board(rows, cols))}"
+            "Each turn, write one move: <action>up</action>, <action>down</action>, <action>left</action> or "
+            "<action>right</action>. The tile beside the gap slides in that direction. "
+            f"You have {self._config.max_moves} turns.\n"
+            f"The board is:\n{puzzle_board.render(board)}"
+        )
+        return {
+            "messages": [{"role": "user", "content": prompt}],
+            "metadata": {"board": [list(row) for row in board], "moves": 0},
+            "stop_strings": list(STOP_STRINGS),
+            "idx": index,
+        }
+
+
+def _move(reply: str, board: puzzle_board.Board) -> tuple[puzzle_board.Board, str]:
+    """The board after the policy's reply, and a note to the policy where nothing moved."""
+    tagged = first_tagged(reply, ["action"])
+    if tagged is None:
+        return board, "No move was found; write one, as in <action>up</action>."
+    action = tagged.body.lower()
+    if action == _VIEW:
+        return board, ""
+    if action not in puzzle_board.SLIDES:
+        return board, f"{quoted(action)} is no move; the moves are {', '.join(puzzle_board.SLIDES)}."
+    moved = puzzle_board.slide(board, action)
+    return (board, f"No tile can slide {action}.") if moved is None else (moved, "")

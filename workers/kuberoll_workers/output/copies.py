@@ -1,0 +1,183 @@
+"""The files of a run as somebody else copies them: each under one name, and as long as it is at one moment.
+
+A journal is one file to whoever copies it, `shard-00000.jsonl`, whether it is stored as one or as a folder of parts. A
+run may go on meanwhile: of what grows, only the whole lines that are there now belong to the copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from kuberoll_workers.data.record import encode_line
+from kuberoll_workers.output.records import DROPPED, FAILURES, shard_once
+from kuberoll_workers.output.storage import StorageError, open_storage
+
+CHUNK_BYTES: Final = 256 << 10
+
+_SUFFIXES: Final = frozenset({".json", ".jsonl", ".parquet", ".html"})
+_SHARD: Final = "shard-"
+
+
+class CopyBroken(Exception):
+    """A file is no longer what it was when it was listed; list again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored file, or the beginning of one.
+
+    Attributes:
+        size: Bytes that belong to the copy.
+    """
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A file of the copy: its parts one after the other.
+
+    Attributes:
+        name: `shard-00000.jsonl`, `report.html`; never a path.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(part.size for part in self.parts)
+
+
+class Copies:
+    """A run's files, for reading.
+
+    Args:
+        location: Directory or URI of the run.
+
+    Raises:
+        StorageError: There is no such kind of place, or its package is not installed.
+    """
+
+    def __init__(self, location: str) -> None:
+        import fsspec
+
+        self.location = location
+        try:
+            self._fs, root = fsspec.core.url_to_fs(location.rstrip("/"))
+        except (ImportError, ValueError) as error:
+            raise StorageError(f"{location}: {error}") from error
+        self._root = str(root).rstrip("/")
+        # The run may go on: what was listed once is no longer all.
+        self._fs.use_listings_cache = False
+
+    def files(self) -> list[RunFile]:
+        """The files as they are now, by name; none where there is no run yet.
+
+        Links are passed over: what they lead to is not the run's.
+        """
+        self._fs.invalidate_cache()
+        whole: dict[str, list[Part]] = {}
+        journals: dict[str, list[Part]] = {}
+        for entry in self._entries(self._root):
+            name = PurePosixPath(str(entry["name"])).name
+            if entry.get("islink") or name.startswith("."):
+                continue
+            if entry["type"] == "directory":
+                if name.startswith(_SHARD) or name in {FAILURES, DROPPED}:
+                    journals[f"{name}.jsonl"] = [
+                        self._part(part)
+                        for part in self._entries(str(entry["name"]))
+                        if part["type"] == "file" and not part.get("islink") and str(part["name"]).endswith(".jsonl")
+                    ]
+            elif PurePosixPath(name).suffix in _SUFFIXES:
+                whole[name] = [self._part(entry)]
+        names = sorted({*whole, *(name for name, parts in journals.items() if parts)})
+        return [RunFile(name, (*whole.get(name, ()), *journals.get(name, ()))) for name in names]
+
+    def read(self, file: RunFile, offset: int = 0) -> Iterator[bytes]:
+        """The bytes of a file from an offset on, in pieces of at most `CHUNK_BYTES`.
+
+        Raises:
+            CopyBroken: A part is gone, or shorter than it was: a journal was made one file, or was written anew.
+        """
+        for part in file.parts:
+            if offset >= part.size:
+                offset -= part.size
+                continue
+            yield from self._bytes(part, offset)
+            offset = 0
+
+    def digest(self, file: RunFile, size: int) -> str:
+        """SHA-256 of the first bytes of a file, in hexadecimal digits.
+
+        Raises:
+            CopyBroken: See `read`.
+        """
+        found = hashlib.sha256()
+        for chunk in self.read(file):
+            found.update(chunk[:size])
+            size -= len(chunk)
+            if size <= 0:
+                break
+        return found.hexdigest()
+
+    def shards(self) -> list[str]:
+        """Names of the shards that are there, in order."""
+        return open_storage(self.location).shards()
+
+    def trajectories(self, shard: str) -> Iterator[bytes]:
+        """The trajectories of a shard as JSON lines, each once, whatever format they are stored in.
+
+        What cannot be read is left out, as all readers do.
+
+        Raises:
+            RecordError: The shard's Parquet file is none.
+        """
+        for line in shard_once(open_storage(self.location), shard):
+            yield encode_line(line.record) if line.line is None else line.line
+
+    def _entries(self, folder: str) -> list[dict[str, Any]]:
+        try:
+            found = self._fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # Some stores list the folder itself as an empty object.
+        entries = [entry for entry in found if str(entry["name"]).rstrip("/") != folder]
+        return sorted(entries, key=lambda entry: str(entry["name"]))
+
+    def _part(self, entry: dict[str, Any]) -> Part:
+        path, size = str(entry["name"]), int(entry["size"])
+        return Part(path, self._whole_lines(path, size) if path.endswith(".jsonl") else size)
+
+    def _whole_lines(self, path: str, size: int) -> int:
+        """Bytes up to and with the last newline among the first `size`."""
+        with self._fs.open(path, "rb") as file:
+            end = size
+            while end > 0:
+                start = max(0, end - CHUNK_BYTES)
+                file.seek(start)
+                if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                    return int(start + found + 1)
+                end = start
+        return 0
+
+    def _bytes(self, part: Part, offset: int) -> Iterator[bytes]:
+        try:
+            with self._fs.open(part.path, "rb") as file:
+                file.seek(offset)
+                left = part.size - offset
+                while left > 0:
+                    chunk = file.read(min(CHUNK_BYTES, left))
+                    if not chunk:
+                        raise CopyBroken(f"{part.path} has become shorter while it was read")
+                    left -= len(chunk)
+                    yield bytes(chunk)
+        except FileNotFoundError as error:
+            raise CopyBroken(f"{part.path} went away while it was read") from error

@@ -1,0 +1,158 @@
+"""The records of a run, read from its storage: JSON lines, Parquet, or the one and then the other."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    RecordError,
+    TrajectoryKey,
+    TrajectoryRecord,
+    decode_line,
+    key_of,
+)
+from kuberoll_workers.output.parquet import read_keys, read_parquet, write_parquet
+from kuberoll_workers.output.precedence import Precedence
+from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.output.unreadable import file_of, set_aside
+
+FAILURES = "failures"
+DROPPED = "dropped"
+
+_Record = TypeVar("_Record", TrajectoryRecord, FailureRecord, DroppedRecord)
+
+
+def shard_name(shard: int) -> str:
+    """Name of a shard's journal."""
+    return f"shard-{shard:05d}"
+
+
+def trajectories(storage: Storage, shard: str) -> Iterator[TrajectoryRecord]:
+    """The records of one shard, in the order in which they were finished; streamed. A key may come twice.
+
+    A line that cannot be read is left out with a warning, a torn last line without one.
+
+    Raises:
+        RecordError: The shard's Parquet file is none.
+    """
+    return (line.record for line in shard_lines(storage, shard))
+
+
+class ShardLine(NamedTuple):
+    """A record of a shard.
+
+    Attributes:
+        where: Where it is, for people: `file:line`, or the Parquet file.
+        line: The line that it was read from; None of a row of Parquet.
+    """
+
+    where: str
+    record: TrajectoryRecord
+    line: bytes | None = None
+
+
+def shard_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
+    """`trajectories`, with where and how each is stored."""
+    where = storage.where(f"{shard}.parquet")
+    with _fetched(storage, shard) as local:
+        if local is not None:
+            for record in read_parquet(local, where=where, unreadable=_lost):
+                yield ShardLine(where, record)
+    for where, line in storage.lines(shard):
+        if (found := _decoded(line, TrajectoryRecord, where, _lost)) is not None:
+            yield ShardLine(where, found, line)
+
+
+def shard_once(storage: Storage, shard: str) -> Iterator[ShardLine]:
+    """`shard_lines`, without those that do not count because another line of the same trajectory in the shard does."""
+    counts = Precedence(keys(storage, shard), lambda: trajectories(storage, shard)).selector()
+    return (line for line in shard_lines(storage, shard) if counts(line.record))
+
+
+def keys(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
+    """The keys of what a shard, the failures or the dropped trajectories hold, at a twentieth of what reading costs.
+
+    Some may be of lines that cannot be read.
+
+    Raises:
+        RecordError: The shard's Parquet file is none.
+    """
+    with _fetched(storage, journal) as local:
+        if local is not None:
+            yield from read_keys(local, where=storage.where(f"{journal}.parquet"))
+    for _, line in storage.lines(journal):
+        if (key := key_of(line)) is not None:
+            yield key
+
+
+@contextmanager
+def _fetched(storage: Storage, shard: str) -> Iterator[Path | None]:
+    """The shard's Parquet file on this machine, for a while; None where there is none."""
+    with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+        local = Path(directory) / "shard.parquet"
+        yield local if storage.fetch(f"{shard}.parquet", local) else None
+
+
+def failures(storage: Storage) -> Iterator[FailureRecord]:
+    """All failures, oldest first; a line that cannot be read is left out with a warning."""
+    return _readable(storage, FAILURES, FailureRecord)
+
+
+def dropped(storage: Storage) -> Iterator[DroppedRecord]:
+    """All trajectories that were not wanted; a line that cannot be read is left out with a warning."""
+    return _readable(storage, DROPPED, DroppedRecord)
+
+
+_lost = functools.partial(set_aside, trajectory=True)
+_left_out = functools.partial(set_aside, trajectory=False)
+
+
+def _readable(storage: Storage, name: str, kind: type[_Record]) -> Iterator[_Record]:
+    found = (_decoded(line, kind, where, _left_out) for where, line in storage.lines(name))
+    return (record for record in found if record is not None)
+
+
+def _decoded(line: bytes, kind: type[_Record], where: str, unreadable: Callable[[RecordError], None]) -> _Record | None:
+    try:
+        return decode_line(line, kind, where=where)
+    except RecordError as error:
+        unreadable(error)
+        return None
+
+
+def to_parquet(storage: Storage, shard: str) -> None:
+    """Turn a shard's journal into its Parquet file, together with what that file holds already.
+
+    Of several lines of a trajectory the one that counts is kept. A crash on the way leaves the journal, or both, and no
+    trajectory is lost: readers take each once.
+    """
+    first = next(iter(storage.lines(shard)), None)
+    if first is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
+        made = Path(directory) / f"{shard}.parquet"
+        write_parquet(made, (line.record for line in shard_once(storage, shard)))
+        storage.upload(made.name, made)
+    _keep_unreadable(storage, shard)
+    storage.remove_journal(shard)
+
+
+def _keep_unreadable(storage: Storage, shard: str) -> None:
+    """Copy the journal's lines that went into no Parquet file: whatever they are, nothing is thrown away."""
+    kept = (storage.read(file_of(shard)) or b"").splitlines(keepends=True)
+    for where, line in storage.lines(shard):
+        try:
+            decode_line(line, TrajectoryRecord, where=where)
+        except RecordError:
+            # After a crash on the way they were copied already.
+            if line not in kept:
+                kept.append(line)
+    if kept:
+        storage.write(file_of(shard), b"".join(kept))

@@ -1,0 +1,181 @@
+"""The directory of a run: its lock, its manifest, and whether a resumed run is the same run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import orjson
+
+from kuberoll_api import traits
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.traits import Traits
+from kuberoll_workers.environments.source_digest import source_digest
+from kuberoll_workers.output.storage import Storage, StorageError
+
+MANIFEST = "manifest.json"
+AGGREGATES = "aggregate_metrics.json"
+_FORMAT = 1
+
+
+class RunRefused(Exception):
+    """The output directory cannot be used for this run; the message says why and what to do."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunManifest:
+    """What a run is: two runs with the same `identity` produce the same set of trajectories.
+
+    Attributes:
+        identity: The settings that trajectories depend on, flattened to `path: value`. How many workers, how many
+            at once, which endpoint, how patient: none of that is in it.
+        inputs: The dataset: `rows`, `trajectories`, `digest` of all rows in order.
+        code: Digests of the environments' code, by name, where there is source to be found.
+        forced: What was changed between its parts, where somebody insisted.
+    """
+
+    format: int
+    job: str
+    created: str
+    shards: int
+    identity: dict[str, Any]
+    inputs: dict[str, Any]
+    versions: dict[str, str]
+    code: dict[str, str] = field(default_factory=dict)
+    forced: list[str] = field(default_factory=list)
+
+
+def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> RunManifest:
+    """The manifest of a run that starts now; the environments' modules have to be where they can be imported."""
+    digests = {spec.name: source_digest(spec) for spec in job.spec.environments}
+    return RunManifest(
+        format=_FORMAT,
+        job=job.metadata.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        shards=shards,
+        identity=dict(sorted(_flatten(_identity(job)))),
+        inputs=dict(inputs),
+        versions={name: importlib.metadata.version(name) for name in ("kuberoll", "ray", "transformers")},
+        code={name: digest for name, digest in digests.items() if digest is not None},
+    )
+
+
+def _identity(job: RolloutJob) -> dict[str, Any]:
+    spec = traits.select(job.spec, lambda field: field.identity is True, Traits())
+    return {"metadata": {"name": job.metadata.name}, **spec}
+
+
+def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flatten(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _flatten(item, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def differences(old: RunManifest, new: RunManifest) -> list[str]:
+    """What makes a run another run than the one on disk, a line each; none: it may be resumed."""
+    pairs: dict[str, tuple[Any, Any]] = {"shards": (old.shards, new.shards)}
+    for name, before, after in (("spec.", old.identity, new.identity), ("dataset: ", old.inputs, new.inputs)):
+        for key in sorted({*before, *after}):
+            pairs[name + key] = (before.get(key), after.get(key))
+    changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
+    return changed + [
+        f"code of environment {name!r}: it was changed, and may pay other rewards (digest was {old.code[name]}, is "
+        f"{digest})"
+        for name, digest in sorted(new.code.items())
+        if old.code.get(name, digest) != digest
+    ]
+
+
+def _short(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+class RunDirectory:
+    """A run's output, held by one run at a time."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def open(self, manifest: RunManifest, *, resume: bool, force: bool = False) -> bool:
+        """Lock the place and see that it fits the run; what is there already is never removed or changed.
+
+        Args:
+            force: Continue a run although it is another one by now; its manifest then is this run's, and tells what
+                was changed.
+
+        Returns:
+            Whether an earlier part of the same run is there.
+
+        Raises:
+            RunRefused: Another run holds it, it has other contents, or an earlier run differs or was not to be resumed.
+        """
+        where = self.storage.location
+        try:
+            self.storage.lock()
+        except StorageError as error:
+            raise RunRefused(str(error)) from error
+        old = read_manifest(self.storage)
+        if old is None:
+            if self.storage.shards():
+                raise RunRefused(
+                    f"{where} has trajectories but no {MANIFEST}, so nothing says what made them: "
+                    "choose another --output"
+                )
+            self._write(manifest)
+            return False
+        if not resume:
+            raise RunRefused(
+                f"{where} holds a run of {old.created} already: continue it with --resume, or choose another --output"
+            )
+        changed = differences(old, manifest)
+        if not changed:
+            return True
+        lines = "\n  ".join(changed)
+        # What was run under another number of shards would be looked for in the wrong ones.
+        if not force or old.shards != manifest.shards:
+            raise RunRefused(
+                f"{where} contains a different run; mixing their trajectories is not allowed:\n  {lines}\n"
+                "Undo the change to resume, choose another --output"
+                + ("" if old.shards != manifest.shards else ", or mix them all the same with --force")
+            )
+        manifest.created = old.created
+        manifest.forced = [*old.forced, *changed]
+        self._write(manifest)
+        return True
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        self.storage.unlock()
+
+    def _write(self, manifest: RunManifest) -> None:
+        self.storage.write(MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+
+
+def read_manifest(storage: Storage) -> RunManifest | None:
+    """The manifest of a run; None where there is none.
+
+    Raises:
+        RunRefused: It cannot be read.
+    """
+    where = storage.where(MANIFEST)
+    try:
+        contents = storage.read(MANIFEST)
+        manifest = None if contents is None else msgspec.json.decode(contents, type=RunManifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RunRefused(f"{where}: not a run's manifest: {error}; choose another --output") from error
+    if manifest is not None and manifest.format != _FORMAT:
+        raise RunRefused(
+            f"{where}: format {manifest.format}: this KubeRoll knows format {_FORMAT}; use the version that wrote it "
+            f"(kuberoll {manifest.versions.get('kuberoll', 'of another version')}), or choose another --output"
+        )
+    return manifest

@@ -1,0 +1,144 @@
+"""What a run has already, as its files tell it: the place from which it is continued."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    Partial,
+    RecordError,
+    TrajectoryKey,
+    TrajectoryRecord,
+)
+from kuberoll_workers.output import records
+from kuberoll_workers.output.keys import KeySet
+from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.output.trajectories import Trajectories
+from kuberoll_workers.output.turn_log import TurnLog
+
+_ELSEWHERE = "the line is of another run; move the file away and resume, or choose another --output"
+
+
+def goes_on(failure: FailureRecord) -> bool:
+    """Whether a failed trajectory, when it is tried again, goes on after its last complete turn.
+
+    Where the machines failed it, or a sibling did, its turns are good. What an environment, a row or a response broke
+    may have been broken by an earlier turn: it starts over.
+    """
+    return failure.kind == "infrastructure" or failure.stage == "group"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """What there is of some shards.
+
+    Attributes:
+        stored: Finished trajectories.
+        filtered: Trajectories of groups that were filtered out.
+        attempts: The number of the next attempt, of trajectories that failed.
+        groups_kept, groups_filtered: Whole groups among `stored` and `filtered`.
+    """
+
+    stored: KeySet = field(default_factory=KeySet)
+    filtered: KeySet = field(default_factory=KeySet)
+    attempts: dict[TrajectoryKey, int] = field(default_factory=dict)
+    groups_kept: int = 0
+    groups_filtered: int = 0
+    _logs: Mapping[int, TurnLog] = field(default_factory=dict)
+    _shard_count: int = 1
+
+    def take_partial(self, key: TrajectoryKey) -> Partial | None:
+        """The turns that a trajectory has already; told once."""
+        log = self._logs.get(key.task_index % self._shard_count)
+        return log.partials.pop(key, None) if log is not None else None
+
+
+def read_state(
+    storage: Storage,
+    *,
+    shards: Collection[int],
+    shard_count: int,
+    repeats: Mapping[str, int],
+    logs: Mapping[int, TurnLog],
+    tasks: int | None = None,
+    rollouts: int | None = None,
+) -> RunState:
+    """Read what a run's storage holds of some shards.
+
+    Args:
+        repeats: Samples of a whole group, by environment.
+        logs: The turn logs of the shards, where turns are journaled.
+        tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
+
+    Raises:
+        RecordError: A line is not what it should be, with file and line.
+    """
+    state = RunState(_logs=logs, _shard_count=shard_count)
+
+    def check(record: TrajectoryRecord, shard: str, where: str) -> None:
+        _refuse_foreign(
+            record, where, shard=shard, shard_count=shard_count, task_names=repeats, tasks=tasks, rollouts=rollouts
+        )
+
+    def of_mine(record: DroppedRecord) -> bool:
+        return record.task_index % shard_count in mine
+
+    mine = frozenset(shards)
+    kept: Counter[tuple[int, str]] = Counter()
+    filtered: Counter[tuple[int, str]] = Counter()
+    for record in Trajectories([storage], shards=[records.shard_name(shard) for shard in shards], check=check):
+        if isinstance(record, TrajectoryRecord):
+            state.stored.add(record.key)
+            kept[record.task_index, record.task_name] += 1
+        elif isinstance(record, DroppedRecord) and record.reason == "filtered" and of_mine(record):
+            state.filtered.add(record.key)
+            filtered[record.task_index, record.task_name] += 1
+    state.groups_kept = sum(count // repeats[name] for (_, name), count in kept.items())
+    state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in filtered.items())
+    useless: set[TrajectoryKey] = set()
+    for failure in records.failures(storage):
+        state.attempts[failure.key] = max(failure.attempt + 1, state.attempts.get(failure.key, 0))
+        if not goes_on(failure):
+            useless.add(failure.key)
+    for log in logs.values():
+        log.ended(key for key in log.trajectories() if key in useless or key in state.stored or key in state.filtered)
+    return state
+
+
+def _refuse_foreign(
+    record: TrajectoryRecord,
+    where: str,
+    *,
+    shard: str,
+    shard_count: int,
+    task_names: Collection[str],
+    tasks: int | None,
+    rollouts: int | None,
+) -> None:
+    for name, index in record.key._asdict().items():
+        if index < 0:
+            raise RecordError(f"{where}: {name} {index}: indexes start at 0; {_ELSEWHERE}")
+    own = records.shard_name(record.task_index % shard_count)
+    if own != shard:
+        raise RecordError(
+            f"{where}: task_index {record.task_index} belongs into {own} of {shard_count}: "
+            "files of runs must not be renamed or put together; merge what they hold with `kuberoll aggregate`"
+        )
+    if tasks is not None and record.task_index >= tasks:
+        raise RecordError(
+            f"{where}: task_index {record.task_index} is none of the dataset's {tasks} tasks: {_ELSEWHERE}"
+        )
+    if rollouts is not None and record.rollout_index >= rollouts:
+        raise RecordError(
+            f"{where}: rollout_index {record.rollout_index}: no task of this run has more than {rollouts} samples: "
+            f"{_ELSEWHERE}"
+        )
+    if record.task_name not in task_names:
+        raise RecordError(
+            f"{where}: task_name {record.task_name!r} is none of the job's environments ({', '.join(task_names)}): "
+            f"{_ELSEWHERE}"
+        )

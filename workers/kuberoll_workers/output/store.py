@@ -1,0 +1,148 @@
+"""Where a worker's results and turns go: a journal for each shard, and for what failed or was dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    FailureRecord,
+    TrajectoryRecord,
+    TurnRecord,
+    Unstorable,
+    failure_instead,
+)
+from kuberoll_workers.data.shards import shard_of
+from kuberoll_workers.output import records
+from kuberoll_workers.output.journal import Journal, Observes
+from kuberoll_workers.output.run_state import RunState, goes_on, read_state
+from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.output.turn_log import TurnLog
+
+Result = TrajectoryRecord | FailureRecord | DroppedRecord
+
+_PENDING_BYTES = 64 << 20
+_SHARED = (records.FAILURES, records.DROPPED)
+
+
+class ResultStore:
+    """Stores results. One that is being written holds nobody up, as long as not too much waits to be written."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        shards: Collection[int],
+        shard_count: int,
+        repeats: Mapping[str, int],
+        turns: Path | None,
+        seconds: Observes,
+        stored: Callable[[Result], None],
+        tasks: int | None = None,
+        rollouts: int | None = None,
+        pending_bytes: int = _PENDING_BYTES,
+    ) -> None:
+        """Read what is there, and open it to add to it.
+
+        Args:
+            repeats: Samples of a whole group, by environment.
+            turns: Directory of the turn log; None: turns are not journaled.
+            seconds: Observes the wall seconds of each write.
+            stored: Told of each result when it is durable.
+            tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
+            pending_bytes: Bytes that may wait to be written before results have to wait.
+
+        Raises:
+            RecordError: A line is not what it should be, with file and line.
+        """
+        self._storage = storage
+        self._shard_count = shard_count
+        self._stored = stored
+        self._pending_bytes = pending_bytes
+        self._pending = 0
+        # Where a worker was thought to be dead and another does its work, they must not write over each other's parts.
+        owner = f"worker-{min(shards, default=0):05d}-{uuid.uuid4().hex[:8]}"
+        self._names = {shard: records.shard_name(shard) for shard in shards}
+        self._journals = {
+            name: storage.journal(name, owner=owner, seconds=seconds, shared=name in _SHARED)
+            for name in (*self._names.values(), *_SHARED)
+        }
+        self.logs = {} if turns is None else {shard: TurnLog(turns, shard, seconds=seconds) for shard in shards}
+        self.state: RunState = read_state(
+            storage,
+            shards=shards,
+            shard_count=shard_count,
+            repeats=repeats,
+            logs=self.logs,
+            tasks=tasks,
+            rollouts=rollouts,
+        )
+
+    async def turn(self, turn: TurnRecord) -> None:
+        """Log one complete turn.
+
+        Raises:
+            OSError: An earlier turn could not be written.
+        """
+        await self.logs[shard_of(turn.task_index, self._shard_count)].append(turn)
+
+    async def result(self, result: Result) -> None:
+        """Have one result stored; returns when it is written, or soon will be.
+
+        One that no line can hold is stored as a failure, which says why.
+
+        Raises:
+            JournalBroken: An earlier result could not be written.
+        """
+        try:
+            written, size = self._journal_of(result).add(result)
+        except Unstorable as error:
+            # Its own trajectory's trouble, and not the end of the worker.
+            result = failure_instead(result, error)
+            written, size = self._journal_of(result).add(result)
+        self._pending += size
+        written.add_done_callback(functools.partial(self._done, result=result, size=size))
+        if self._pending > self._pending_bytes:
+            await asyncio.shield(written)
+
+    def _journal_of(self, result: Result) -> Journal:
+        if isinstance(result, FailureRecord):
+            return self._journals[records.FAILURES]
+        if isinstance(result, DroppedRecord):
+            return self._journals[records.DROPPED]
+        return self._journals[self._names[shard_of(result.task_index, self._shard_count)]]
+
+    def _done(self, written: asyncio.Future[None], *, result: Result, size: int) -> None:
+        self._pending -= size
+        if written.cancelled() or written.exception() is not None:
+            return
+        if self.logs and not (isinstance(result, FailureRecord) and goes_on(result)):
+            self.logs[shard_of(result.task_index, self._shard_count)].ended((result.key,))
+        self._stored(result)
+
+    async def close(self) -> None:
+        """Finish what is being written.
+
+        Raises:
+            JournalBroken: Something could not be written.
+        """
+        broken: OSError | None = None
+        for close in [opened.close for opened in self._journals.values()] + [log.close for log in self.logs.values()]:
+            try:
+                await close()
+            except OSError as error:
+                broken = broken or error
+        if broken is not None:
+            raise broken
+
+    async def finalize(self, *, parquet: bool) -> None:
+        """Bring the shards into their final form, when all of them are done and closed."""
+        for name in self._names.values():
+            if parquet:
+                await asyncio.to_thread(records.to_parquet, self._storage, name)
+            else:
+                await asyncio.to_thread(self._storage.compact, name)

@@ -1,0 +1,174 @@
+"""The turns of trajectories under way, on disk, so that an interrupted trajectory goes on instead of starting over.
+
+A shard's log is a row of files. A file is removed as soon as nothing in it is needed, so that the log stays about as
+large as what is in flight, however long the run. Turns are not waited for: what a crash of the machine takes from
+them is only work that is done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kuberoll_workers.data.record import Partial, RecordError, TrajectoryKey, TurnRecord, decode_line
+from kuberoll_workers.output.journal import FileJournal, Observes, whole_lines
+
+DIRECTORY = "turns"
+
+_log = logging.getLogger(__name__)
+
+_SEGMENT_BYTES = 64 << 20
+_PENDING_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Segment:
+    path: Path
+    keys: set[TrajectoryKey] = field(default_factory=set)
+    size: int = 0
+    written: bool = True
+
+
+class TurnLog:
+    """The turn log of one shard."""
+
+    def __init__(self, output: Path, shard: int, *, seconds: Observes, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        """Read what is there. What is no turn is passed over with a warning: it can only cost work, never a result.
+
+        Args:
+            output: The run's directory.
+            seconds: Observes the wall seconds of each write.
+        """
+        self._directory = output / DIRECTORY
+        self._shard = shard
+        self._seconds = seconds
+        self._segment_bytes = segment_bytes
+        self._segments: list[_Segment] = []
+        self._journal: FileJournal | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pending = 0
+        self.partials: dict[TrajectoryKey, Partial] = {}
+        for path in self._files():
+            self._read(path)
+
+    def _files(self) -> list[Path]:
+        # Another shard that ends may remove the directory while it is listed, and then nothing of this one is in it.
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(self._directory.glob(f"shard-{self._shard:05d}-{'[0-9]' * 6}.jsonl"))
+        return []
+
+    def _read(self, path: Path) -> None:
+        segment = _Segment(path)
+        for turn in _turns(path):
+            segment.keys.add(turn.key)
+            turns = self.partials.setdefault(turn.key, Partial([])).turns
+            if turn.turn <= len(turns) + 1:
+                # A trajectory that was run again from some turn on: what it said first does not count any more.
+                turns[turn.turn - 1 :] = [turn]
+        self._segments.append(segment)
+        for key in [key for key, partial in self.partials.items() if not partial.turns]:
+            del self.partials[key]
+
+    async def append(self, turn: TurnRecord) -> None:
+        """Have one turn written; waits only when too much is waiting to be written.
+
+        Raises:
+            OSError: An earlier turn could not be written.
+        """
+        journal, segment = self._current()
+        written, size = journal.add(turn)
+        segment.keys.add(turn.key)
+        segment.size += size
+        self._pending += size
+        written.add_done_callback(lambda _: self._wrote(size))
+        if self._pending > _PENDING_BYTES:
+            await asyncio.shield(written)
+
+    def trajectories(self) -> set[TrajectoryKey]:
+        """Trajectories that have turns in the log."""
+        return {key for segment in self._segments for key in segment.keys}
+
+    def ended(self, keys: Iterable[TrajectoryKey]) -> None:
+        """Nobody needs the turns of these trajectories any more: they are stored, or are not to be gone on with."""
+        for key in keys:
+            self.partials.pop(key, None)
+            for segment in self._segments:
+                segment.keys.discard(key)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for segment in [segment for segment in self._segments if segment.written and not segment.keys]:
+            with contextlib.suppress(OSError):
+                segment.path.unlink()
+            self._segments.remove(segment)
+
+    async def close(self) -> None:
+        """Finish what is being written; files that nobody needs go."""
+        self._retire()
+        await asyncio.gather(*self._closing)
+        self.ended(())
+        with contextlib.suppress(OSError):
+            # Gone with its last file; other shards may have theirs in it.
+            self._directory.rmdir()
+
+    def _current(self) -> tuple[FileJournal, _Segment]:
+        if self._journal is not None and self._segments[-1].size < self._segment_bytes:
+            return self._journal, self._segments[-1]
+        self._retire()
+        number = 1 + max((int(s.path.stem.rpartition("-")[2]) for s in self._segments), default=0)
+        segment = _Segment(self._directory / f"shard-{self._shard:05d}-{number:06d}.jsonl", written=False)
+        self._make(segment.path)
+        self._segments.append(segment)
+        self._journal = FileJournal(segment.path, seconds=self._seconds, sync=False)
+        return self._journal, segment
+
+    def _make(self, path: Path) -> None:
+        """Make the file at once: another shard that ends removes the directory where it is empty."""
+        while True:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                path.touch()
+                return
+
+    def _retire(self) -> None:
+        if self._journal is not None:
+            closing = asyncio.create_task(self._finish(self._journal, self._segments[-1]))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._journal = None
+
+    async def _finish(self, journal: FileJournal, segment: _Segment) -> None:
+        await journal.close()
+        segment.written = True
+        self._sweep()
+
+    def _wrote(self, size: int) -> None:
+        self._pending -= size
+
+
+def _turns(path: Path) -> Iterator[TurnRecord]:
+    """The turns in a file; nothing here is waited for when it is written, so a crash of the machine leaves anything."""
+    unusable: list[str] = []
+    try:
+        for where, line in whole_lines(path):
+            try:
+                turn = decode_line(line, TurnRecord, where=where)
+                if turn.turn < 1 or min(turn.key) < 0:
+                    raise RecordError(f"{where}: turn {turn.turn} of {turn.key}")
+            except RecordError as error:
+                unusable.append(str(error))
+            else:
+                yield turn
+    except OSError as error:
+        unusable.append(f"{path}: {error}")
+    if unusable:
+        _log.warning(
+            "%d lines are no turns and are passed over; their trajectories start over or go on from an earlier turn. "
+            "The first: %s",
+            len(unusable),
+            unusable[0][:400],
+        )

@@ -1,0 +1,120 @@
+"""A finish pod: it ends a run whose shards are all done.
+
+    python -m kuberoll_workers.pods.finish --config FILE
+
+FILE is a `contract.PodConfig`. Run again, it does the same again; see docs/pods.md for what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_REFUSED, EnvironmentResult, FinishMessage, PodConfig
+from kuberoll_api.logs import log_to_stderr
+from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, EnvironmentSummary
+from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.pods.files import encode_message, leave_message, read_config
+from kuberoll_workers.pods.refusals import ended_by
+from kuberoll_workers.run_end import RunEnd, end_run
+
+_log = logging.getLogger(__name__)
+
+
+def finish_message(end: RunEnd, aggregates: Aggregates, cause: str) -> FinishMessage:
+    """The termination message."""
+    reward = sum(summary.reward for summary in aggregates.summaries.values())
+    return FinishMessage(
+        trajectories=aggregates.trajectories,
+        failed=aggregates.failed,
+        dropped=len(aggregates.contents.dropped),
+        planned=end.planned,
+        missing=end.missing,
+        mean_reward=reward / aggregates.trajectories if aggregates.trajectories else None,
+        environments={name: _result_of(summary) for name, summary in aggregates.summaries.items()},
+        cause=cause,
+    )
+
+
+def _result_of(summary: EnvironmentSummary) -> EnvironmentResult:
+    success = summary.success
+    # Without a threshold the numbers are rewards and no rates.
+    rates = {} if success is None or success.threshold is None else success.pass_at_k
+    return EnvironmentResult(
+        trajectories=summary.trajectories,
+        failed=summary.failed,
+        mean_reward=summary.mean_reward,
+        pass_at_1=rates.get(1),
+    )
+
+
+def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
+    """Finish the run of a configuration.
+
+    Returns:
+        Exit code and termination message. A run that is not complete is no success, but for shards that the job may
+        do without (`workers.maxFailedShards`).
+
+    Raises:
+        RunRefused: There is no manifest, or it cannot be read.
+        Exception: The numbers could not be computed or written.
+    """
+    job = RolloutJob.model_validate(config.job)
+    run = RunFiles(config.output)
+    manifest = run.manifest()
+    if manifest is None:
+        raise RunRefused(f"{run.location} has no {MANIFEST}, so the expected number of trajectories is unknown")
+    end = end_run(job, run, trajectories=int(manifest.inputs["trajectories"]), note=_log.info)
+    for file in end.files:
+        _log.info("wrote %s", file)
+    if end.aggregates is None or "aggregation" in end.unmade:
+        raise end.unmade["aggregation"]
+    if error := end.unmade.get("report"):
+        # The trajectories and numbers are there; `kuberoll report` can make the page at any time.
+        _log.warning("the report was not written", exc_info=error)
+    problem = end.problem()
+    tolerated = job.spec.workers.max_failed_shards > 0
+    return 0 if problem is None or tolerated else EXIT_REFUSED, finish_message(end, end.aggregates, problem or "")
+
+
+def _stop(number: int, _: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(EXIT_DRAINED)
+
+
+def main() -> None:
+    """The process's entry point."""
+    parser = argparse.ArgumentParser(prog="kuberoll_workers.pods.finish", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
+    arguments = parser.parse_args()
+    log_to_stderr()
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        config = read_config(arguments.config)
+        log_to_stderr(job=config.job.get("metadata", {}).get("name"))
+        code, message = finish_pod(config)
+        if message.cause:
+            _log.log(logging.ERROR if code else logging.WARNING, message.cause)
+    except SystemExit as stopped:
+        code, message = int(str(stopped.code)), FinishMessage(cause="stopped before the end")
+    except Exception as error:
+        code, cause = ended_by(error)
+        message = FinishMessage(cause=cause)
+        _log.error(cause, exc_info=code == EXIT_FAILED)
+    leave_message(encode_message(message))
+    logging.shutdown()
+    sys.stdout.flush()
+    # A tracker's client that was given up may still wait in its thread.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Which errors of a pod will be the same however often it is started again."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED
+from kuberoll_workers.data.observations import TemplateRefused
+from kuberoll_workers.data.record import RecordError
+from kuberoll_workers.dataset.rows import DatasetError
+from kuberoll_workers.environments.registry import UnusableEnvironment
+from kuberoll_workers.output.run_directory import RunRefused
+from kuberoll_workers.output.run_files import NotARun
+from kuberoll_workers.output.storage import StorageError
+from kuberoll_workers.pods.files import ConfigRefused
+from kuberoll_workers.policy.interface import PolicyRefused
+
+_REFUSALS = (
+    ConfigRefused,
+    DatasetError,
+    NotARun,
+    RecordError,
+    RunRefused,
+    StorageError,
+    TemplateRefused,
+    UnusableEnvironment,
+    ValidationError,
+)
+# What will be so the next time; anything else below a refusal may be trouble of the moment.
+_LASTING = (
+    *_REFUSALS,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    FileNotFoundError,
+    ImportError,
+    IsADirectoryError,
+    LookupError,
+    NotADirectoryError,
+    NotImplementedError,
+    PermissionError,
+    PolicyRefused,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether trying again is in vain.
+
+    A dataset that could not be read because a server did not answer is a DatasetError too: what it came from decides.
+    """
+    if not isinstance(error, _REFUSALS):
+        return False
+    cause: BaseException | None = error
+    while cause is not None:
+        if not isinstance(cause, _LASTING):
+            return False
+        cause = cause.__cause__
+    return True
+
+
+def ended_by(error: BaseException) -> tuple[int, str]:
+    """The exit code and the cause that an error comes to."""
+    if is_refused(error):
+        return EXIT_REFUSED, str(error)
+    return EXIT_FAILED, f"{type(error).__name__}: {error}"

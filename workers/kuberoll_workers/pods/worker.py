@@ -1,0 +1,477 @@
+"""An environment worker pod: one shard of a job, and what the operator and Prometheus ask of it.
+
+    JOB_COMPLETION_INDEX=3 POD_IP=10.0.0.7 python -m kuberoll_workers.pods.worker --config FILE
+    python -m kuberoll_workers.pods.worker --config FILE --check
+
+With `--check` it looks at what the workers of a job need, and ends: before an engine is started.
+
+FILE is a `contract.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
+its exit code and its termination message how it ended: see docs/pods.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+
+from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, PROGRESS_PORT, PodConfig, PodProgress, WorkerMessage
+from kuberoll_api.http_server import metrics_route, serving
+from kuberoll_api.logs import log_to_stderr
+from kuberoll_api.rolloutjob import DatasetSource, RolloutJob
+from kuberoll_workers.data.record import FailureRecord
+from kuberoll_workers.data.shards import shard_of, share
+from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
+from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.output import records
+from kuberoll_workers.output.journal import write_atomically
+from kuberoll_workers.output.run_directory import (
+    MANIFEST,
+    RunManifest,
+    RunRefused,
+    differences,
+    new_manifest,
+    read_manifest,
+)
+from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
+from kuberoll_workers.output.trajectories import Trajectories
+from kuberoll_workers.pods.files import ConfigRefused, encode_message, leave_message, read_config
+from kuberoll_workers.pods.http import health_route, json_route
+from kuberoll_workers.pods.refusals import ended_by
+from kuberoll_workers.policy.auth import take_token
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.interface import PolicyRefused
+from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.telemetry import RolloutMetrics
+from kuberoll_workers.worker import (
+    Progress,
+    WorkerConfig,
+    dataset_source,
+    external_client,
+    own_places,
+    part_limits,
+    trajectories_to_come,
+    tune_garbage_collector,
+    work,
+)
+
+DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
+
+# Less than the pod's terminationGracePeriodSeconds (120), with time left to store what is finished.
+_DRAIN_SECONDS = 90.0
+_LOG_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+
+class Drained(Exception):
+    """Told to stop before there was anything to finish."""
+
+
+class ShardPod:
+    """One pod's work on one shard."""
+
+    def __init__(self, config: PodConfig, shard: int, *, token: str | None = None) -> None:
+        """Look at the job.
+
+        Args:
+            token: What the policy wants to be shown with every request; None: nothing.
+
+        Raises:
+            ConfigRefused: The shard is none of the job's.
+            ValidationError: The job is not valid.
+        """
+        if not 0 <= shard < config.shard_count:
+            raise ConfigRefused(f"shard {shard} is not among the job's {config.shard_count}")
+        self.shard = shard
+        self.done = False
+        self._config = config
+        self._token = token
+        self._job = dataset_mounted(RolloutJob.model_validate(config.job))
+        self._base = Path(config.base)
+        self._planned = 0
+        self._inputs: InputSummary | None = None
+        self._earlier = Progress()
+        self._progress = Progress()
+        self._drain = Drain()
+        self._give_up = asyncio.Event()
+        self._metrics = RolloutMetrics(self._job.metadata.name)
+
+    def progress(self) -> PodProgress:
+        """The counts now."""
+        earlier, now = self._earlier, self._progress
+        return PodProgress(
+            shard=self.shard,
+            planned=self._planned,
+            trajectories=earlier.trajectories + now.trajectories,
+            failed=now.failed,
+            turns=earlier.turns + now.turns,
+            generated_tokens=earlier.generated_tokens + now.generated_tokens,
+            reward_sum=earlier.reward_sum + now.reward_sum,
+            generating=self._metrics.generating,
+            policy_version=self._metrics.routing.policy_version,
+        )
+
+    def message(self, cause: str) -> bytes:
+        """The termination message."""
+        counts = self.progress()
+        return encode_message(
+            WorkerMessage(
+                shard=counts.shard,
+                planned=counts.planned,
+                trajectories=counts.trajectories,
+                failed=counts.failed,
+                dropped=self._earlier.dropped + self._progress.dropped,
+                turns=counts.turns,
+                generated_tokens=counts.generated_tokens,
+                reward_sum=counts.reward_sum,
+                done=self.done,
+                cause=cause,
+            )
+        )
+
+    def stop(self) -> None:
+        """Finish what is in flight and end; told twice, end at once."""
+        if self._drain.is_set():
+            self._give_up.set()
+        else:
+            _log.info("stopping: finishing the trajectories in flight")
+            self._drain.set()
+            seconds = float(os.environ.get(DRAIN_SECONDS_VARIABLE) or _DRAIN_SECONDS)
+            asyncio.get_running_loop().call_later(seconds, self._give_up.set)
+
+    async def check(self) -> None:
+        """Look at what all workers of the job need, and write the run's manifest.
+
+        Raises:
+            Drained: Stopped before the end.
+        """
+        await self._unless_stopped(_in_thread(self._check))
+        self.done = True
+
+    def _check(self) -> None:
+        self._inspect()
+        self._planned = sum(self._planned_by_shard())
+
+    async def run(self, host: str) -> None:
+        """Work until the shard is done or `stop` was called.
+
+        Args:
+            host: The address to answer at.
+
+        Raises:
+            Drained: Stopped before the work began.
+        """
+        routes = [
+            metrics_route(self._metrics.registry, before=self._metrics.flush),
+            json_route("/progress", self.progress),
+            health_route(_healthy),
+        ]
+        async with serving(routes, host=host, port=PROGRESS_PORT):
+            background = [
+                asyncio.create_task(self._metrics.watch_event_loop()),
+                asyncio.create_task(self._log_progress()),
+            ]
+            try:
+                self._planned, self._earlier = await self._unless_stopped(_in_thread(self._prepare))
+                _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+                max_model_len = await self._unless_stopped(self._endpoint_ready())
+                self.done = await self._work(max_model_len)
+            finally:
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+
+    @property
+    def _stored(self) -> int:
+        return self.progress().trajectories
+
+    async def _unless_stopped(self, work: Awaitable[_Value]) -> _Value:
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self._drain.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Drained
+            return task.result()
+        finally:
+            task.cancel()
+            stopped.cancel()
+
+    def _prepare(self) -> tuple[int, Progress]:
+        """Find out what there is to do and what is done; refuse what cannot be done."""
+        storage = self._inspect()
+        planned = self._planned_by_shard()[self.shard]
+        return planned, stored_earlier(storage, self.shard, self._config.shard_count)
+
+    def _inspect(self) -> Storage:
+        """Look at the environments, the model's path, the dataset and the output; refuse what cannot be used."""
+        job, config = self._job, self._config
+        environment = self._environments()
+        for spec in job.spec.environments:
+            environment(spec.name)
+        check_model_path(self._tokenizer)
+        storage = open_storage(config.output, parts=part_limits(job))
+        if isinstance(storage, DirectoryStorage):
+            storage.path.mkdir(parents=True, exist_ok=True)
+        inputs = scan(job, base=self._base, environment=environment)
+        settle(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
+        self._inputs = inputs
+        return storage
+
+    def _environments(self) -> Callable[[str], EnvironmentInterface]:
+        return dataset_source(self._job, protected=own_places(self._config.output, self._config.turns))
+
+    def _planned_by_shard(self) -> list[int]:
+        """Trajectories that each shard is to come to."""
+        job, count = self._job, self._config.shard_count
+        found = [0] * count
+        for group in prompt_groups(job, base=self._base, environment=self._environments(), blocks=self._blocks()):
+            found[shard_of(group.task_index, count)] += group.keep
+        wanted = job.spec.rollout.groups.wanted
+        return [
+            trajectories_to_come(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
+            for shard, mine in enumerate(found)
+        ]
+
+    def _blocks(self) -> list[str] | None:
+        return None if self._inputs is None else list(self._inputs.blocks)
+
+    async def _endpoint_ready(self) -> int:
+        # The operator starts workers when generation is ready; after that it may be replaced at any time.
+        patience = float(self._job.spec.startup_deadline_seconds)
+        external, token = self._job.spec.generation.external, self._token
+        if external is not None:
+            window = self._job.spec.rollout.max_sequence_length
+            try:
+                async with external_client(external, external.url, limit=1, token=token, window=window) as foreign:
+                    return (await foreign.wait_ready(patience, trouble=_waiting)).max_model_len
+            except (PolicyRefused, ValueError) as error:
+                raise ConfigRefused(f"spec.generation.external: {error}") from error
+        async with ServeClient(self._config.endpoint, limit=1, token=token) as client:
+            return (await client.wait_ready(patience, trouble=_waiting)).max_model_len
+
+    async def _work(self, max_model_len: int) -> bool:
+        config = self._config
+        settings = WorkerConfig(
+            job=self._job,
+            base=config.base,
+            tokenizer=self._tokenizer,
+            endpoint=config.endpoint,
+            max_model_len=max_model_len,
+            output=config.output,
+            turns=config.turns if self._job.spec.rollout.journal_turns else None,
+            shards=[self.shard],
+            shard_count=config.shard_count,
+            tasks=None if self._inputs is None else self._inputs.tasks,
+            rollouts=None if self._inputs is None else self._inputs.rollouts,
+            blocks=self._blocks(),
+            planned=self._planned,
+            token=self._token,
+            discovery=config.discovery,
+            replicas=config.replicas,
+            replicas_host=config.replicas_host,
+        )
+        working = asyncio.create_task(work(settings, metrics=self._metrics, drain=self._drain, progress=self._progress))
+        giving_up = asyncio.create_task(self._give_up.wait())
+        await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+        giving_up.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+        return not working.cancelled() and working.result()
+
+    @property
+    def _tokenizer(self) -> str:
+        model = self._job.spec.generation.model
+        return model.tokenizer or model.source
+
+    async def _log_progress(self) -> None:
+        while True:
+            await asyncio.sleep(_LOG_SECONDS)
+            _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+
+
+def _waiting(trouble: str) -> None:
+    _log.warning("waiting for the policy: %s", trouble)
+
+
+async def _healthy() -> str | None:
+    return None
+
+
+def _in_thread(call: Callable[[], _Value]) -> asyncio.Future[_Value]:
+    """Call in a thread that is not waited for at the end: reading from a network may take as long as it likes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Value] = loop.create_future()
+
+    def give(error: BaseException | None, value: _Value | None) -> None:
+        if not answer.done():
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)  # type: ignore[arg-type]  # a _Value that may be None
+
+    def run() -> None:
+        error, value = None, None
+        try:
+            value = call()
+        except Exception as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(give, error, value)
+
+    threading.Thread(target=run, name="kuberoll-prepare", daemon=True).start()
+    return answer
+
+
+def dataset_mounted(job: RolloutJob) -> RolloutJob:
+    """The job with a dataset in a ConfigMap or on a volume read as a file, from where it is mounted."""
+    source = job.spec.dataset.source
+    if source.config_map is not None:
+        file = source.config_map.key
+    elif source.pvc is not None:
+        file = source.pvc.path.lstrip("/")
+    else:
+        return job
+    dataset = job.spec.dataset.model_copy(update={"source": DatasetSource(uri=file)})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"dataset": dataset})})
+
+
+def check_model_path(source: str) -> None:
+    """See that a tokenizer's directory is mounted.
+
+    Raises:
+        ConfigRefused: It is not, or is in a place that it cannot be loaded from.
+    """
+    if "://" in source:
+        raise ConfigRefused(f"spec.generation.model: {source}: workers load tokenizers from directories or the hub")
+    if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
+        raise ConfigRefused(
+            f"spec.generation.model: there is no directory {source} in this pod: mount it by spec.workers.podTemplate, "
+            "or name a model of the hub"
+        )
+
+
+def settle(storage: Storage, manifest: RunManifest) -> None:
+    """See that what is in the output's place is of this run; who comes first writes down what the run is.
+
+    Nobody locks the place. A shard has one writer at a time: the Job has one pod for each index, and makes another
+    one only when that has ended (podReplacementPolicy Failed). Pods that write the manifest at the same moment write
+    the same one, but for the second it was made in.
+
+    Raises:
+        RunRefused: Another run is there.
+    """
+    old = read_manifest(storage)
+    if old is None:
+        shards = storage.shards()
+        # Another pod may have come, and begun, since the first look.
+        old = read_manifest(storage)
+        if old is None and shards:
+            raise RunRefused(
+                f"{storage.location} has trajectories but no {MANIFEST}, so nothing says what made them: "
+                "choose another spec.output.uri"
+            )
+    if old is None:
+        _write_manifest(storage, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+    elif changed := differences(old, manifest):
+        lines = "\n  ".join(changed)
+        raise RunRefused(
+            f"{storage.location} contains a different run; mixing their trajectories is not allowed: undo the "
+            f"change, or choose another spec.output.uri\n  {lines}"
+        )
+
+
+def _write_manifest(storage: Storage, data: bytes) -> None:
+    if isinstance(storage, DirectoryStorage):
+        # Pods that write it together must not share the file that is renamed.
+        mine = storage.path / f".{MANIFEST}.{uuid.uuid4().hex}"
+        write_atomically(mine, data)
+        mine.replace(storage.path / MANIFEST)
+    else:
+        storage.write(MANIFEST, data)
+
+
+def stored_earlier(storage: Storage, shard: int, shard_count: int) -> Progress:
+    """What earlier pods stored of a shard.
+
+    Raises:
+        RecordError: A line is not what it should be, with file and line.
+    """
+    found = Progress()
+    for record in Trajectories([storage], shards=[records.shard_name(shard)]):
+        if not isinstance(record, FailureRecord) and shard_of(record.task_index, shard_count) == shard:
+            found.add(record)
+    return found
+
+
+def _drain_on_signals(pod: ShardPod) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, pod.stop)
+
+
+async def _check(pod: ShardPod) -> None:
+    _drain_on_signals(pod)
+    await pod.check()
+    _log.info("workers have what they need: %d trajectories are to come", pod.progress().planned)
+
+
+async def _run(pod: ShardPod) -> None:
+    _drain_on_signals(pod)
+    await pod.run(os.environ.get("POD_IP") or "0.0.0.0")
+
+
+def _shard() -> int:
+    index = os.environ.get("JOB_COMPLETION_INDEX", "")
+    if not index.isdecimal():
+        raise ConfigRefused(f"JOB_COMPLETION_INDEX: found {index!r}; it is the number of the shard")
+    return int(index)
+
+
+def main() -> None:
+    """The process's entry point."""
+    parser = argparse.ArgumentParser(prog="kuberoll_workers.pods.worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
+    parser.add_argument("--check", action="store_true", help="look at what workers need, and end")
+    arguments = parser.parse_args()
+    log_to_stderr()
+    pod: ShardPod | None = None
+    code, cause = 0, ""
+    try:
+        # Before anything of others' runs here.
+        token = take_token(os.environ, "generate")
+        config, shard = read_config(arguments.config), 0 if arguments.check else _shard()
+        log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
+        pod = ShardPod(config, shard, token=token)
+        tune_garbage_collector()
+        asyncio.run(_check(pod) if arguments.check else _run(pod))
+        if not pod.done:
+            code, cause = EXIT_DRAINED, "stopped before the shard was done"
+    except Drained:
+        code, cause = EXIT_DRAINED, "stopped before the work began"
+    except Exception as error:
+        code, cause = ended_by(error)
+        _log.error(cause, exc_info=code == EXIT_FAILED)
+    leave_message(encode_message(WorkerMessage(cause=cause)) if pod is None else pod.message(cause))
+    logging.shutdown()
+    # What environments printed.
+    sys.stdout.flush()
+    # A thread may still be reading the dataset from somewhere; the interpreter would not survive its end in order.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,0 @@
-"""The OpenAI-compatible surface of the Serve app: chat completions, completions, models."""
-
-from kuberoll_workers.policy.openai_api.routes import OpenAIRoutes
-
-__all__ = ["OpenAIRoutes"]

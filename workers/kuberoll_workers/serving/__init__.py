@@ -1,0 +1,1 @@
+"""The generation side, under Ray Serve: the application, its engines and its OpenAI routes."""

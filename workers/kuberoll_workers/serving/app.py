@@ -1,0 +1,333 @@
+"""The Ray Serve application around an engine: `kuberoll_workers.serving.app:build`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+
+from kuberoll_api import rolloutjob
+from kuberoll_api.contract import (
+    DEPLOYMENT,
+    SCOPES,
+    Scope,
+    ServeArgs,
+    ServeWeights,
+    WeightsSource,
+    token_variable,
+    user_config,
+)
+from kuberoll_api.rolloutjob import Generation
+from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
+from kuberoll_workers.policy.client import LOAD_HEADER
+from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
+from kuberoll_workers.serving import controller
+from kuberoll_workers.serving.bodies import BodyRefused, read_body
+from kuberoll_workers.serving.engines.interface import OWN_VERSION
+from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.executor import BoundedExecutor
+from kuberoll_workers.serving.openai_api import OpenAIRoutes
+from kuberoll_workers.serving.replicas import ReplicaList
+from kuberoll_workers.serving.slow_clients import limit_headers
+from kuberoll_workers.serving.weights import LiveWeights, version_of, wanted_weights
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+REPLICA_HEADER = "x-kuberoll-replica"
+"""Of an answer: the id of the replica that gave it."""
+
+_log = logging.getLogger("ray.serve")
+
+_GPU_RESOURCE = "nvidia.com/gpu"
+
+# Serve replaces a replica after the third failure in a row.
+_HEALTH_PERIOD_SECONDS = 2.0
+_HEALTH_TIMEOUT_SECONDS = 120.0
+# A replica that is to go looks so often whether its last request is answered.
+_DRAIN_LOOK_SECONDS = 0.5
+_ASK_REPLICAS_SECONDS = 10.0
+_MOST_WEIGHTS_BYTES = 64 << 10
+# A body of so many bytes is parsed at once; a longer one is for a thread.
+_SHORT_BYTES = 256 << 10
+
+
+_ARGS: Final = TypeAdapter(ServeArgs)
+
+
+def read_args(args: Mapping[str, Any]) -> ServeArgs:
+    """The application's arguments out of Serve's configuration.
+
+    Raises:
+        ValidationError: They are not what `ServeArgs` has.
+    """
+    return _ARGS.validate_python(dict(args))
+
+
+def gpus_of(generation: Generation) -> float | None:
+    """GPUs of one replica as the job has them; None: as many as the engine's arguments spread the model over."""
+    if generation.gpus_per_replica is not None:
+        return generation.gpus_per_replica
+    gpus = generation.resources.limits.get(_GPU_RESOURCE)
+    return None if gpus is None else float(gpus)
+
+
+class GenerationServer:
+    """One replica: an engine behind a few routes.
+
+    `POST /v1/generate` continues one sequence (see `wire` for the bodies); `GET /healthz` is 200 only when the engine
+    can generate; `GET /info` is an `EngineInfo`; `GET /replicas` lists the replicas; `/v1/weights` says and changes
+    what weights all of them have. Other paths below `/v1/` are OpenAI's. Errors have the body
+    `{"error": {"type", "message"}}`.
+    """
+
+    async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._args = read_args(args)
+        limit_headers()
+        controller.keep_to_loopback()
+        # Before the engine: the processes that it starts need none.
+        self._tokens = take_tokens(os.environ)
+        if self._tokens is None and self._args.tokens_required:
+            raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, and this policy is to ask for tokens")
+        self._id = controller.own_id()
+        self._engine = ENGINES[self._args.engine].make(self._args)
+        self._weights = LiveWeights(self._engine)
+        self._executor = BoundedExecutor()
+        self._openai = OpenAIRoutes(
+            self._engine,
+            model_name=self._args.model_name or self._args.model,
+            tokenizer=self._args.tokenizer,
+            revision=self._args.revision,
+            executor=self._executor,
+        )
+        self._begun = False
+        self._ongoing = 0
+        application = self._args.application
+        self._replicas = ReplicaList(
+            lambda: controller.running_replicas(application),
+            lambda: controller.serving_replicas(application, DEPLOYMENT),
+        )
+        await self._engine.start()
+
+    async def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Called by Serve with the `user_config`: before a new replica is ready, and whenever it changes."""
+        wanted = wanted_weights(config)
+        if self._begun:
+            # Serve lists no replica that it waits for, and would end one that refuses: the old weights still serve.
+            self._weights.want(wanted)
+        else:
+            await self._weights.begin(wanted)
+
+    async def check_health(self) -> None:
+        """Asked by Serve; a replica that raises is replaced."""
+        # First asked when all that comes before being ready is done.
+        self._begun = True
+        await self._engine.check_health()
+
+    async def weights_state(self) -> dict[str, Any]:
+        """What the replica serves, told to the others; `problem` is why it is not what is wanted."""
+        return {"id": self._id, "version": self._weights.served, "problem": self._weights.problem}
+
+    async def __call__(self, request: Request) -> Response:
+        self._ongoing += 1
+        try:
+            response = await self._answer(request)
+        finally:
+            self._ongoing -= 1
+        response.headers[LOAD_HEADER] = str(self._ongoing)
+        response.headers[REPLICA_HEADER] = self._id
+        return response
+
+    async def _answer(self, request: Request) -> Response:
+        method, path = request.method, request.url.path.rstrip("/") or "/"
+        if (method, path) == ("GET", "/healthz"):
+            return await self._healthz()
+        try:
+            authorize(request.headers.get("authorization"), self._tokens, _scope(method, path))
+        except Denied as error:
+            return _error(error.status, "Unauthorized" if error.status == 401 else "Forbidden", str(error))
+        if (method, path) == ("POST", "/v1/generate"):
+            return await self._generate(request)
+        if (method, path) == ("GET", "/info"):
+            info = dataclasses.replace(self._engine.info(), max_ongoing_requests=self._args.max_ongoing_requests)
+            return _json(200, dataclasses.asdict(info))
+        if (method, path) == ("GET", "/replicas"):
+            return _json(200, {"replicas": await self._replicas.read(), "version": self._weights.served})
+        if path == "/v1/weights" and method in ("GET", "POST"):
+            return await (self._change_weights(request) if method == "POST" else self._show_weights())
+        if path.startswith("/v1/") and (response := await self._openai.handle(request)) is not None:
+            return response
+        return _error(404, "NotFound", f"{method} {request.url.path}: there is no such route")
+
+    async def _generate(self, request: Request) -> Response:
+        from starlette.responses import Response
+
+        try:
+            media = wire.media_type(request.headers.get("content-type"))
+            result = await self._engine.generate(await self._decoded(await read_body(request), media))
+        except wire.WireError as error:
+            return _error(415, "UnsupportedMediaType", str(error))
+        except BodyRefused as error:
+            return _error(error.status, "BodyRefused", str(error))
+        except PolicyRefused as error:
+            return _error(400, "PolicyRefused", str(error))
+        except PolicyUnavailable as error:
+            return _error(503, "PolicyUnavailable", str(error))
+        except Exception as error:
+            _log.exception("a request failed")
+            return _error(500, type(error).__name__, str(error))
+        return Response(wire.encode_result(result, media), media_type=media)
+
+    async def _decoded(self, body: bytes, media: str) -> GenerationRequest:
+        if len(body) <= _SHORT_BYTES:
+            return wire.decode_request(body, media)
+        return await self._executor.run(wire.decode_request, body, media)
+
+    async def _healthz(self) -> Response:
+        try:
+            await self._engine.check_health()
+        except PolicyUnavailable as error:
+            return _error(503, "PolicyUnavailable", str(error))
+        return _json(200, {"status": "ok"})
+
+    async def _show_weights(self) -> Response:
+        application = self._args.application
+        wanted = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
+        silent = dict.fromkeys(await controller.serving_replicas(application, DEPLOYMENT))
+        try:
+            states = await controller.each_replica(
+                application, DEPLOYMENT, "weights_state", seconds=_ASK_REPLICAS_SECONDS
+            )
+        except TimeoutError:
+            return _error(503, "PolicyUnavailable", "a replica does not say which weights it has")
+        weights = ServeWeights(
+            wanted=version_of(wanted),
+            replicas={**silent, **{state["id"]: state["version"] for state in states}},
+            problems={state["id"]: state["problem"] for state in states if state["problem"] is not None},
+        )
+        return _json(200, weights)
+
+    async def _change_weights(self, request: Request) -> Response:
+        try:
+            given = rolloutjob.Weights.model_validate_json(await read_body(request, most=_MOST_WEIGHTS_BYTES))
+        except BodyRefused as error:
+            return _error(error.status, "BodyRefused", str(error))
+        except ValidationError as error:
+            return _error(400, "BadRequest", f"the body must be a uri and a version: {error}")
+        application = self._args.application
+        now = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
+        wanted = WeightsSource(uri=given.uri, version=given.version)
+        if given.version == OWN_VERSION:
+            return _error(400, "BadRequest", f"version {OWN_VERSION} is the model's own; give these another")
+        if now is not None and now.version == wanted.version and now != wanted:
+            message = f"version {now.version} is {now.uri} already; give other weights another version"
+            return _error(409, "Conflict", message)
+        if now != wanted:
+            try:
+                await controller.set_user_config(application, DEPLOYMENT, user_config(wanted))
+            except TimeoutError:
+                return _error(503, "PolicyUnavailable", "Serve's controller does not answer; send it again")
+        return _json(202, {"version": wanted.version})
+
+    async def __del__(self) -> None:
+        self._executor.close()
+        await self._weights.stop()
+        await self._engine.shutdown()
+
+
+def _scope(method: str, path: str) -> Scope:
+    """The scope that a request needs."""
+    if method in ("GET", "HEAD"):
+        return "read"
+    return "weights" if path == "/v1/weights" else "generate"
+
+
+def _json(status: int, content: Any) -> Response:
+    from starlette.responses import Response
+
+    return Response(msgspec.json.encode(content), status_code=status, media_type=wire.JSON)
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    return _json(status, {"error": {"type": kind, "message": message}})
+
+
+def replica_gpus(args: ServeArgs, *, on_gpus: bool) -> float:
+    """GPUs that one replica takes, in all its pods.
+
+    Args:
+        on_gpus: Whether the engine computes on GPUs here; else it takes none, whatever the job says of the cluster it
+            was written for.
+    """
+    if not on_gpus:
+        return 0
+    if args.bundles is not None:
+        return sum(bundle.get("GPU", 0) for bundle in args.bundles)
+    return float(ENGINES[args.engine].world_size(args.engine_args)) if args.gpus is None else args.gpus
+
+
+def most_replicas(args: ServeArgs) -> int:
+    """How many there can be at once."""
+    return args.replicas if args.autoscaling is None else int(args.autoscaling["max_replicas"])
+
+
+def deployment_options(args: ServeArgs, *, gpus: float) -> dict[str, Any]:
+    """Serve's options of the deployment; a pure function of the arguments.
+
+    Args:
+        gpus: Of one replica.
+    """
+    return {
+        "name": DEPLOYMENT,
+        **_scale(args),
+        "max_ongoing_requests": args.max_ongoing_requests,
+        # The workers bound what can ever wait here; a refusal would only come back later, having cost one of the
+        # tries that are meant for real trouble.
+        "max_queued_requests": -1,
+        "health_check_period_s": _HEALTH_PERIOD_SECONDS,
+        "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
+        "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_SECONDS,
+        # As long as a turn may take: Serve's default would cut most of them off.
+        "graceful_shutdown_timeout_s": args.drain_seconds,
+        # One line a request is much for turns that may take a millisecond, and the worker has metrics of each.
+        "logging_config": {"enable_access_log": False},
+        **_place(args, gpus),
+        # Always one, for a new replica to be told of its weights before it is ready.
+        "user_config": user_config(args.weights),
+    }
+
+
+def _scale(args: ServeArgs) -> dict[str, Any]:
+    if args.autoscaling is None:
+        return {"num_replicas": args.replicas}
+    # What was asked for during the delay decides, and not of half a minute before it.
+    look_back = max(2.0, min(30.0, float(args.autoscaling.get("upscale_delay_s", 30.0))))
+    return {"autoscaling_config": {"look_back_period_s": look_back, **args.autoscaling}}
+
+
+def _place(args: ServeArgs, gpus: float) -> dict[str, Any]:
+    if args.bundles is None or gpus == 0:
+        return {"ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
+    return {
+        # The engine's workers take the GPUs, one in each bundle; the first bundle has room for the replica too.
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": 0},
+        "placement_group_bundles": args.bundles,
+        "placement_group_strategy": "PACK",
+    }
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The Serve application; `args` are `ServeArgs` as plain JSON."""
+    from ray import serve
+
+    parsed = read_args(args)
+    options = deployment_options(parsed, gpus=replica_gpus(parsed, on_gpus=ENGINES[parsed.engine].on_gpus()))
+    return serve.deployment(**options)(GenerationServer).bind(dict(args))

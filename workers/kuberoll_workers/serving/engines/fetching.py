@@ -1,0 +1,97 @@
+"""Weights that lie elsewhere, brought to this machine: once, however many replicas it has."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kuberoll_workers.serving.engines.interface import WeightsRefused
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_KEPT = 2
+_TENSORS = ".safetensors"
+_OTHERS = (".bin", ".pt", ".pth")
+_DESCRIPTIONS = ".json"
+
+
+def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
+    """A directory with the weights: the one that is named, or a copy of what lies behind a URI.
+
+    Copies are whole or not there, and only the newest two are kept.
+
+    Args:
+        version: Other versions behind the same URI are other weights.
+        scratch: Where copies are kept; the same for all processes of a machine.
+
+    Raises:
+        WeightsRefused: There is nothing there, or it cannot be read.
+    """
+    if not is_remote(uri):
+        path = Path(uri.removeprefix("file://"))
+        if not path.is_dir():
+            raise WeightsRefused(f"{uri} is no directory here; the generation pods must have it mounted")
+        return path
+    from filelock import FileLock
+
+    place = scratch if scratch is not None else Path(tempfile.gettempdir()) / "kuberoll-weights"
+    place.mkdir(parents=True, exist_ok=True)
+    target = place / hashlib.sha256(f"{uri}\n{version}".encode()).hexdigest()[:16]
+    with FileLock(place / ".lock"):
+        if not target.is_dir():
+            part = target.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            _copy(uri, part)
+            part.rename(target)
+        target.touch()
+        _forget_all_but(_KEPT, place)
+    return target
+
+
+def is_remote(uri: str) -> bool:
+    """Whether it is no path of this machine."""
+    return "://" in uri and not uri.startswith("file://")
+
+
+def wanted_files(names: list[str]) -> list[str]:
+    """Those of a saved model's files that an engine reads; what a trainer keeps beside them may be larger."""
+    tensors = [name for name in names if name.endswith(_TENSORS)]
+    weights = tensors or [name for name in names if name.endswith(_OTHERS)]
+    return weights and [*weights, *(name for name in names if name.endswith(_DESCRIPTIONS))]
+
+
+def _copy(uri: str, part: Path) -> None:
+    filesystem, root = _filesystem(uri)
+    try:
+        # The same directory may have been looked at when it was empty.
+        filesystem.invalidate_cache()
+        found = {str(entry["name"]): entry for entry in filesystem.ls(root, detail=True) if entry["type"] == "file"}
+        files = wanted_files(sorted(found))
+        if not files:
+            raise WeightsRefused(f"{uri} holds no weights (*{_TENSORS}); name the directory of a saved model")
+        part.mkdir(parents=True)
+        filesystem.get(files, [str(part / name.rpartition("/")[2]) for name in files])
+    except WeightsRefused:
+        raise
+    except Exception as error:
+        raise WeightsRefused(f"{uri} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
+    from fsspec.core import url_to_fs
+
+    try:
+        found: tuple[Any, str] = url_to_fs(uri)
+    except (ImportError, ValueError) as error:
+        raise WeightsRefused(f"{uri}: {error}") from error
+    return found[0], found[1].rstrip("/")
+
+
+def _forget_all_but(count: int, place: Path) -> None:
+    copies = sorted((entry for entry in place.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime)
+    for old in copies[:-count]:
+        shutil.rmtree(old, ignore_errors=True)

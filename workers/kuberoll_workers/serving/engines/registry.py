@@ -1,0 +1,92 @@
+"""The engines, by their names in `spec.generation.engine`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from kuberoll_api.contract import ServeArgs
+from kuberoll_api.rolloutjob import SimulatedEngine
+from kuberoll_workers.serving.engines import vllm_engine
+from kuberoll_workers.serving.engines.interface import Engine
+from kuberoll_workers.serving.engines.simulated import Simulated
+from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
+
+# Share of a GPU that vLLM takes by default, here of the share that a replica has of one.
+_GPU_MEMORY_PART = 0.9
+
+
+class EngineKind(Protocol):
+    """An engine that jobs can name."""
+
+    def make(self, args: ServeArgs) -> Engine:
+        """The engine that the arguments ask for, not yet started."""
+
+    def missing(self) -> str | None:
+        """What this machine lacks to run the engine, and how to get it; None: nothing."""
+
+    def on_gpus(self) -> bool:
+        """Whether the engine, as it is installed here, computes on GPUs."""
+
+    def world_size(self, engine_args: Mapping[str, Any]) -> int:
+        """Devices that one replica with these arguments spreads the model over."""
+
+
+class SimulatedKind:
+    """A simulation of an engine's latency."""
+
+    def make(self, args: ServeArgs) -> Engine:
+        return Simulated(
+            model=args.model,
+            tokenizer=args.tokenizer,
+            settings=SimulatedEngine.model_validate(args.simulated or {}),
+            engine_args=args.engine_args,
+        )
+
+    def missing(self) -> str | None:
+        return None
+
+    def on_gpus(self) -> bool:
+        return False
+
+    def world_size(self, engine_args: Mapping[str, Any]) -> int:
+        # It takes the arguments of the engine that it stands for.
+        return vllm_engine.world_size(engine_args)
+
+
+class VLLMKind:
+    """vLLM, of its build for GPUs or for CPUs."""
+
+    def make(self, args: ServeArgs) -> Engine:
+        return VLLMEngine(
+            model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=placed_engine_args(args)
+        )
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("vllm") is None:
+            return (
+                "vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, without a GPU, "
+                "`make install`; or set engine: Simulated for a dry run"
+            )
+        return vllm_engine.missing_library()
+
+    def on_gpus(self) -> bool:
+        return not vllm_engine.is_cpu_build()
+
+    def world_size(self, engine_args: Mapping[str, Any]) -> int:
+        return vllm_engine.world_size(engine_args)
+
+
+ENGINES: Final[Mapping[str, EngineKind]] = {"VLLM": VLLMKind(), "Simulated": SimulatedKind()}
+
+
+def placed_engine_args(args: ServeArgs) -> dict[str, Any]:
+    """vLLM's arguments with what follows from where it is placed; what the user set comes first."""
+    placed: dict[str, Any] = {}
+    if args.bundles is not None:
+        placed["distributed_executor_backend"] = "ray"
+    # 0 of them: a pod without GPUs.
+    if args.gpus is not None and 0 < args.gpus < 1:
+        placed["gpu_memory_utilization"] = round(_GPU_MEMORY_PART * args.gpus, 4)
+    return {**placed, **args.engine_args}

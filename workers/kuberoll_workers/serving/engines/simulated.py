@@ -1,0 +1,163 @@
+"""A latency and batching model in an engine's place: dry runs, tests, benchmarks of everything but the GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kuberoll_api.rolloutjob import SimulatedEngine
+from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from kuberoll_workers.policy.interface import (
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+)
+from kuberoll_workers.serving.engines.interface import OWN_VERSION
+
+_DEFAULT_WINDOW = 4096
+_DEFAULT_VOCABULARY = 32000
+_KEPT_VERSIONS = 16
+
+
+class Simulated:
+    """The Simulated engine: what it answers depends on the request's seed (or id) and prompt alone.
+
+    Its log-probabilities are true to what it does: a scripted response is certain given the draw, 0; a random token
+    is one of the vocabulary, all alike.
+    """
+
+    def __init__(
+        self, *, model: str, tokenizer: str, settings: SimulatedEngine, engine_args: Mapping[str, Any]
+    ) -> None:
+        """`engine_args` are vLLM's; only `max_model_len` is looked at."""
+        self._model = model
+        self._tokenizer_source = tokenizer
+        self._settings = settings
+        self._tokenizer: Tokenizer | None = None
+        config = _model_config(model)
+        self._window = int(engine_args.get("max_model_len") or config.get("max_position_embeddings") or _DEFAULT_WINDOW)
+        self._vocabulary = int(config.get("vocab_size") or _DEFAULT_VOCABULARY)
+        self._places = asyncio.Semaphore(settings.max_batch)
+        # Versions of the weights that it pretends to have had, and since when.
+        self._versions: list[tuple[float, str]] = [(0.0, OWN_VERSION)]
+        self.in_flight = 0
+
+    async def start(self) -> None:
+        if self._settings.responses:
+            self._tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, self._tokenizer_source)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        prompt = len(request.token_ids)
+        if prompt > self._window:
+            raise PolicyRefused(f"the prompt has {prompt} tokens, the engine's window {self._window}")
+        draw = random.Random(_draw_seed(request))
+        room = min(request.sampling.max_tokens, self._window - prompt)
+        ids, reason = self._answer(request, room, draw)
+        began = _now()
+        await self._spend(len(ids), draw)
+        logprob = 0.0 if self._tokenizer is not None else -math.log(self._vocabulary)
+        return GenerationResult(
+            token_ids=ids,
+            logprobs=array(LOGPROB_TYPE, [logprob]) * len(ids),
+            finish_reason=reason,
+            policy_versions=version_spans(self._versions, began, _now(), len(ids)),
+        )
+
+    async def load_weights(self, uri: str | None, version: str) -> None:  # noqa: ARG002 - no weights decide anything
+        self._versions.append((_now(), version))
+        del self._versions[:-_KEPT_VERSIONS]
+
+    def _answer(self, request: GenerationRequest, room: int, draw: random.Random) -> tuple[array[int], FinishReason]:
+        if self._tokenizer is not None:
+            text = _cut_at_stop(draw.choice(self._settings.responses), request.sampling.stop)
+            ids = self._tokenizer.encode(text)
+        else:
+            length = min(room + 1, 1 + int(draw.expovariate(1 / self._settings.mean_tokens)))
+            ids = token_array(draw.choices(range(self._vocabulary), k=length))
+        return (ids, "stop") if len(ids) <= room else (ids[:room], "length")
+
+    async def _spend(self, tokens: int, draw: random.Random) -> None:
+        settings = self._settings
+        async with self._places:
+            self.in_flight += 1
+            try:
+                median = settings.first_token_seconds + settings.token_seconds * max(0, tokens - 1)
+                if median > 0:
+                    slowdown = 1 + settings.batch_slowdown * (self.in_flight - 1)
+                    await asyncio.sleep(median * slowdown * draw.lognormvariate(0.0, settings.sigma))
+            finally:
+                self.in_flight -= 1
+
+    async def check_health(self) -> None:
+        return None
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model=self._model,
+            engine="simulated",
+            max_model_len=self._window,
+            vocab_size=self._vocabulary,
+            policy_version=self._versions[-1][1],
+            ongoing_requests=self.in_flight,
+        )
+
+    async def shutdown(self) -> None:
+        return None
+
+
+def version_spans(
+    versions: Sequence[tuple[float, str]], began: float, ended: float, tokens: int
+) -> tuple[tuple[str, int, int], ...]:
+    """The spans of a response whose tokens came evenly between two moments.
+
+    Args:
+        versions: Each with the moment from which on it was the one, in order; the first was it before, too.
+    """
+    spans: list[tuple[str, int, int]] = []
+    for number, (since, version) in enumerate(versions):
+        start = round(tokens * _part(since, began, ended)) if number else 0
+        last = number + 1 == len(versions)
+        end = tokens if last else round(tokens * _part(versions[number + 1][0], began, ended))
+        if start < end:
+            spans.append((version, start, end))
+    return tuple(spans)
+
+
+def _part(moment: float, began: float, ended: float) -> float:
+    if moment <= began:
+        return 0.0
+    return 1.0 if moment > ended else (moment - began) / (ended - began)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _draw_seed(request: GenerationRequest) -> bytes:
+    seed = request.sampling.seed
+    # The request's id holds its try; without a seed a retried turn is drawn anew, as a real engine would.
+    identity = request.request_id if seed is None else str(seed)
+    return hashlib.blake2b(request.token_ids.tobytes(), key=identity.encode()[:64], digest_size=16).digest()
+
+
+def _cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    ends = [position + len(word) for word in stop if (position := text.find(word)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return {}
+    config = json.loads(path.read_text())
+    return config if isinstance(config, dict) else {}

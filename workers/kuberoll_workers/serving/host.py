@@ -1,0 +1,296 @@
+"""Runs the Serve app on this machine, under a Ray of its own, for as long as its standard input is open.
+
+    python -m kuberoll_workers.serving.host --config FILE
+
+Events go to standard output, one JSON object a line: `{"event": "phase", "name", "seconds"}` as parts of the start are
+done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed",
+"message"}`. Ray's and the engine's words go to standard error. It ends on SIGTERM, or when its standard input closes
+because its parent is gone, and every process that it started ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, NoReturn, TextIO
+
+import msgspec
+import psutil
+
+from kuberoll_api.contract import ServeArgs
+from kuberoll_workers.policy.auth import Tokens
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.serving.app import build, most_replicas, replica_gpus
+from kuberoll_workers.serving.causes import MESSAGE_CHARACTERS, root_cause
+from kuberoll_workers.serving.engines.registry import ENGINES
+from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, Group, await_group, start_leading
+from kuberoll_workers.serving.processes import kill_all
+from kuberoll_workers.serving.ray_settings import (
+    free_ports,
+    haproxy_launcher,
+    ray_environment,
+    serve_environment,
+    why_no_haproxy,
+)
+from kuberoll_workers.serving.ray_start import start_in_attempts
+from kuberoll_workers.serving.witness import DeathWitness
+
+_log = logging.getLogger(__name__)
+_PROXY_SECONDS = 60.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class HostConfig(msgspec.Struct, kw_only=True):
+    """What the host is told.
+
+    Attributes:
+        scratch: A directory for Ray's and the proxy's files; its path has at most 25 characters, for below it are
+            sockets with long names.
+        routing: `Session` keeps a trajectory's turns on one replica.
+        address: Where generation is served; 0.0.0.0: at all addresses of the machine.
+        port: 0: any free one.
+        tokens: What callers must show; None: nothing.
+        group: The pods that the one replica spans, of which this is the leader; None: it is on this machine alone.
+        patience: Seconds that the others have to come.
+    """
+
+    app: ServeArgs
+    scratch: str
+    routing: Literal["Session", "LeastLoaded"] = "Session"
+    address: str = "127.0.0.1"
+    port: int = 0
+    tokens: Tokens | None = None
+    group: Group | None = None
+    patience: float = 1800.0
+
+
+class Host:
+    """Ray, Serve and the app, started and stopped in this process."""
+
+    def __init__(self, config: HostConfig, events: TextIO) -> None:
+        self._config = config
+        self._events = events
+        self._scratch = Path(config.scratch)
+        self._ready = False
+        self._witness = DeathWitness()
+
+    def start(self) -> None:
+        """Start everything and say so; raises what Ray or Serve raised."""
+        config = self._config
+        free, *others = free_ports(4)
+        port = config.port or free
+        without = why_no_haproxy()
+        if without is not None:
+            _log.warning("requests pass through Serve's own proxy, at ten times the cost: %s", without)
+        settings = serve_environment(config.routing, self._scratch, others, haproxy=without is None)
+        if without is None:
+            settings["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(haproxy_launcher(self._scratch, others[:2]))
+        group = config.group
+        os.environ.update(ray_environment(None if group is None else group.token) | settings)
+        began = time.perf_counter()
+        tokens = {} if config.tokens is None else config.tokens.variables()
+        os.environ.update(tokens)
+        try:
+            # What it starts has the variables of this moment, replicas among them.
+            self._start_ray()
+        finally:
+            for name in tokens:
+                os.environ.pop(name, None)
+        # Not before: what a failed start of Ray leaves is killed, and that is no death of an engine.
+        self._witness.start()
+        began = self._phase("ray", began)
+
+        from ray import serve
+        from ray.serve.config import HTTPOptions
+
+        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.address, port=port))
+        began = self._phase("serve", began)
+        app = dataclasses.replace(config.app, tokens_required=config.tokens is not None)
+        serve.run(build(msgspec.to_builtins(app)), name=config.app.application, route_prefix="/")
+        began = self._phase("engine", began)
+        url = f"http://{'127.0.0.1' if config.address == '0.0.0.0' else config.address}:{port}"
+        info = asyncio.run(_wait(url, None if config.tokens is None else config.tokens.read))
+        self._phase("proxy", began)
+        self._ready = True
+        own = None if group is None else group.address
+        self._say({"event": "ready", "url": url, "info": info, "metrics_port": metrics_port(own)})
+
+    def _start_ray(self) -> None:
+        import ray
+
+        args = self._config.app
+        replicas = most_replicas(args)
+        cores = os.cpu_count() or 1
+        # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
+        cpus = max(cores, replicas + 2)
+        common: dict[str, Any] = {"log_to_driver": True, "configure_logging": False, "namespace": "kuberoll"}
+        group, sessions = self._config.group, self._scratch / "ray"
+        if group is None:
+            alone = {
+                "num_cpus": cpus,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": str(sessions),
+                # Not the address of a network, which a laptop changes while the run goes on.
+                "_node_ip_address": "127.0.0.1",
+            }
+            start_in_attempts(lambda: ray.init(**alone, **common), end_descendants, sessions)
+        else:
+            start_in_attempts(lambda: start_leading(group, sessions, cpus=cpus), end_descendants, sessions)
+            ray.init(address=f"{group.address}:{RAY_PORT}", _node_ip_address=group.address, **common)
+            await_group(group, seconds=self._config.patience)
+        # Ray has put a handler of its own in the place of ours.
+        signal.signal(signal.SIGTERM, exit_on_signal)
+        # Serve would wait for them for ever.
+        needed = replica_gpus(args, on_gpus=ENGINES[args.engine].on_gpus()) * replicas
+        here = ray.cluster_resources().get("GPU", 0)
+        if needed > here:
+            raise RuntimeError(
+                f"generation needs {needed:g} GPUs for {replicas} replicas and this machine has {here:g}; "
+                "lower spec.generation.replicas or engineArgs.tensor_parallel_size"
+            )
+
+    def drain(self, seconds: float) -> None:
+        """Take no more connections, and wait so long for the requests that are under way."""
+        proxies = [process for process in psutil.Process().children(recursive=True) if _is_haproxy(process)]
+        for proxy in proxies:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Its soft stop: it ends when the last answer is given.
+                proxy.send_signal(signal.SIGUSR1)
+        psutil.wait_procs(proxies, timeout=seconds)
+
+    def stop(self) -> None:
+        """Stop whatever was started; nothing that it started is left."""
+        with contextlib.suppress(Exception):
+            import ray
+            from ray import serve
+
+            # What has not begun to serve has nothing to finish.
+            if self._ready:
+                serve.shutdown()
+            ray.shutdown()
+        self._witness.stop()
+        end_descendants()
+
+    def failure(self, error: BaseException) -> str:
+        """The reason for a failed start, in the engine's own words if they can be found."""
+        logs = [
+            path.read_text(errors="replace") for path in (self._scratch / "ray").glob("session_*/logs/worker-*.err")
+        ]
+        # Serve's controller has the exception of the engine's constructor; what kills a process below the engine is
+        # only in the log of that process.
+        logs.sort(key=lambda log: ":actor_name:ServeController" not in log)
+        cause = root_cause([*logs, "".join(traceback.format_exception(error))], self._witness.killed())
+        return cause or f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+
+    def say_failed(self, message: str) -> None:
+        """Tell the parent that there will be no generation."""
+        self._say({"event": "failed", "message": message})
+
+    def _phase(self, name: str, began: float) -> float:
+        now = time.perf_counter()
+        self._say({"event": "phase", "name": name, "seconds": now - began})
+        return now
+
+    def _say(self, event: Mapping[str, Any]) -> None:
+        # A parent that is gone hears nothing, and needs to hear nothing.
+        with contextlib.suppress(BrokenPipeError):
+            self._events.write(msgspec.json.encode(event).decode() + "\n")
+            self._events.flush()
+
+
+def metrics_port(address: str | None = None) -> int | None:
+    """Where this machine's Ray has its metrics; None: nowhere.
+
+    Args:
+        address: Of this machine among several; None: it is the only one.
+    """
+    import ray
+
+    for node in ray.nodes():
+        if address in (None, node["NodeManagerAddress"]):
+            return int(node["MetricsExportPort"]) or None
+    return None
+
+
+async def _wait(url: str, token: str | None) -> dict[str, Any]:
+    async with ServeClient(url, limit=1, token=token) as client:
+        return dataclasses.asdict(await client.wait_ready(_PROXY_SECONDS))
+
+
+def _is_haproxy(process: psutil.Process) -> bool:
+    try:
+        return bool(process.name() == "haproxy")
+    except psutil.Error:
+        return False
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be found at the end (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants() -> None:
+    """Kill all processes below this one, those too that they start meanwhile."""
+    kill_all(lambda: psutil.Process().children(recursive=True))
+
+
+def _end_with_parent() -> None:
+    """Send this process a SIGTERM when its standard input closes."""
+
+    def read() -> None:
+        # Not through `sys.stdin`, whose lock this thread would hold when the interpreter wants to close it.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
+    """Leave by SystemExit; a signal's handler."""
+    # Once is enough; stopping is not to be interrupted by the second.
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+def main() -> None:
+    """The process's entry point."""
+    parser = argparse.ArgumentParser(prog="kuberoll_workers.serving.host", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a HostConfig")
+    arguments = parser.parse_args()
+    config = msgspec.json.decode(arguments.config.read_bytes(), type=HostConfig)
+    # Standard output is for events alone: Ray and Serve print to it.
+    events = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    _end_with_parent()
+    host = Host(config, events)
+    try:
+        host.start()
+        threading.Event().wait()
+    except Exception as error:
+        host.say_failed(host.failure(error))
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        host.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The OpenAI-compatible surface of the Serve app: chat completions, completions, models."""
+
+from kuberoll_workers.serving.openai_api.routes import OpenAIRoutes
+
+__all__ = ["OpenAIRoutes"]

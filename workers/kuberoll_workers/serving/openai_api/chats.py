@@ -1,0 +1,132 @@
+"""Chats as token ids: the model's template and tokenizer, and a memory that keeps later turns token-exact."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from kuberoll_workers.serving.openai_api.requests import Invalid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SESSION_ENTRIES = 256
+_CHARACTERS = 32 << 20
+
+
+class ChatFormat:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._plain = HuggingFaceTokenizer(tokenizer)
+
+    @classmethod
+    def load(cls, source: str, *, revision: str | None = None) -> ChatFormat:
+        """Load from a directory or the hub.
+
+        Raises:
+            OSError, ValueError: transformers' own, when there is no tokenizer.
+        """
+        return cls(load_tokenizer(source, revision=revision))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        generation_prompt: bool,
+        continued: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """A chat as the model's template writes it.
+
+        Args:
+            continued: Leave the last message open, to be continued.
+            variables: Further ones of the template.
+
+        Raises:
+            Invalid: There is no template, or it refuses the messages.
+        """
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if not tools else [dict(tool) for tool in tools],
+                add_generation_prompt=generation_prompt,
+                continue_final_message=continued,
+                tokenize=False,
+                **variables,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise Invalid(
+                f"messages: the model's chat template does not take them: {error}", param="messages"
+            ) from error
+        return str(text)
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> array[int]:
+        """Ids of a text.
+
+        Args:
+            special_tokens: Add those that the tokenizer puts around a text.
+        """
+        if special_tokens:
+            return token_array(self._tokenizer.encode(text, add_special_tokens=True))
+        return self._plain.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of ids."""
+        if skip_special_tokens:
+            return self._plain.decode(ids)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class ChatMemory:
+    """What was generated in chats, so that the next turn of one begins with the very ids that were sampled.
+
+    A chat comes back as text, and text encodes to one sequence of ids where the model may have sampled another. Where a
+    chat's text begins with one that is remembered, its ids begin with the remembered ones. What is forgotten (the
+    oldest sessions, beyond some 32 million characters) is encoded like any text.
+    """
+
+    def __init__(self, *, characters: int = _CHARACTERS, entries: int = _SESSION_ENTRIES) -> None:
+        """`entries` are of one session."""
+        self._sessions: OrderedDict[str, OrderedDict[str, array[int]]] = OrderedDict()
+        self._most_characters = characters
+        self._most_entries = entries
+        self.characters = 0
+
+    def remember(self, session: str, text: str, ids: array[int]) -> None:
+        """Keep the ids that stand for a text, which is a chat up to the end of a response."""
+        texts = self._sessions.setdefault(session, OrderedDict())
+        self._sessions.move_to_end(session)
+        if text not in texts:
+            self.characters += len(text)
+        texts[text] = ids
+        texts.move_to_end(text)
+        while len(texts) > self._most_entries:
+            self._forget(texts)
+        while self.characters > self._most_characters and self._sessions:
+            oldest = next(iter(self._sessions))
+            self._forget(self._sessions[oldest])
+            if not self._sessions[oldest]:
+                del self._sessions[oldest]
+
+    def beginning(self, session: str, text: str) -> tuple[int, array[int]]:
+        """The longest remembered beginning of a text: its characters and its ids; 0 and none where there is none."""
+        length, ids = 0, token_array()
+        for known, known_ids in self._sessions.get(session, {}).items():
+            if len(known) > length and text.startswith(known):
+                length, ids = len(known), known_ids
+        if length:
+            self._sessions.move_to_end(session)
+        return length, ids
+
+    def _forget(self, texts: OrderedDict[str, array[int]]) -> None:
+        text, _ = texts.popitem(last=False)
+        self.characters -= len(text)
