@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from kuberoll_api.manifest import ManifestError, load_jobs
+from kuberoll_api.manifest.loading import ManifestError, load_jobs
 
 COMMANDS = "kuberoll.commands"
 """The entry points that bring subcommands: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
@@ -118,10 +118,10 @@ def crd(reference: bool) -> None:
     """
     # What makes it is of no use to the other commands.
     if reference:
-        from kuberoll_api.reference import page
+        from kuberoll_api.schema.reference import page
 
         click.echo(page(), nl=False)
     else:
-        from kuberoll_api.crd import definition, to_yaml
+        from kuberoll_api.schema.crd import definition, to_yaml
 
         click.echo(to_yaml(definition()), nl=False)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field, StringConstraints
 
-from kuberoll_api.rolloutjob import Autoscaling, Generation, SimulatedEngine, Weights
-from kuberoll_api.types import MAX_COUNT
+from kuberoll_api.model.rolloutjob import Autoscaling, Generation, SimulatedEngine, Weights
+from kuberoll_api.model.types import MAX_COUNT
 
 EXIT_FAILED: Final = 1
 """Exit code: anything that has no code of its own; another try may succeed."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from kuberoll_api.types import MAX_COUNT, Model, Name, keyed_by
+from kuberoll_api.model.types import MAX_COUNT, Model, Name, keyed_by
 
 Phase = Literal["Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", "Succeeded", "Failed"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.model import condition, is_true
 
 

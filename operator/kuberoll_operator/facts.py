@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import FinishMessage
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
 from kuberoll_operator.backends.pods import (

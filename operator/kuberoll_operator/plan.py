@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kuberoll_api import conditions, contract
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.pods import (

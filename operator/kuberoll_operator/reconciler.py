@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from kuberoll_api import conditions
 from kuberoll_api.conditions import Reason
-from kuberoll_api.mistakes import explain
+from kuberoll_api.manifest.mistakes import explain
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.paths import format_path
-from kuberoll_api.rolloutjob import RolloutJob
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache

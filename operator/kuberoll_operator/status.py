@@ -10,9 +10,9 @@ from typing import Any, Final
 from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import CONDITION_TYPES, Reason
 from kuberoll_api.contract import FinishMessage, PodProgress, WorkerMessage
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.types import MAX_COUNT
 from kuberoll_api.status import number_text, ratio_text
-from kuberoll_api.types import MAX_COUNT
 from kuberoll_operator import names
 from kuberoll_operator.backends import runs_in_job
 from kuberoll_operator.backends.pods import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis import rescore
 from kuberoll_workers.analysis.rescore import FirstStates, Replayer, Rescoring, Tally
 from kuberoll_workers.data.messages import Message, token_array

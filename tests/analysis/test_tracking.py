@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis import tracking
 from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking, log_run, run_id, scalars
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kuberoll_api.manifest import ManifestError, Mistake, load_jobs
+from kuberoll_api.manifest.loading import ManifestError, Mistake, load_jobs
 
 VALID = """\
 # A comment, so that line 1 is not special.

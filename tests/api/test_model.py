@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 
 SCHEMA = RolloutJob.model_json_schema(by_alias=True)
 

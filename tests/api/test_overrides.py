@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.documents import parse_documents
-from kuberoll_api.manifest import load_job
-from kuberoll_api.overrides import OverrideError, apply_overrides, parse_override
+from kuberoll_api.manifest.documents import parse_documents
+from kuberoll_api.manifest.loading import load_job
+from kuberoll_api.manifest.overrides import OverrideError, apply_overrides, parse_override
 from kuberoll_api.paths import Path, format_path, parse_path
 from tests.api.support import VALID, edited, mistakes_of, only_mistake
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kuberoll_api import rolloutjob
-from kuberoll_api.manifest import load_job
-from kuberoll_api.rolloutjob import ObjectMeta, RolloutJob
-from kuberoll_api.types import Model
+from kuberoll_api.manifest.loading import load_job
+from kuberoll_api.model import rolloutjob
+from kuberoll_api.model.rolloutjob import ObjectMeta, RolloutJob
+from kuberoll_api.model.types import Model
 from tests.api.support import VALID
 
 MODELS = [

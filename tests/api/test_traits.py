@@ -8,10 +8,10 @@ from typing import Annotated
 import pytest
 from pydantic import BaseModel
 
-from kuberoll_api import traits
-from kuberoll_api.rolloutjob import IDENTITY, OPERATION, POD, RolloutJobSpec
-from kuberoll_api.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
-from kuberoll_api.traits import Traits
+from kuberoll_api.model import traits
+from kuberoll_api.model.rolloutjob import IDENTITY, OPERATION, POD, RolloutJobSpec
+from kuberoll_api.model.traits import Traits
+from kuberoll_api.schema.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
 
 
 def incomplete(model: type[BaseModel], path: str = "spec", parent: Traits | None = None) -> Iterator[str]:

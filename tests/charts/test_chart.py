@@ -13,7 +13,8 @@ import pytest
 from helm_python import HelmError, chart
 from ruamel.yaml import YAML
 
-from kuberoll_api import contract, crd
+from kuberoll_api import contract
+from kuberoll_api.schema import crd
 from kuberoll_operator.settings import Settings
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, notes, of_kind, one, rendered
 

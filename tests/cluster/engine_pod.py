@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.policy import wire
 from kuberoll_workers.serving.engines.simulated import Simulated
 

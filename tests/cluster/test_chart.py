@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from helm_python import Config, HelmError
 
-from kuberoll_api.manifest import load_job
+from kuberoll_api.manifest.loading import load_job
 from kuberoll_operator.commands.render import children_of
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, chart_of_version, one, rendered
 from tests.cluster.api import Api, ApiError, Object, condition, is_true, path_of

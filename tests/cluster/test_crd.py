@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kuberoll_api import crd
-from kuberoll_api.documents import read_documents
-from kuberoll_api.rolloutjob import PodOptions, RolloutJob, RolloutJobSpec, Workers
+from kuberoll_api.manifest.documents import read_documents
+from kuberoll_api.model.rolloutjob import PodOptions, RolloutJob, RolloutJobSpec, Workers
+from kuberoll_api.schema import crd
 from tests.api.contradictions import ACCEPTED, JOB, REFUSED, Contradiction, changed
 from tests.api.test_crd import STATUS
 from tests.cluster.api import Api, ApiError, path_of

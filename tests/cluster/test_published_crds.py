@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kuberoll_api.manifest import load_job
+from kuberoll_api.manifest.loading import load_job
 from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.kube.resources import LEADER_WORKER_SETS, WORKLOADS, Resource
 from tests.cluster.api import Api, is_true

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from kuberoll_api.manifest import load_job
+from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.commands.rescore import rescore
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryRecord, encode_line

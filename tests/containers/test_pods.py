@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.settings import Settings
 from kuberoll_workers.output.run_files import RunFiles

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.manifest import load_job
+from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.local.preflight import Refused, check
 from kuberoll_workers.output.run_files import RunFiles

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.dataset.rows import DatasetError

@@ -22,7 +22,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kuberoll_api import conditions
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object
 from kuberoll_workers.monitor.prometheus import Target, prometheus

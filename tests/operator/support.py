@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from kuberoll_api.contract import PodProgress
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
 from kuberoll_operator.podtemplate import merge

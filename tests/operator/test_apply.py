@@ -15,7 +15,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.facts import compute_facts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kuberoll_api import contract
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.backends.base import GenerationState

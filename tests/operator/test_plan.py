@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kuberoll_api.contract import PodProgress
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import names
 from kuberoll_operator.backends import backend_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kuberoll_api import contract
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
 from kuberoll_workers.pods.files import read_config

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kuberoll_api import conditions
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import ClusterQuota, Object, Observed, Plan, StatusPatch, condition, is_true

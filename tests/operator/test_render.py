@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from pydantic import SecretStr
 
 from kuberoll_api import contract
-from kuberoll_api.manifest import load_job
+from kuberoll_api.manifest.loading import load_job
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml

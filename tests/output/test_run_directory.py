@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.output.journal import partial_name, write_atomically
 from kuberoll_workers.output.run_directory import RunDirectory, RunRefused, differences, new_manifest
 from kuberoll_workers.output.storage import DirectoryStorage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import AnyRecord, encode_line
 from kuberoll_workers.output.run_directory import AGGREGATES
 from kuberoll_workers.output.run_files import RunFiles

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_api.contract import EnvironmentResult, FinishMessage
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.registry import UnusableEnvironment

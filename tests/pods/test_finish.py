@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import AnyRecord, encode_line
 from kuberoll_workers.output.journal import write_atomically
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, new_manifest

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kuberoll_api import rolloutjob
 from kuberoll_api.contract import ServeArgs, weights_source
-from kuberoll_api.rolloutjob import Generation
+from kuberoll_api.model import rolloutjob
+from kuberoll_api.model.rolloutjob import Generation
 from kuberoll_workers.serving.app import (
     build,
     deployment_options,

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage

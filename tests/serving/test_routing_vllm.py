@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
 from kuberoll_workers.analysis.report.browsed import BrowsedSample
 from kuberoll_workers.analysis.report.make import PAGE, make_report

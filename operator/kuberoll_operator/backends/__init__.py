@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.backends.base import Backend, GenerationState
 from kuberoll_operator.backends.external import External
 from kuberoll_operator.backends.kuberay import KubeRay

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Literal, Protocol
 
 from kuberoll_api.conditions import Reason
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import Hosting

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from kuberoll_api.conditions import Reason
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.model import Object, Observed, Ref
 from kuberoll_operator.render.context import RenderContext

@@ -121,7 +121,7 @@ def rendered_template(job: Object, image: str | None) -> Object:
     Raises:
         ConsoleError: The operator would make no pods of this job.
     """
-    from kuberoll_api.rolloutjob import RolloutJob
+    from kuberoll_api.model.rolloutjob import RolloutJob
     from kuberoll_operator import names
     from kuberoll_operator.commands.render import children_of
     from kuberoll_operator.settings import Settings, SettingsRefused

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from kuberoll_api import contract
-from kuberoll_api.manifest import ManifestError, load_job, load_jobs
+from kuberoll_api.manifest.loading import ManifestError, load_job, load_jobs
 
 if TYPE_CHECKING:
-    from kuberoll_api.rolloutjob import RolloutJob
+    from kuberoll_api.model.rolloutjob import RolloutJob
     from kuberoll_operator.model import Object
     from kuberoll_operator.settings import Settings
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kuberoll_api.rolloutjob import API_VERSION, KIND
+from kuberoll_api.model.rolloutjob import API_VERSION, KIND
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.config import CONFIG_FILE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from kuberoll_api.rolloutjob import API_VERSION, GROUP, KIND, VERSION
+from kuberoll_api.model.rolloutjob import API_VERSION, GROUP, KIND, VERSION
 
 
 class Resource(NamedTuple):

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from typing import Any, Final
 
-from kuberoll_api import traits
 from kuberoll_api.contract import PodConfig
-from kuberoll_api.rolloutjob import RolloutJobSpec
-from kuberoll_api.traits import Traits
+from kuberoll_api.model import traits
+from kuberoll_api.model.rolloutjob import RolloutJobSpec
+from kuberoll_api.model.traits import Traits
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kuberoll_api.rolloutjob import API_VERSION, KIND, RolloutJob
+from kuberoll_api.model.rolloutjob import API_VERSION, KIND, RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.hosting import Hosting

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy
 import orjson
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.dataset.expansion import PromptGroup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kuberoll_api.manifest import ManifestError, load_job
+from kuberoll_api.manifest.loading import ManifestError, load_job
 from kuberoll_workers.analysis.report.text import visible
 
 if TYPE_CHECKING:

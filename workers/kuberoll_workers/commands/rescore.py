@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kuberoll_api.manifest import ManifestError, load_job
+from kuberoll_api.manifest.loading import ManifestError, load_job
 from kuberoll_workers.analysis.report.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kuberoll_api.rolloutjob import RolloutJob
+    from kuberoll_api.model.rolloutjob import RolloutJob
     from kuberoll_workers.analysis.rescore import FirstStates, Tally
     from kuberoll_workers.output.run_files import RunFiles
     from kuberoll_workers.output.storage import Storage

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kuberoll_api.manifest import ManifestError, load_job
+from kuberoll_api.manifest.loading import ManifestError, load_job
 
 DEFAULT_METRICS_PORT = 9464
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset.expansion import PromptGroup, expand
 from kuberoll_workers.dataset.reading import EnvironmentSource, read_rows
 from kuberoll_workers.dataset.rows import DatasetError, Row

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from kuberoll_api import traits
-from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_api.traits import Traits
+from kuberoll_api.model import traits
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.traits import Traits
 from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer

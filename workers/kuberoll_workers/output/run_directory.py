@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import orjson
 
-from kuberoll_api import traits
-from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_api.traits import Traits
+from kuberoll_api.model import traits
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.traits import Traits
 from kuberoll_workers.environments.source_digest import source_digest
 from kuberoll_workers.output.storage import Storage, StorageError
 

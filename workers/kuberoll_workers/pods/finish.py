@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_REFUSED, EnvironmentResult, FinishMessage, PodConfig
 from kuberoll_api.logs import log_to_stderr
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, EnvironmentSummary
 from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.output.run_files import RunFiles

@@ -48,7 +48,7 @@ from kuberoll_api.contract import (
 )
 from kuberoll_api.http_server import serving
 from kuberoll_api.logs import log_to_stderr
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.pods.files import ConfigRefused, clipped, leave_message, read_config
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import Tokens, take_tokens

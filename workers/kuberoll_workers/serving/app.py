@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from kuberoll_api import rolloutjob
 from kuberoll_api.contract import (
     DEPLOYMENT,
     SCOPES,
@@ -22,7 +21,8 @@ from kuberoll_api.contract import (
     token_variable,
     user_config,
 )
-from kuberoll_api.rolloutjob import Generation
+from kuberoll_api.model import rolloutjob
+from kuberoll_api.model.rolloutjob import Generation
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
 from kuberoll_workers.policy.client import LOAD_HEADER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kuberoll_api.paths import Path
-from kuberoll_api.schema import alternatives, description, fields, in_words, places
+from kuberoll_api.schema.lookup import alternatives, description, fields, in_words, places
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, GetCoreSchemaHandler, StringConstraints,
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
-from kuberoll_api.types import DnsLabel, DnsName, JsonObject, LongText, ShortText
+from kuberoll_api.model.types import DnsLabel, DnsName, JsonObject, LongText, ShortText
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 

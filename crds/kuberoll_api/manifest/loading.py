@@ -8,11 +8,11 @@ from pathlib import Path as FilePath
 
 from pydantic import ValidationError
 
-from kuberoll_api.documents import Document, Unreadable, read_documents
-from kuberoll_api.mistakes import explain
-from kuberoll_api.overrides import OverrideError, apply_overrides
+from kuberoll_api.manifest.documents import Document, Unreadable, read_documents
+from kuberoll_api.manifest.mistakes import explain
+from kuberoll_api.manifest.overrides import OverrideError, apply_overrides
+from kuberoll_api.model.rolloutjob import API_VERSION, GROUP, KIND, RolloutJob
 from kuberoll_api.paths import Path, format_path
-from kuberoll_api.rolloutjob import API_VERSION, GROUP, KIND, RolloutJob
 
 __all__ = ["MOST_SHOWN", "ManifestError", "Mistake", "load_job", "load_jobs"]
 

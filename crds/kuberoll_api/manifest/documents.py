@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
-from kuberoll_api.nodes import Place, Problem, plain
+from kuberoll_api.manifest.nodes import Place, Problem, plain
 from kuberoll_api.paths import Path
 
 _EXCERPT = 120

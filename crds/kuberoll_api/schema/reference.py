@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kuberoll_api.crd import schema
-from kuberoll_api.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
-from kuberoll_api.schema import in_words
+from kuberoll_api.schema.crd import schema
+from kuberoll_api.schema.lookup import in_words
+from kuberoll_api.schema.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
 
 Schema = dict[str, Any]
 

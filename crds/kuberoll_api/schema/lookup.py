@@ -9,9 +9,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from kuberoll_api.paths import Path
-from kuberoll_api.rolloutjob import RolloutJob
-from kuberoll_api.types import (
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.types import (
     DNS_LABEL_PATTERN,
     DNS_NAME_PATTERN,
     ENTRYPOINT_PATTERN,
@@ -22,6 +21,7 @@ from kuberoll_api.types import (
     VARIABLE_PATTERN,
     VERSION_PATTERN,
 )
+from kuberoll_api.paths import Path
 
 Schema = dict[str, Any]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kuberoll_api.rolloutjob import (
+from kuberoll_api.model.rolloutjob import (
     Autoscaling,
     Environment,
     Generation,
@@ -24,8 +24,8 @@ from kuberoll_api.rolloutjob import (
     Tracking,
     Workers,
 )
-from kuberoll_api.traits import Traits, fields
-from kuberoll_api.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
+from kuberoll_api.model.traits import Traits, fields
+from kuberoll_api.model.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
 
 _SPEC: Final = {field.name: field for field in fields(RolloutJobSpec, Traits())}
 _WORKERS: Final = tuple(fields(Workers, _SPEC["workers"].traits))

@@ -12,10 +12,10 @@ from typing import Any, Final
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from kuberoll_api.rolloutjob import GROUP, KIND, VERSION, RolloutJob, RolloutJobSpec
-from kuberoll_api.rules import rules_of
+from kuberoll_api.model.rolloutjob import GROUP, KIND, VERSION, RolloutJob, RolloutJobSpec
+from kuberoll_api.model.types import MAX_SEED
+from kuberoll_api.schema.rules import rules_of
 from kuberoll_api.status import RolloutJobStatus
-from kuberoll_api.types import MAX_SEED
 
 Schema = dict[str, Any]
 

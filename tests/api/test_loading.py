@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.documents import parse_documents
-from kuberoll_api.manifest import MOST_SHOWN, ManifestError, Mistake, load_job, load_jobs
-from kuberoll_api.rolloutjob import RolloutJob
+from kuberoll_api.manifest.documents import parse_documents
+from kuberoll_api.manifest.loading import MOST_SHOWN, ManifestError, Mistake, load_job, load_jobs
+from kuberoll_api.model.rolloutjob import RolloutJob
 from tests.api.support import VALID, edited, line_of_here, mistakes_of, only_mistake
 
 # A part of the valid manifest, what stands there instead (the mistake's line is marked), the mistake's field, words.

@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from kuberoll_api.podparts import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
-from kuberoll_api.traits import Traits
-from kuberoll_api.types import (
+from kuberoll_api.model.podparts import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
+from kuberoll_api.model.traits import Traits
+from kuberoll_api.model.types import (
     ENTRYPOINT_PATTERN,
     JOB_NAME_PATTERN,
     MAX_COUNT,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kuberoll_api.documents import Document, Unreadable, parse_documents
+from kuberoll_api.manifest.documents import Document, Unreadable, parse_documents
 from kuberoll_api.paths import Path, format_path, parse_path
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kuberoll_api.paths import Path, quoted
-from kuberoll_api.schema import Schema, alternatives, description, fields, in_words, places
+from kuberoll_api.schema.lookup import Schema, alternatives, description, fields, in_words, places
 
 _MOST_NAMES = 16
 _MOST_TEXT = 60

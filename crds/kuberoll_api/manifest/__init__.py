@@ -1,0 +1,1 @@
+"""Manifests: YAML files read, changed by `--set`, and mistakes in them explained."""

@@ -1,0 +1,1 @@
+"""The RolloutJob as pydantic models, one module for each part of its spec."""
