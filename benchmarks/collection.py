@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from kuberoll_api.model.rolloutjob import RolloutJob, SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import TurnRecord, encode_line
 from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.rollouts.admission import Drain

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from kuberoll_api.manifest.documents import parse_documents
-from kuberoll_api.model.rolloutjob import Environment, RolloutJob
+from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.environments.isolation import make_executor

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field, StringConstraints
 
-from kuberoll_api.model.rolloutjob import Autoscaling, Generation, SimulatedEngine, Weights
+from kuberoll_api.model.generation import Autoscaling, Generation, SimulatedEngine, Weights
 from kuberoll_api.model.types import MAX_COUNT
 
 EXIT_FAILED: Final = 1

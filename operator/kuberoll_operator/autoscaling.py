@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from kuberoll_api.contract import fewest_replicas
-from kuberoll_api.model.rolloutjob import Autoscaling
+from kuberoll_api.model.generation import Autoscaling
 from kuberoll_operator import names
 
 

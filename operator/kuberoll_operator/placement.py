@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kuberoll_api.model.rolloutjob import Generation
+from kuberoll_api.model.generation import Generation
 
 GPU: Final = "nvidia.com/gpu"
 

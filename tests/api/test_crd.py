@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from kuberoll_api.cli import main
-from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec, Workers
+from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec
+from kuberoll_api.model.workers import Workers
 from kuberoll_api.schema import crd, rules
 from kuberoll_api.status import RolloutJobStatus
 from tests.api.contradictions import ACCEPTED, JOB, REFUSED, Contradiction, changed

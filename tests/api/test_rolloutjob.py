@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,23 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kuberoll_api import model
 from kuberoll_api.manifest.loading import load_job
-from kuberoll_api.model import rolloutjob
+from kuberoll_api.model.rollout import Rollout
 from kuberoll_api.model.rolloutjob import ObjectMeta, RolloutJob
 from kuberoll_api.model.types import Model
 from tests.api.support import VALID
 
-MODELS = [
-    model
-    for _, model in inspect.getmembers(rolloutjob, inspect.isclass)
-    if issubclass(model, Model) and model is not Model
-]
+MODULES = [importlib.import_module(item.name) for item in pkgutil.iter_modules(model.__path__, f"{model.__name__}.")]
+MODELS = sorted(
+    {
+        model
+        for module in MODULES
+        for _, model in inspect.getmembers(module, inspect.isclass)
+        if issubclass(model, Model) and model is not Model
+    },
+    key=lambda model: model.__name__,
+)
 SCHEMA = RolloutJob.model_json_schema()
 
 
@@ -107,4 +115,4 @@ def test_defaults_need_no_more_than_a_model_an_environment_and_a_dataset() -> No
 
 def test_python_names_are_refused_on_the_wire() -> None:
     with pytest.raises(ValidationError, match="Extra inputs"):
-        rolloutjob.Rollout.model_validate({"max_turns": 3})
+        Rollout.model_validate({"max_turns": 3})

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from kuberoll_api.model import traits
-from kuberoll_api.model.rolloutjob import IDENTITY, OPERATION, POD, RolloutJobSpec
-from kuberoll_api.model.traits import Traits
+from kuberoll_api.model.rolloutjob import RolloutJobSpec
+from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, Traits
 from kuberoll_api.schema.rules import ONLY_SUSPENDED, WORKERS_AT_ANY_TIME
 
 

@@ -13,7 +13,9 @@ import pytest
 import pytest_asyncio
 
 from kuberoll_api.manifest.documents import read_documents
-from kuberoll_api.model.rolloutjob import PodOptions, RolloutJob, RolloutJobSpec, Workers
+from kuberoll_api.model.pods import PodOptions
+from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec
+from kuberoll_api.model.workers import Workers
 from kuberoll_api.schema import crd
 from tests.api.contradictions import ACCEPTED, JOB, REFUSED, Contradiction, changed
 from tests.api.test_crd import STATUS

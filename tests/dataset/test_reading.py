@@ -16,7 +16,8 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from kuberoll_api.model.rolloutjob import Dataset, RolloutJob
+from kuberoll_api.model.dataset import Dataset
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset import inputs
 from kuberoll_workers.dataset.inputs import prompt_groups, read_ahead, repeats_of, same_rows, scan
 from kuberoll_workers.dataset.reading import DatasetError, Row, read_rows

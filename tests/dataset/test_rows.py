@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.model.rolloutjob import PromptTemplate
+from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_workers.dataset.rows import DatasetError, Place, Row, parse_row
 
 PLACE = Place("rows.jsonl:", 2)

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.model.rolloutjob import Dataset, HuggingFaceSource
+from kuberoll_api.model.dataset import Dataset, HuggingFaceSource
 from kuberoll_workers.dataset.reading import read_rows
 from kuberoll_workers.dataset.rows import DatasetError, parse_row
 from kuberoll_workers.dataset.sources import file_rows, hub_rows

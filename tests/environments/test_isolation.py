@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kuberoll_api.model.rolloutjob import Dataset
+from kuberoll_api.model.dataset import Dataset
 from kuberoll_workers.dataset.reading import DatasetError, read_rows
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor

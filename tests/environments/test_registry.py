@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from kuberoll_api.model.rolloutjob import BuiltInEnvironment, Environment
+from kuberoll_api.model.environments import BuiltInEnvironment, Environment
 from kuberoll_workers.environments import BUILT_INS, EnvironmentInterface, UnusableEnvironment, create, resolve
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kuberoll_api.contract import PodProgress, fewest_replicas
-from kuberoll_api.model.rolloutjob import Autoscaling
+from kuberoll_api.model.generation import Autoscaling
 from kuberoll_operator import autoscaling, names
 from kuberoll_operator.autoscaling import Decision, Intent, Load, called_for, decide, described
 from kuberoll_operator.backends import BACKENDS

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kuberoll_api.model.rolloutjob import Generation
+from kuberoll_api.model.generation import Generation
 from kuberoll_operator.placement import GPU, CannotPlace, Placement, gpus_of, place
 from tests.operator.support import job
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import transformers.models.auto.tokenization_auto  # noqa: F401 - so that not every child has to
 
-from kuberoll_api.model.rolloutjob import RolloutJob, SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import aggregate
 from kuberoll_workers.analysis.report.make import PAGE, read_report
 from kuberoll_workers.dataset.inputs import scan

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from kuberoll_api.contract import ServeArgs, weights_source
-from kuberoll_api.model import rolloutjob
-from kuberoll_api.model.rolloutjob import Generation
+from kuberoll_api.model.generation import Generation, Weights
 from kuberoll_workers.serving.app import (
     build,
     deployment_options,
@@ -167,7 +166,7 @@ def test_a_simulated_engine_takes_no_gpu() -> None:
 
 def test_weights_to_start_with_are_what_may_change_later() -> None:
     generation = Generation.model_validate({"model": {"source": "m"}})
-    weights = rolloutjob.Weights(uri="s3://b/w", version="7")
+    weights = Weights(uri="s3://b/w", version="7")
     args = ServeArgs.of(generation, weights=weights_source(weights), drain_seconds=33)
     assert read_args(json.loads(json.dumps(msgspec.to_builtins(args)))) == args
     options = deployment_options(args, gpus=1)

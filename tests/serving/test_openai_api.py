@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from kuberoll_api.model.rolloutjob import SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyUnavailable

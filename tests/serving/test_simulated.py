@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kuberoll_api.model.rolloutjob import SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
 from kuberoll_workers.serving.engines.simulated import Simulated

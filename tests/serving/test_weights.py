@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_api.contract import WeightsSource, user_config
-from kuberoll_api.model.rolloutjob import SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyUnavailable, SamplingParameters
 from kuberoll_workers.serving.engines.checkpoint import misfit

@@ -25,7 +25,9 @@ from typing import Final, Literal, TextIO
 import msgspec
 from pydantic import TypeAdapter
 
-from kuberoll_api.model.rolloutjob import Environment, External, RolloutJob
+from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.generation import External
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
 from kuberoll_workers.data.observations import (
     ChatTemplateObservations,

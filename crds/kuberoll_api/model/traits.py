@@ -105,3 +105,11 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for item in typing.get_args(annotation) if (model := _model_of(item)) is not None), None)
+
+
+# Traits of fields.
+IDENTITY = Traits(identity=True)
+OPERATION = Traits(identity=False)
+# How pods are made: not to be read where environments run, and nothing for one machine but variables and GPUs.
+POD = Traits(identity=False, reader="Operator", place="Cluster")
+POD_ANYWHERE = POD | Traits(place="Anywhere")

@@ -11,21 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kuberoll_api.model.rolloutjob import (
-    Autoscaling,
-    Environment,
-    Generation,
-    Groups,
-    Output,
-    PodOptions,
-    Rollout,
-    RolloutJob,
-    RolloutJobSpec,
-    Tracking,
-    Workers,
-)
+from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.generation import Autoscaling, Generation
+from kuberoll_api.model.output import Output, Tracking
+from kuberoll_api.model.pods import PodOptions
+from kuberoll_api.model.rollout import Groups, Rollout
+from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec
 from kuberoll_api.model.traits import Traits, fields
 from kuberoll_api.model.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
+from kuberoll_api.model.workers import Workers
 
 _SPEC: Final = {field.name: field for field in fields(RolloutJobSpec, Traits())}
 _WORKERS: Final = tuple(fields(Workers, _SPEC["workers"].traits))

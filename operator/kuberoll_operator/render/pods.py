@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kuberoll_api.model.rolloutjob import PodOptions
+from kuberoll_api.model.pods import PodOptions
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge, merge_named

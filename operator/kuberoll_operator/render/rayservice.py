@@ -20,7 +20,7 @@ from kuberoll_api.contract import (
     user_config,
     weights_source,
 )
-from kuberoll_api.model.rolloutjob import PodOptions
+from kuberoll_api.model.pods import PodOptions
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.placement import Placement

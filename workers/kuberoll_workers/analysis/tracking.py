@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from kuberoll_api.model.rolloutjob import MlflowTracking, RolloutJob, Tracking, WandbTracking
+from kuberoll_api.model.output import MlflowTracking, Tracking, WandbTracking
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.report.make import PAGE
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
 from kuberoll_workers.output.run_files import RunFiles

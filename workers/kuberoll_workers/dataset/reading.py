@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kuberoll_api.model.rolloutjob import Dataset, GeneratorSource
+from kuberoll_api.model.dataset import Dataset, GeneratorSource
 from kuberoll_workers.dataset.rows import DatasetError, Place, Row, parse_row
 from kuberoll_workers.dataset.sources import FIELD, RawRow, checked_integers, file_rows, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface

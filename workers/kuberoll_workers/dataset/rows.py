@@ -13,7 +13,8 @@ import orjson
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from kuberoll_api.model.rolloutjob import PromptTemplate, Sampling
+from kuberoll_api.model.dataset import PromptTemplate
+from kuberoll_api.model.generation import Sampling
 
 # The seed is the run's: a row may not set it, or the samples of its group would all be one.
 _SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if name != "seed"}

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import orjson
 
-from kuberoll_api.model.rolloutjob import HuggingFaceSource
+from kuberoll_api.model.dataset import HuggingFaceSource
 from kuberoll_workers.dataset.rows import DatasetError, Place
 
 if TYPE_CHECKING:

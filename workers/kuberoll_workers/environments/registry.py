@@ -35,7 +35,7 @@ class UnusableEnvironment(ValueError):
 
 
 class EnvironmentSpec(Protocol):
-    """What `create` reads of a RolloutJob's environment (`kuberoll_api.model.rolloutjob.Environment` is one)."""
+    """What `create` reads of a RolloutJob's environment (`kuberoll_api.model.environments.Environment` is one)."""
 
     @property
     def name(self) -> str: ...

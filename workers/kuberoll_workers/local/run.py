@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
-from kuberoll_api.model.rolloutjob import External, RolloutJob
+from kuberoll_api.model.generation import External
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.dataset.inputs import repeats_of

@@ -28,7 +28,8 @@ import orjson
 from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, PROGRESS_PORT, PodConfig, PodProgress, WorkerMessage
 from kuberoll_api.http_server import metrics_route, serving
 from kuberoll_api.logs import log_to_stderr
-from kuberoll_api.model.rolloutjob import DatasetSource, RolloutJob
+from kuberoll_api.model.dataset import DatasetSource
+from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan

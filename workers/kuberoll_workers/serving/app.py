@@ -21,8 +21,7 @@ from kuberoll_api.contract import (
     token_variable,
     user_config,
 )
-from kuberoll_api.model import rolloutjob
-from kuberoll_api.model.rolloutjob import Generation
+from kuberoll_api.model.generation import Generation, Weights
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
 from kuberoll_workers.policy.client import LOAD_HEADER
@@ -217,7 +216,7 @@ class GenerationServer:
 
     async def _change_weights(self, request: Request) -> Response:
         try:
-            given = rolloutjob.Weights.model_validate_json(await read_body(request, most=_MOST_WEIGHTS_BYTES))
+            given = Weights.model_validate_json(await read_body(request, most=_MOST_WEIGHTS_BYTES))
         except BodyRefused as error:
             return _error(error.status, "BodyRefused", str(error))
         except ValidationError as error:

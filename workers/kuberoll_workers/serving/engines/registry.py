@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from kuberoll_api.contract import ServeArgs
-from kuberoll_api.model.rolloutjob import SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.serving.engines import vllm_engine
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.engines.simulated import Simulated

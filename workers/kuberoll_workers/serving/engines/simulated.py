@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kuberoll_api.model.rolloutjob import SimulatedEngine
+from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from kuberoll_workers.policy.interface import (

@@ -1,0 +1,201 @@
+"""The policy: its model, engine, replicas, sampling, and weights that may change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from kuberoll_api.model.contradictions import contradiction
+from kuberoll_api.model.pods import PodOptions
+from kuberoll_api.model.traits import IDENTITY, OPERATION
+from kuberoll_api.model.types import (
+    MAX_SEED,
+    VARIABLE_PATTERN,
+    VERSION_PATTERN,
+    JsonObject,
+    LongText,
+    Model,
+    StopString,
+    Url,
+)
+
+
+class ModelSource(Model):
+    """Which model generates."""
+
+    source: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
+        description="Hub id, local directory (relative to the manifest), or s3:// or gs:// URI."
+    )
+    tokenizer: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="Location of the tokenizer, if it is not with the model."
+    )
+    revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Branch, tag or commit of a hub model."
+    )
+
+
+class Sampling(Model):
+    """How tokens are sampled; a dataset row may override each of these."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
+    top_k: int = Field(default=-1, ge=-1, le=1_000_000, description="Tokens considered; -1 and 0 mean all.")
+    max_tokens: int = Field(
+        default=512, ge=1, le=1_000_000, description="Maximum number of tokens generated in one turn."
+    )
+    stop: list[StopString] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Stop strings of the first turn, unless the dataset row has its own; included in the output.",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_SEED,
+        description="Base of the per-trajectory sampling seeds; absent: derived from the job's name.",
+    )
+    greedy: bool = Field(default=False, description="Always take the most likely token, regardless of the temperature.")
+
+
+class SimulatedEngine(Model):
+    """A latency and batching model in the engine's place: dry runs and tests without a GPU."""
+
+    responses: list[LongText] = Field(
+        default_factory=list,
+        max_length=1024,
+        description="Texts of the answers, one drawn per request by its seed; none: random token ids.",
+    )
+    first_token_seconds: float = Field(default=0.0, ge=0, le=600, description="Median seconds to the first token.")
+    token_seconds: float = Field(
+        default=0.0, ge=0, le=60, description="Median seconds per further token, in a batch of one."
+    )
+    sigma: float = Field(
+        default=0.0, ge=0, le=4, description="Spread of these times: the sigma of their lognormal distribution."
+    )
+    mean_tokens: int = Field(default=32, ge=1, le=1_000_000, description="Mean length of a random answer, tokens.")
+    max_batch: int = Field(default=256, ge=1, le=1_000_000, description="Maximum batch size; further requests wait.")
+    batch_slowdown: float = Field(
+        default=0.0, ge=0, le=1, description="Relative slowdown of a token for each further request in the batch."
+    )
+
+
+class Autoscaling(Model):
+    """Replicas that follow the load."""
+
+    min_replicas: int = Field(default=1, ge=0, le=1024, description="Minimum number of replicas.")
+    max_replicas: int = Field(ge=1, le=1024, description="Maximum number of replicas.")
+    target_ongoing_requests: float = Field(
+        default=64, gt=0, le=100_000, description="Target number of running and waiting requests per replica."
+    )
+    upscale_delay_seconds: float = Field(
+        default=10, ge=0, le=86_400, description="Seconds for which more replicas must be needed before scaling up."
+    )
+    downscale_delay_seconds: float = Field(
+        default=120, ge=0, le=86_400, description="Seconds for which fewer replicas must suffice before scaling down."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise contradiction(
+                f"found {self.min_replicas}, which is more than maxReplicas ({self.max_replicas})", "minReplicas"
+            )
+        return self
+
+
+class Weights(Model):
+    """Weights in place of the model's own; they may change while the job runs, and no trajectory is lost by it."""
+
+    uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
+        description="Location of the weights, in the model's own format: a directory that the replicas have "
+        "mounted, or"
+        "an s3:// or gs:// URI."
+    )
+    version: Annotated[str, StringConstraints(pattern=VERSION_PATTERN, max_length=63)] = Field(
+        description="Name of these weights: every generated token is recorded with the version that produced it. "
+        "Different weights need a different version; 0 is the model's own."
+    )
+
+
+class External(Model):
+    """A policy endpoint that somebody else runs."""
+
+    url: Annotated[Url, OPERATION] = Field(description="Base URL of the endpoint.")
+    urls: Annotated[list[Url], OPERATION] = Field(
+        default_factory=list,
+        max_length=256,
+        description="Base URLs of further replicas of the same policy; a trajectory's turns stay with one of them.",
+    )
+    api: Annotated[Literal["Auto", "KubeRoll", "OpenAI"], IDENTITY] = Field(
+        default="Auto",
+        description="Protocol of the endpoint: KubeRoll's own, or that of an OpenAI-compatible server (/v1/completions "
+        "with token ids as prompt); Auto: ask the endpoint.",
+    )
+    model: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, IDENTITY] = Field(
+        default=None, description="The model's name at an OpenAI-compatible server; absent: the first that it lists."
+    )
+    api_key_variable: Annotated[
+        Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None, OPERATION
+    ] = Field(
+        default=None,
+        description="Environment variable of the workers that holds the endpoint's API key (workers.env or envFrom, "
+        "from a Secret).",
+    )
+
+
+class Generation(PodOptions):
+    """The policy: which model, on which engine, how many replicas, sampled how."""
+
+    backend: Annotated[Literal["Auto", "KubeRay", "Native", "External"], OPERATION] = Field(
+        default="Auto",
+        description="How the engine is run: by KubeRay, in plain Deployments (Native), or outside the job (External). "
+        "Auto: KubeRay if the cluster serves its CRD, else Native. `kuberoll run` treats all but External as "
+        "local.",
+    )
+    model: Annotated[ModelSource, IDENTITY] = Field(description="The model that generates.")
+    engine: Annotated[Literal["VLLM", "Simulated"], IDENTITY] = Field(
+        default="VLLM", description="vLLM, or a simulation of its latency."
+    )
+    engine_args: Annotated[JsonObject, IDENTITY] = Field(
+        default_factory=dict, description="Arguments passed to vLLM unchanged, in its spelling (max_model_len, ...)."
+    )
+    simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(
+        default=None, description="Settings of the Simulated engine."
+    )
+    sampling: Annotated[Sampling, IDENTITY] = Field(default_factory=Sampling, description="Sampling parameters.")
+    replicas: Annotated[int | None, OPERATION] = Field(
+        default=None, ge=1, le=1024, description="Engine replicas; absent: 1."
+    )
+    autoscaling: Annotated[Autoscaling | None, OPERATION] = Field(
+        default=None, description="Replicas that follow the load, instead of a fixed number."
+    )
+    gpus_per_replica: Annotated[float | None, OPERATION] = Field(
+        default=None,
+        gt=0,
+        le=1024,
+        description="GPUs of one engine replica; absent: tensor_parallel_size times pipeline_parallel_size of "
+        "engineArgs. A fraction lets replicas share a GPU (backend KubeRay).",
+    )
+    max_ongoing_requests: Annotated[int, OPERATION] = Field(
+        default=512, ge=1, le=100_000, description="Maximum number of concurrent requests of one replica."
+    )
+    routing: Annotated[Literal["Session", "LeastLoaded"], OPERATION] = Field(
+        default="Session",
+        description="Session: turns of a trajectory stay with the replica that has their prefix cached. "
+        "LeastLoaded: each"
+        "turn goes to the replica with the least load.",
+    )
+    external: External | None = Field(default=None, description="The endpoint, with backend External.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.replicas is not None and self.autoscaling is not None:
+            raise contradiction("excludes autoscaling; remove one of the two", "replicas")
+        if self.backend == "External" and self.external is None:
+            raise contradiction("External needs external.url, the endpoint to use", "backend")
+        if self.backend != "External" and self.external is not None:
+            raise contradiction("is only for backend External; set backend: External, or remove it", "external")
+        if self.engine != "Simulated" and self.simulated is not None:
+            raise contradiction("is only for engine Simulated; set engine: Simulated, or remove it", "simulated")
+        return self

@@ -1,0 +1,133 @@
+"""The multi-turn loop: its limits, retries, deadlines and prompt groups."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kuberoll_api.model.contradictions import contradiction
+from kuberoll_api.model.traits import IDENTITY, OPERATION
+from kuberoll_api.model.types import (
+    MAX_COUNT,
+    Model,
+    Seconds,
+)
+
+
+class Retries(Model):
+    """How often, and how patiently, a failed step is tried again within its turn."""
+
+    generation_attempts: int = Field(
+        default=30,
+        ge=1,
+        le=1000,
+        description="Attempts of one generation request if the endpoint is at fault; the default outlasts a "
+        "replica that"
+        "takes ten minutes to restart.",
+    )
+    environment_attempts: int = Field(default=2, ge=1, le=1000, description="Attempts of one environment step.")
+    backoff_seconds: float = Field(
+        default=0.5, ge=0, le=600, description="Seconds before the second attempt; doubled for each further one."
+    )
+    max_backoff_seconds: float = Field(default=30.0, ge=0, le=3600, description="Maximum seconds between attempts.")
+
+
+class Timeouts(Model):
+    """How long things may take. What takes longer is stopped, its request aborted, and recorded as failed."""
+
+    generation_seconds: Seconds = Field(
+        default=600.0, description="Time limit of one generation request, including waiting."
+    )
+    turn_seconds: Seconds | None = Field(
+        default=None,
+        description="Time limit of one turn, including all retries of generation and environment; absent: none.",
+    )
+    trajectory_seconds: Seconds | None = Field(default=None, description="Time limit of one trajectory; absent: none.")
+
+
+class Groups(Model):
+    """Prompt groups, the samples of one prompt: which of them count."""
+
+    oversample: int = Field(
+        default=0,
+        ge=0,
+        le=65536,
+        description="Samples started per prompt in addition to dataset.repeats. The first to finish are kept, "
+        "the others"
+        "are stopped and go to dropped.jsonl: faster, but biased towards short trajectories.",
+    )
+    atomic: bool = Field(
+        default=False,
+        description="All samples of a prompt or none: if one fails permanently, its group fails with it.",
+    )
+    drop_equal_rewards: bool = Field(
+        default=False,
+        description="Drop groups whose rewards are all equal: they have no advantage to learn from. They go to "
+        "dropped.jsonl.",
+    )
+    drop_budget: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_COUNT,
+        description="Maximum number of groups that dropEqualRewards may drop; absent: no limit.",
+    )
+    wanted: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Number of kept groups at which to stop; each dropped group is replaced by the dataset's next. "
+        "Absent: the whole dataset.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.drop_budget is not None and not self.drop_equal_rewards:
+            raise contradiction(
+                "is the budget of dropEqualRewards; set dropEqualRewards: true, or remove it", "dropBudget"
+            )
+        return self
+
+
+class Rollout(Model):
+    """The loop: generate, step the environments, reward, repeat."""
+
+    scheduling: Annotated[Literal["Concurrent", "Lockstep"], OPERATION] = Field(
+        default="Concurrent",
+        description="Concurrent: every trajectory at its own pace. Lockstep: batches of `concurrency`, turn by turn.",
+    )
+    max_turns: Annotated[int, IDENTITY] = Field(
+        default=20, ge=1, le=1_000_000, description="Maximum turns per trajectory."
+    )
+    max_sequence_length: Annotated[int | None, IDENTITY] = Field(
+        default=None, ge=2, le=100_000_000, description="Maximum tokens per trajectory; absent: the engine's window."
+    )
+    concurrency: Annotated[int, OPERATION] = Field(
+        default=256, ge=1, le=100_000, description="Trajectories in flight per worker."
+    )
+    observation_template: Annotated[Literal["Raw", "ChatTemplate"], IDENTITY] = Field(
+        default="Raw",
+        description="Raw: an observation's tokens are appended unchanged. ChatTemplate: with the role "
+        "boundaries of the"
+        "model's chat template.",
+    )
+    groups: Annotated[Groups, IDENTITY] = Field(
+        default_factory=Groups, description="Rules for the samples of a prompt."
+    )
+    journal_turns: Annotated[bool, OPERATION] = Field(
+        default=True,
+        description="Write every turn to disk, so that an interrupted trajectory resumes after its last complete turn.",
+    )
+    retries: Annotated[Retries, OPERATION] = Field(default_factory=Retries, description="Retries of failed steps.")
+    timeouts: Annotated[Timeouts, OPERATION] = Field(default_factory=Timeouts, description="Time limits.")
+    max_failed_fraction: Annotated[float, OPERATION] = Field(
+        default=0.0, ge=0, le=1, description="The failure budget: fraction of trajectories that may fail permanently."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for given, name in ((self.groups.atomic, "atomic"), (self.groups.drop_equal_rewards, "dropEqualRewards")):
+            if given and not self.journal_turns:
+                message = f"groups.{name} needs it: results that wait for their group are kept there; remove one"
+                raise contradiction(message, "journalTurns")
+        return self
