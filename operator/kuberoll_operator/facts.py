@@ -54,6 +54,9 @@ class Stage(Enum):
 STOPPED: Final = frozenset({Stage.SUSPENDED, Stage.QUEUED})
 """Nothing is to run, and the job goes on later."""
 
+UNDER_WAY: Final = frozenset({Stage.STARTING, Stage.RUNNING})
+"""Generation runs, or is being started."""
+
 
 class Cause(NamedTuple):
     """Why something is as it is: a reason of `conditions.Reason`, and words for people."""

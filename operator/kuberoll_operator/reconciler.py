@@ -43,7 +43,7 @@ from kuberoll_operator.plan import plan
 from kuberoll_operator.progress import ProgressPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.settings import Settings
-from kuberoll_operator.status import compute_status, format_time, next_deadline
+from kuberoll_operator.status.job_status import compute_status, format_time, next_deadline
 from kuberoll_operator.transitions import transitions
 
 SLOW_SECONDS: Final = 60.0

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kuberoll_api.contract import PodProgress, fewest_replicas
 from kuberoll_api.model.generation import Autoscaling
-from kuberoll_operator import autoscaling, names
-from kuberoll_operator.autoscaling import Decision, Intent, Load, called_for, decide, described
-from kuberoll_operator.backends import BACKENDS
+from kuberoll_operator import names
+from kuberoll_operator.backends import BACKENDS, autoscaling
+from kuberoll_operator.backends.autoscaling import Decision, Intent, Load, called_for, decide, described
 from kuberoll_operator.backends.native import load_of
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object

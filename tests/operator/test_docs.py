@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kuberoll_api.conditions import CONDITION_TYPES, Reason
 from kuberoll_operator.metrics import Metrics
-from kuberoll_operator.status import _PHASES
+from kuberoll_operator.status.job_status import _PHASES
 from kuberoll_operator.transitions import RULES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()

@@ -18,7 +18,7 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.placement import place
 from kuberoll_operator.plan import plan
 from kuberoll_operator.render import rayservice, seal
-from kuberoll_operator.status import compute_status
+from kuberoll_operator.status.job_status import compute_status
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.serving import app
 from kuberoll_workers.serving.engines.registry import placed_engine_args

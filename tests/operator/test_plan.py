@@ -22,7 +22,7 @@ from kuberoll_operator.backends import backend_of
 from kuberoll_operator.facts import compute_facts, indexes
 from kuberoll_operator.model import Object, Observed, Plan, StatusPatch, is_true
 from kuberoll_operator.plan import plan
-from kuberoll_operator.status import compute_status, next_deadline
+from kuberoll_operator.status.job_status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
 from tests.operator.support import (
     SETTINGS,

@@ -17,7 +17,7 @@ from kuberoll_operator import names
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import ClusterQuota, Object, Observed, Plan, StatusPatch, condition, is_true
 from kuberoll_operator.plan import plan
-from kuberoll_operator.status import compute_status
+from kuberoll_operator.status.job_status import compute_status
 from kuberoll_operator.transitions import transitions
 from tests.operator import support
 from tests.operator.support import at, child, deployment, finish_job, observed, pod, raw, workers_job

@@ -17,7 +17,7 @@ from kuberoll_operator import model
 from kuberoll_operator.backends.pods import ContainerExit, how_it_ended, redact
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
-from kuberoll_operator.status import compute_status, next_deadline
+from kuberoll_operator.status.job_status import compute_status, next_deadline
 from tests.operator.support import (
     SETTINGS,
     at,

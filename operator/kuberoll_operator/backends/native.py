@@ -9,7 +9,8 @@ from typing import Final
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_operator import autoscaling, names
+from kuberoll_operator import names
+from kuberoll_operator.backends import autoscaling
 from kuberoll_operator.backends.base import GenerationState
 from kuberoll_operator.backends.pods import (
     any_active,

@@ -1,0 +1,1 @@
+"""The status of a job, from its facts."""

@@ -1,0 +1,268 @@
+"""The conditions of a job: what is so, why, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kuberoll_api import conditions, contract
+from kuberoll_api.conditions import CONDITION_TYPES, Reason
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_operator import names
+from kuberoll_operator.backends.pods import (
+    MESSAGE_CHARACTERS,
+    Problem,
+    any_active,
+    diagnose,
+    how_it_ended,
+    pods_of,
+    redact,
+)
+from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, is_ours
+from kuberoll_operator.model import Observed, condition, is_true, status_of
+
+Json = dict[str, Any]
+
+# Whether a condition is so, the reason, and the message.
+Verdict = tuple[bool, str, str]
+
+# The version of the model's own weights.
+_OWN_VERSION: Final = "0"
+
+
+def conditions_of(facts: Facts) -> dict[str, Verdict]:
+    """The conditions that are known now, by type."""
+    job, raw, observed = facts.job, facts.raw, facts.observed
+    old = status_of(raw)
+    found: dict[str, Verdict] = {}
+    suspended = condition(old, conditions.SUSPENDED)
+    if facts.stage is Stage.SUSPENDED:
+        found[conditions.SUSPENDED] = _suspended(observed, settled=facts.settled)
+    elif facts.stage is Stage.QUEUED:
+        error = _error(observed, job, names.workload)
+        words = redact(f"{facts.quota.message}; {error.message}" if error else facts.quota.message)
+        found[conditions.SUSPENDED] = (facts.settled, Reason.QUEUED if facts.settled else Reason.EVICTED, words)
+    elif suspended and facts.stage is not Stage.FAILING:
+        admitted = facts.quota.queue is not None
+        reason = Reason.ADMITTED if admitted else Reason.JOB_RESUMED
+        found[conditions.SUSPENDED] = (False, reason, facts.quota.message)
+    if (checked := _workers_checked(old, facts)) is not None:
+        found[conditions.WORKERS_CHECKED] = checked
+    found[conditions.GENERATION_READY] = _generation_ready(old, facts)
+    found[conditions.WORKERS_READY] = _workers_ready(old, facts)
+    if (weights := _weights_served(old, facts)) is not None:
+        found[conditions.WEIGHTS_SERVED] = weights
+    if facts.stage is Stage.FINISHING:
+        found[conditions.SUCCESS_CRITERIA_MET] = _finishing(facts)
+    if facts.stage is Stage.CLEARING:
+        before = condition(old, conditions.SUCCESS_CRITERIA_MET)
+        text = before.get("message", "") if before.get("status") == "True" else _outcome(facts)
+        found[conditions.SUCCESS_CRITERIA_MET] = (True, Reason.TRAJECTORIES_DONE, text)
+        if facts.settled:
+            found[conditions.COMPLETE] = (True, Reason.TRAJECTORIES_DONE, text)
+    if facts.stage is Stage.FAILING and facts.failure is not None:
+        found[conditions.FAILURE_TARGET] = (True, facts.failure.reason, facts.failure.message)
+        jobs = [observed.get("Job", part(job.metadata.name)) for part in (names.check, names.workers, names.finish)]
+        stopped = all(live is None or not is_ours(live, job, raw) or is_at_rest(live) for live in jobs)
+        # Only what was recorded before is being cleaned up: what this reconcile has written is not observed yet.
+        if facts.settled and stopped and is_true(old, conditions.FAILURE_TARGET):
+            found[conditions.FAILED] = (True, facts.failure.reason, facts.failure.message)
+    return found
+
+
+def _suspended(observed: Observed, *, settled: bool) -> Verdict:
+    """Whether a job that is to be suspended is: what was in flight is finished first."""
+    if settled:
+        return True, Reason.JOB_SUSPENDED, "no engine and no worker runs; everything finished is kept"
+    workers = sum(any_active([pod]) for pod in pods_of(observed.pods, names.WORKERS))
+    waits = f"{workers} workers finish what is in flight" if workers else "the engines are ending"
+    return False, Reason.SUSPENDING, waits
+
+
+def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
+    """Whether workers will find what they need; None where nobody looks."""
+    job, observed = facts.job, facts.observed
+    before = condition(old, conditions.WORKERS_CHECKED)
+    if facts.stage is Stage.SUSPENDED:
+        return (False, Reason.JOB_SUSPENDED, "looked at again when the job is resumed") if before else None
+    if facts.stage is Stage.QUEUED:
+        return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
+    if facts.stage is Stage.CHECKING:
+        blocked = facts.taken or _error(observed, job, names.config, names.check)
+        living = [pod for pod in pods_of(observed.pods, names.CHECK) if any_active([pod])]
+        problem = diagnose(living, "worker")
+        if blocked is not None:
+            return False, blocked.reason, blocked.message
+        if problem is not None:
+            return False, *_kept(problem, before)
+        return False, Reason.CHECKING, "a pod looks at what workers need; engines start after that"
+    if facts.stage is Stage.FAILING:
+        if facts.check.problem is not None:
+            return False, facts.check.problem.reason, facts.check.problem.message
+        return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
+    if before.get("status") == "True" or (not before and facts.check.planned is None):
+        # Of a job that nobody looked at, nothing is said.
+        return (True, before["reason"], before.get("message", "")) if before else None
+    count = (
+        "" if facts.check.planned is None else f": {facts.check.planned} trajectories in {facts.shards.count} shards"
+    )
+    return True, Reason.CHECKED, f"workers have what they need{count}"
+
+
+def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
+    job, observed = facts.job, facts.observed
+    state, before = facts.generation, condition(old, conditions.GENERATION_READY)
+    if facts.stage is Stage.FAILING:
+        return _stopped(before, facts, gone=not facts.ready)
+    if state.reason == Reason.EXTERNAL:
+        return True, Reason.EXTERNAL, state.message
+    if facts.stage not in {Stage.CHECKING, *UNDER_WAY}:
+        stopped = {Stage.SUSPENDED: "suspended", Stage.QUEUED: "it has no quota"}
+        why = stopped.get(facts.stage, "all shards are done")
+        return False, Reason.RELEASED, f"the engines are released: {why}"
+    blocked = facts.taken or _error(
+        observed, job, names.config, names.generation, names.generation_pods, names.ray_service
+    )
+    if facts.stage is Stage.CHECKING and blocked is None:
+        return False, Reason.WAITING_FOR_CHECK, "engines start when workers have what they need"
+    count = f"{state.ready} of {state.desired} replicas are ready"
+    cause = Cause(state.reason, state.message)
+    if state.repeats and before.get("reason") == state.reason:
+        cause = cause._replace(message=str(before.get("message", "")))
+    if facts.ready:
+        less = state.ready < state.desired or not state.settled
+        words = (blocked.message if blocked else "") or (cause.message if less else "")
+        return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
+    if blocked:
+        return False, blocked.reason, blocked.message
+    return False, cause.reason, cause.message or count
+
+
+def _weights_served(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
+    """Whether all replicas have the weights that are wanted; None where nothing is to be said of it."""
+    job, observed = facts.job, facts.observed
+    wanted = job.spec.weights
+    if facts.stage is Stage.FAILING or (wanted is None and not condition(old, conditions.WEIGHTS_SERVED)):
+        return None
+    if facts.stage not in UNDER_WAY:
+        return False, Reason.RELEASED, "the engines are released"
+    version = _OWN_VERSION if wanted is None else wanted.version
+    if served_version(old, facts) == version:
+        return True, Reason.WEIGHTS_CURRENT, f"all replicas serve version {version}"
+    having = sum(item.version == version for item in observed.served.values())
+    problem = next((item.problem for _, item in sorted(observed.served.items()) if item.problem), None)
+    text = f"{having} of {facts.generation.desired} replicas serve version {version}"
+    return False, Reason.WEIGHTS_LOADING, redact(f"{text}; {problem}" if problem else text)
+
+
+def served_version(old: Mapping[str, Any], facts: Facts) -> str | None:
+    """The version that all replicas serve, as far as they are heard; None where they differ or none is known."""
+    observed = facts.observed
+    if facts.stage not in UNDER_WAY:
+        return None
+    before = (old.get("generation") or {}).get("policyVersion")
+    if not observed.served:
+        return None if before is None else str(before)
+    found = {item.version for item in observed.served.values()}
+    version = found.pop()
+    if found or version is None:
+        return None
+    # A replica that is new is heard of later, and has begun with what was wanted.
+    heard = len(observed.served) >= max(1, facts.generation.ready) or version == before
+    return version if heard else None
+
+
+def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
+    job, observed = facts.job, facts.observed
+    shards, before = facts.shards, condition(old, conditions.WORKERS_READY)
+    count = f"{shards.succeeded} of {shards.count} shards are done"
+    if shards.done:
+        failed = f", {len(shards.failed)} failed" if shards.failed else ""
+        return False, Reason.SHARDS_DONE, f"{count}{failed}"
+    if facts.stage is Stage.FAILING:
+        return _stopped(before, facts, gone=not shards.exists or not shards.active)
+    if facts.stage is Stage.SUSPENDED:
+        return False, Reason.JOB_SUSPENDED, count
+    if facts.stage is Stage.QUEUED:
+        return False, Reason.QUEUED, count
+    parts = (names.config, names.workers) if facts.ready else (names.workers,)
+    blocked = facts.taken or _error(observed, job, *parts)
+    if blocked and not shards.active:
+        return False, blocked.reason, blocked.message
+    if not shards.begun:
+        text = "its workers start next" if facts.ready else "workers start when generation is ready"
+        return False, Reason.WAITING_FOR_GENERATION, text
+    living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
+    running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
+    bad = [
+        (end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
+    ]
+    last = f"; shard {max(bad)[1]} was retried after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
+    text = redact(f"{running} workers run, {count}{last}")
+    problem = diagnose(living, "worker")
+    if running or (before.get("status") == "True" and problem is None):
+        return True, Reason.RUNNING, text
+    if problem is not None:
+        return False, *_kept(problem, before)
+    if job.spec.workers.replicas == 0:
+        return False, Reason.STARTING, f"workers.replicas is 0, {count}"
+    return False, Reason.CRASHING if bad else Reason.STARTING, text
+
+
+def _finishing(facts: Facts) -> Verdict:
+    job, observed = facts.job, facts.observed
+    problem = diagnose(pods_of(observed.pods, names.FINISH), "finish")
+    found = facts.taken or _error(observed, job, names.config, names.finish) or problem
+    return (False, found.reason, found.message) if found else (False, Reason.SHARDS_DONE, "the shards are aggregated")
+
+
+def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> Verdict:
+    """A part of a job that fails: what kept it from being ready goes on to be told."""
+    reason = facts.failure.reason if facts.failure else ""
+    if not before:
+        return False, reason, "not started: the job failed"
+    if before["status"] == "True" and gone:
+        return False, reason, "stopped: the job failed"
+    return before["status"] == "True", before["reason"], before.get("message", "")
+
+
+def _kept(problem: Problem, before: Mapping[str, Any]) -> tuple[str, str]:
+    """Of a problem that is told again in fewer words, the earlier ones."""
+    if problem.repeats and before.get("reason") == problem.reason:
+        return problem.reason, str(before.get("message", ""))
+    return problem.reason, problem.message
+
+
+def _outcome(facts: Facts) -> str:
+    message = facts.finish.message
+    if message is None:
+        return "all shards are done"
+    return f"{message.trajectories} trajectories are stored, {message.failed} failed"
+
+
+def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
+    """The first thing of these names that could not be written, or the Secret without which no pod starts."""
+    wanted = {part(job.metadata.name) for part in parts}
+    for (kind, name), error in sorted(observed.errors.items()):
+        if name in wanted or kind == "Secret":
+            # The name of the tokens' Secret is no secret.
+            return Cause(error.reason, f"{kind} {name}: {redact(error.message, MESSAGE_CHARACTERS - len(name) - 32)}")
+    return None
+
+
+def merge_conditions(old: Json, found: Mapping[str, Verdict], time: str, generation: int) -> list[Json]:
+    """The conditions, in the order of `CONDITION_TYPES`; none that was there goes, and only a change moves its time."""
+    known = {item["type"]: item for item in old.get("conditions") or ()}
+    for kind, (status, reason, message) in found.items():
+        before = known.get(kind, {})
+        text = "True" if status else "False"
+        known[kind] = {
+            "type": kind,
+            "status": text,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": before["lastTransitionTime"] if before.get("status") == text else time,
+            "observedGeneration": generation,
+        }
+    ours = [known.pop(kind) for kind in CONDITION_TYPES if kind in known]
+    return [*ours, *(known[kind] for kind in sorted(known))]

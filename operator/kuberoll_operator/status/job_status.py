@@ -1,0 +1,226 @@
+"""The status of a job: what it is doing and why, as one whole that is written only when it says something new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from kuberoll_api import conditions
+from kuberoll_api.conditions import Reason
+from kuberoll_api.contract import FinishMessage
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.status import number_text, ratio_text
+from kuberoll_operator import names
+from kuberoll_operator.backends import runs_in_job
+from kuberoll_operator.backends.pods import (
+    pods_of,
+)
+from kuberoll_operator.deadlines import active_deadline, end_of_life, parse_time, startup_deadlines
+from kuberoll_operator.facts import STOPPED, UNDER_WAY, Facts, Stage
+from kuberoll_operator.model import condition, is_true, status_of
+from kuberoll_operator.status.conditions import Verdict, conditions_of, merge_conditions, served_version
+from kuberoll_operator.status.counts import mean_reward, progress_of
+
+Json = dict[str, Any]
+
+_PHASES: Final[Mapping[Stage, str]] = {
+    Stage.CHECKING: "Starting",
+    Stage.STARTING: "Starting",
+    Stage.RUNNING: "Running",
+    Stage.SUSPENDED: "Suspended",
+    Stage.QUEUED: "Queued",
+    Stage.FINISHING: "Finishing",
+    Stage.CLEARING: "Finishing",
+    Stage.FAILING: "Failed",
+}
+
+
+def compute_status(facts: Facts) -> Json:
+    """The whole status of a job.
+
+    It is the old one, unchanged, where nothing new is to be said, or only numbers and words that can wait: they are
+    written at most every `settings.progress_seconds`.
+
+    Args:
+        facts: As they are after this reconcile has written: with what could not be written.
+    """
+    job, raw, settings, now = facts.job, facts.raw, facts.settings, facts.now
+    old = dict(status_of(raw))
+    if facts.stage is Stage.UNMANAGED:
+        return old
+    generation = raw["metadata"].get("generation", 0)
+    if facts.stage is Stage.OVER:
+        return {**old, "observedGeneration": generation}
+    time = format_time(now)
+    found = conditions_of(facts)
+    start = None if facts.stage in STOPPED and "startTime" not in old else _start_time(facts, old, time)
+    over = found.get(conditions.COMPLETE, (False,))[0] or found.get(conditions.FAILED, (False,))[0]
+    new: Json = {
+        "observedGeneration": generation,
+        "phase": _phase(facts, found),
+        **({"startTime": start} if start else {}),
+        **({"completionTime": time} if over else {}),
+        "conditions": merge_conditions(old, found, time, generation),
+        "generation": _generation(old, facts),
+        "workers": _workers(old, facts),
+        "progress": progress_of(old, facts),
+    }
+    if (results := _results(job, facts.finish.message) or old.get("results")) is not None:
+        new["results"] = results
+    new["summary"] = _summary(new)
+    if _without_time(new) == _without_time(old):
+        return old
+    if _pressing(new) == _pressing(old) and (soon := _next_write(old, settings.progress_seconds)) and now < soon:
+        return old
+    new["progress"]["lastUpdated"] = time
+    return new
+
+
+def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, interval: float = 15.0) -> float | None:
+    """Seconds until something is due by time alone; None: nothing is.
+
+    Args:
+        status: As `compute_status` gave it.
+        interval: Seconds between two writes of progress.
+    """
+    if is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED):
+        due = [end_of_life(job, status)]
+    elif is_true(status, conditions.FAILURE_TARGET):
+        due = []
+    else:
+        written = _next_write(status, interval)
+        # Whatever was kept back is written by then; more to say comes with an event, or from the pods that are asked.
+        due = [] if written is None or written <= now else [written]
+        if not is_true(status, conditions.SUCCESS_CRITERIA_MET):
+            due += [active_deadline(job, status), *startup_deadlines(job, status).values()]
+    seconds = [(time - now).total_seconds() for time in due if time is not None]
+    return max(0.0, min(seconds)) if seconds else None
+
+
+def format_time(time: datetime) -> str:
+    """A Kubernetes timestamp, whole seconds."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _phase(facts: Facts, found: Mapping[str, Verdict]) -> str:
+    observed = facts.observed
+    if conditions.COMPLETE in found:
+        return "Succeeded"
+    if facts.stage in {Stage.CHECKING, Stage.STARTING} and (facts.taken or observed.errors):
+        return "Pending"
+    return _PHASES[facts.stage]
+
+
+def _start_time(facts: Facts, old: Json, time: str) -> str:
+    """Set when the job first runs, and anew when it is resumed or admitted again, as batch/v1 does."""
+    before = condition(old, conditions.SUSPENDED)
+    goes_on = {Reason.JOB_RESUMED, Reason.ADMITTED}
+    resumed = bool(before) and before.get("reason") not in goes_on and facts.stage not in STOPPED
+    return time if resumed or "startTime" not in old else str(old["startTime"])
+
+
+def _generation(old: Json, facts: Facts) -> Json:
+    state, version = facts.generation, served_version(old, facts)
+    wanted = state.desired if facts.stage in UNDER_WAY else 0
+    kept = {} if version is None else {"policyVersion": version}
+    counts = {"readyReplicas": state.ready, "desiredReplicas": wanted}
+    return {"backend": facts.backend, "endpoint": facts.hosting.endpoint, **counts, **kept}
+
+
+def _workers(old: Json, facts: Facts) -> Json:
+    job, observed = facts.job, facts.observed
+    shards, before = facts.shards, old.get("workers") or {}
+    running = [
+        pod
+        for pod in pods_of(observed.pods, names.WORKERS)
+        if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+    ]
+    there = shards.exists
+    # Until the Job is made, how many there are may still be edited.
+    settled = there or shards.done or facts.stage is Stage.RUNNING or "shards" in before
+    return {
+        "desired": min(job.spec.workers.replicas, shards.count),
+        "active": shards.active,
+        "ready": len(running),
+        "succeeded": shards.succeeded if there else max(shards.succeeded, before.get("succeeded", 0)),
+        "failed": len(shards.failed) if there else before.get("failed", 0),
+        **({"shards": shards.count} if settled else {}),
+        "selector": names.selector_text(job.metadata.name, names.WORKERS),
+    }
+
+
+def _results(job: RolloutJob, message: FinishMessage | None) -> Json | None:
+    """The main numbers, as the finish pod has them."""
+    if message is None:
+        return None
+    listed = [
+        {"name": name, "trajectories": result.trajectories, "failed": result.failed, **mean_reward(result.mean_reward)}
+        for name in sorted(environment.name for environment in job.spec.environments)
+        if (result := message.environments.get(name)) is not None
+    ]
+    return {
+        "trajectories": message.trajectories,
+        "failed": message.failed,
+        "dropped": message.dropped,
+        **mean_reward(message.mean_reward),
+        "environments": listed,
+    }
+
+
+def _summary(status: Json) -> Json:
+    """The columns of `kubectl get`."""
+    generation, workers, progress = status["generation"], status["workers"], status["progress"]
+    results = status.get("results") or progress
+    replicas = ratio_text(generation["readyReplicas"], generation["desiredReplicas"])
+    return {
+        "generation": replicas if runs_in_job(generation["backend"]) else "-",
+        "workers": ratio_text(workers["ready"], workers["desired"]),
+        "progress": ratio_text(progress["completed"], progress["trajectories"]),
+        "meanReward": number_text(results.get("meanReward")),
+        "reason": _telling(status)[:64],
+    }
+
+
+def _telling(status: Json) -> str:
+    """The reason of the condition that says most: of the end, else of what is awaited."""
+    for kind in (conditions.COMPLETE, conditions.FAILED, conditions.FAILURE_TARGET, conditions.SUSPENDED):
+        if is_true(status, kind):
+            return str(condition(status, kind)["reason"])
+    last = condition(status, conditions.SUCCESS_CRITERIA_MET)
+    if last:
+        return str(last["reason"])
+    if condition(status, conditions.WORKERS_CHECKED).get("status") == "False":
+        return str(condition(status, conditions.WORKERS_CHECKED)["reason"])
+    ready = is_true(status, conditions.GENERATION_READY)
+    return str(condition(status, conditions.WORKERS_READY if ready else conditions.GENERATION_READY)["reason"])
+
+
+def _next_write(status: Mapping[str, Any], interval: float) -> datetime | None:
+    last = parse_time((status.get("progress") or {}).get("lastUpdated"))
+    return None if last is None else last + timedelta(seconds=interval)
+
+
+def _without_time(status: Mapping[str, Any]) -> Json:
+    return {**status, "progress": _less(status.get("progress") or {}, ("lastUpdated",))}
+
+
+def _pressing(status: Mapping[str, Any]) -> Json:
+    """What is written at once: everything but numbers that count up, and words under a reason that stays."""
+    return {
+        **_less(status, ("progress", "summary")),
+        "conditions": [_less(item, ("message",)) for item in status.get("conditions") or ()],
+        "generation": _less(status.get("generation") or {}, ("readyReplicas",)),
+        "workers": _less(status.get("workers") or {}, ("active", "ready", "succeeded", "failed")),
+        "begun": _begun(status.get("progress") or {}),
+    }
+
+
+def _begun(progress: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether it is known how many trajectories there will be, and whether one has ended."""
+    return bool(progress.get("trajectories")), bool(progress.get("completed") or progress.get("failed"))
+
+
+def _less(mapping: Mapping[str, Any], keys: Iterable[str]) -> Json:
+    left_out = set(keys)
+    return {key: value for key, value in mapping.items() if key not in left_out}
