@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 
+# Compiled modules save each of the many processes that tests start a second.
+export PYTHONDONTWRITEBYTECODE :=
+
 # make images: with docker, podman or buildah; into this registry, by the names that the chart has by default.
 BUILDER ?= docker
 REGISTRY ?= docker.io
@@ -26,7 +29,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install demo crd images release-images chart release-chart wheel check test test-ray test-processes test-cluster test-long lint format clean
+.PHONY: help install demo crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -80,13 +83,16 @@ wheel: install ## Build the wheel and the source distribution into dist/.
 # As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
 PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
 
-check: install lint ## Check style, types and imports, and run the tests that start nothing: some minutes.
-	$(BIN)/pytest $(PARALLEL) -m "not (browser or cluster or engine or images or long or processes or ray)"
+check: install lint ## Check style, types and imports, and run the quick tests: about a minute.
+	$(BIN)/pytest $(PARALLEL) --quick
 
 test: install lint ## Check and test everything.
 	$(BIN)/pytest $(PARALLEL) --durations 25
 
-# `make test` in parts, for machines side by side: each test is in `check` or in one of these.
+# `make test` in parts, for machines side by side: each test is in one of these.
+test-units: install lint ## Check style, types and imports, and run all tests that start nothing large.
+	$(BIN)/pytest $(PARALLEL) --durations 25 -m "not (browser or cluster or engine or images or processes or ray)"
+
 test-ray: install ## Run the tests that start Ray or vLLM.
 	$(BIN)/pytest $(PARALLEL) --durations 25 -m "engine or ray"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.environments.local_ray import local_ray
+from tests.examples import QUICK_EXAMPLES
 
 if TYPE_CHECKING:
     from tests.containers.containerd import Containerd
@@ -19,12 +21,22 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 # On a busy machine the clock says nothing about the code.
 settings.register_profile("kuberoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kuberoll")
+settings.register_profile("quick", settings.get_profile("kuberoll"), max_examples=QUICK_EXAMPLES)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the tests that take a minute or more, too.")
+    parser.addoption(
+        "--quick", action="store_true", help="Run only tests without any marker, and property tests with few examples."
+    )
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before test modules are imported: what they ask for is scaled to the profile (tests/examples.py).
+    settings.load_profile("quick" if config.getoption("--quick") else "kuberoll")
+
+
+TESTS = Path(__file__).parent
 
 MARKS_OF_DIRECTORIES = {
     "cluster": "cluster",
@@ -35,11 +47,20 @@ MARKS_OF_DIRECTORIES = {
 }
 """Markers of all tests of a directory."""
 
-MARKS_OF_FIXTURES = {"browser": "browser", "ray": "ray", "simulated_host": "ray"}
+MARKS_OF_FIXTURES = {"browser": "browser", "ray": "ray", "s3_server": "slow", "simulated_host": "ray"}
 """Markers that a test has by the fixtures it uses."""
+
+SLOW_MARKS = frozenset({"browser", "cluster", "engine", "images", "long", "processes", "ray", "slow"})
+"""Markers of tests that `--quick` leaves out."""
 
 # Tests that start the same heavy parts run one after another in one process of pytest-xdist; these groups come first.
 _GROUPS = ("images", "cluster", "ray")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Directories whose tests all have a marker are not even imported by `--quick`."""
+    quick = config.getoption("--quick") and collection_path.parent == TESTS
+    return True if quick and collection_path.name in MARKS_OF_DIRECTORIES else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,6 +76,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("engine"):
             item.add_marker("ray")
         item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if config.getoption("--quick"):
+        slow = [item for item in items if SLOW_MARKS.intersection(mark.name for mark in item.iter_markers())]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     items.sort(key=_order)
 
 

@@ -56,6 +56,7 @@ def test_source_roots_are_no_packages(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["kuberoll_api", "kuberoll_operator", "kuberoll_workers"])
 def test_importing_any_module_is_cheap(package: str) -> None:
     modules = modules_of(package)

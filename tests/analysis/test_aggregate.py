@@ -39,6 +39,7 @@ from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import RunManifest, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import open_storage
+from tests.examples import examples
 
 
 def record(
@@ -433,7 +434,7 @@ FAILURES = st.builds(failure, st.integers(0, 5), st.integers(0, 3), attempt=ATTE
 DROPPED = st.builds(dropped, st.integers(0, 5), st.integers(0, 3), REASONS, attempt=ATTEMPTS)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     records=st.lists(RECORDS, max_size=30),
     failures=st.lists(FAILURES, max_size=8),
@@ -500,6 +501,7 @@ def test_an_object_store_and_a_directory_are_parts_like_any_others(tmp_path: Pat
     assert store.read("task_metrics.jsonl") == b"".join(found.task_lines())
 
 
+@pytest.mark.slow
 def test_many_tasks_are_told_in_lots(tmp_path: Path) -> None:
     found = aggregate([stored(tmp_path, {"shard-00000.jsonl": [record(task, 0, task % 7) for task in range(9000)]})])
     assert [task["fields"]["total_reward"]["mean"] for task in tasks_of(found)] == [task % 7 for task in range(9000)]

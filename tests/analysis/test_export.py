@@ -288,6 +288,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_sft_trainer_trains_on_the_policy_s_own_tokens(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
@@ -312,6 +313,7 @@ def test_sft_trainer_trains_on_the_policy_s_own_tokens(tmp_path: Path) -> None:
     assert numpy.isfinite(trainer.train().training_loss)
 
 
+@pytest.mark.slow
 def test_grpo_trainer_learns_from_stored_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")

@@ -18,6 +18,8 @@ from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManif
 from kuberoll_workers.output.run_files import RunFiles
 from tests.analysis.test_export import run_of, trajectory
 
+pytestmark = pytest.mark.slow
+
 AGGREGATED = {
     "format": 2,
     "job": "counting",

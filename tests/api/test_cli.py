@@ -157,6 +157,7 @@ def test_help_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "lack      (not installed: pip install 'kuberoll[lacking]')" in result.output
 
 
+@pytest.mark.slow
 def test_the_installed_command_is_this_one() -> None:
     command = Path(sys.executable).parent / "kuberoll"
     result = subprocess.run([command, "validate", "/none.yaml"], capture_output=True, text=True, check=False)

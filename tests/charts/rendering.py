@@ -51,14 +51,13 @@ def rendered(values: Mapping[str, Any] | None = None, path: Path = CHART, namesp
 def _rendered(values: str, path: Path, namespace: str) -> list[Object]:
     with loaded(path) as chart:
         files = chart.render(json.loads(values), name=RELEASE, namespace=namespace)
-    yaml = YAML(typ="safe")
-    return [
-        item
-        for name, text in sorted(files.items())
-        if name.endswith(".yaml")
-        for item in yaml.load_all(text)
-        if item is not None
-    ]
+    return [item for name, text in sorted(files.items()) if name.endswith(".yaml") for item in _objects(text)]
+
+
+@functools.cache
+def _objects(text: str) -> list[Object]:
+    """The objects of a file: the CRD, half a second's work, is the same with most values."""
+    return [item for item in YAML(typ="safe").load_all(text) if item is not None]
 
 
 def notes(values: Mapping[str, Any] | None = None) -> str:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import kubernetes_validate
 import pytest
 from helm_python import HelmError, chart
 from ruamel.yaml import YAML
@@ -17,6 +16,7 @@ from kuberoll_api import contract
 from kuberoll_api.schema import crd
 from kuberoll_operator.settings import Settings
 from tests.charts.rendering import CHART, NAMESPACE, RELEASE, ROOT, notes, of_kind, one, rendered
+from tests.schemas import validate
 
 MONITORED = {
     "operator": {"serviceMonitor": {"enabled": True, "additionalLabels": {"release": "prometheus"}}},
@@ -105,7 +105,7 @@ def test_kubernetes_schemas_know_all_of_it(values: dict[str, Any]) -> None:
     assert objects
     for item in objects:
         if not item["apiVersion"].startswith(FOREIGN_GROUPS):
-            kubernetes_validate.validate(item, "1.31", strict=True)
+            validate(item)
 
 
 def test_every_object_is_named_and_labelled_once(values: dict[str, Any]) -> None:

@@ -173,6 +173,7 @@ def test_what_cannot_be_rescored(run: Path, tmp_path: Path) -> None:
     assert row_of(more)[4:] == ["0", "0", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(landlock.abi() == 0, reason="this kernel has no Landlock")
 def test_environments_in_processes_do_not_read_the_run(run: Path, tmp_path: Path) -> None:
     peeking = {"entrypoint": "scoring:Peeking", "isolation": "Process"}

@@ -142,6 +142,7 @@ def test_mistakes(run: str, tmp_path: Path) -> None:
     assert "say --task too" in typed(run, "--rollout", 1).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colourless", [False, True])
 def test_colours_on_a_terminal(run: str, colourless: bool) -> None:
     terminal, side = pty.openpty()

@@ -21,6 +21,7 @@ from kuberoll_workers.data.observations import (
 )
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from tests.data.support import CHATML, NAMES, TINY, Model, byte_level, model, wrap
+from tests.examples import examples
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,7 +74,7 @@ responses = st.text("abcdefghij", min_size=1, max_size=6) | st.sampled_from(["le
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_whole_conversation_has_the_template_s_ids(name: str, data: st.DataObject) -> None:
     of, rendered = model(name), observations(name)
@@ -217,7 +218,7 @@ def test_no_observation_forges_a_boundary(name: str, role: str, prompt: bool, fo
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(before=contents, after=contents)
 def test_text_beside_a_special_token_is_encoded_as_if_it_were_none(name: str, before: str, after: str) -> None:
     of = model(name)
@@ -377,7 +378,7 @@ def test_raw_observations_are_their_text() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(text=contents)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_tokenizer_s_views_of_a_text_agree(name: str, text: str) -> None:
     of = model(name)
     chat = [{"role": "user", "content": text}]

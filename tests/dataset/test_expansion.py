@@ -146,6 +146,7 @@ def test_workers_divide_the_samples_among_them(
     assert len({seed for _, _, seed in alone}) == len(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_a_task_takes_less_than_200_bytes(named: bool) -> None:
     (row,) = rows([{"prompt": "x"}])

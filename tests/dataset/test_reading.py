@@ -21,6 +21,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset import inputs
 from kuberoll_workers.dataset.inputs import prompt_groups, read_ahead, repeats_of, same_rows, scan
 from kuberoll_workers.dataset.reading import DatasetError, Row, read_rows
+from tests.examples import examples
 
 
 def dataset(source: dict[str, Any], **fields: Any) -> Dataset:
@@ -231,7 +232,7 @@ def test_what_is_raised_ahead_is_raised_in_its_place() -> None:
     assert list(reader) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @drawn(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8), st.integers(1, 4))
 def test_rows_that_changed_since_the_check_are_not_handed_on(was: list[str], now: list[str], size: int) -> None:
     def made(texts: list[str]) -> list[Row]:

@@ -249,6 +249,7 @@ def test_a_protocol_whose_package_is_missing_names_it(tmp_path: Path) -> None:
 # Memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"{number:06d}" * 20, "idx": number} for number in range(100_000)]
@@ -318,6 +319,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["memory", "bucket"])
 def test_files_in_object_stores(place: str, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(place)
@@ -355,6 +357,7 @@ def served(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_files_over_http(served: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}" * 100} for number in range(20_000)]
     for name, contain in CONTAINERS.items():

@@ -20,6 +20,7 @@ from kuberoll_workers.environments.builtin.arithmetic import (
 )
 from kuberoll_workers.environments.builtin.calculator import CalculatorEnvironment
 from tests.environments.support import step_all, step_one
+from tests.examples import examples
 
 STATE = {"problem": "(3 + 5) * 2", "expected_answer": "16", "calls": 0}
 
@@ -159,7 +160,7 @@ def test_a_row_without_an_expected_answer_is_an_error(metadata: Any) -> None:
         CalculatorEnvironment({}).step([[{"role": "assistant", "content": "<call>1 + 1</call>"}]], [metadata])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -23,6 +23,8 @@ from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 
+pytestmark = pytest.mark.slow
+
 
 class Obedient:
     """Does what each episode's metadata says; answers with its process id."""

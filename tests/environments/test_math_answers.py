@@ -22,6 +22,7 @@ from kuberoll_workers.environments.builtin.math.values import read_value
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.support import log_of, step_all, step_one
+from tests.examples import examples
 
 MATH = MathAnswersEnvironment({})
 
@@ -158,6 +159,7 @@ def test_a_row_without_metadata_is_an_error() -> None:
         MATH.step([log_of("16")], [None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["Inline", "Process"])
 def test_grading_works_in_threads_and_in_child_processes(isolation: str) -> None:
     async def grade() -> Any:
@@ -172,7 +174,7 @@ def test_grading_works_in_threads_and_in_child_processes(isolation: str) -> None
     assert threading.current_thread() is threading.main_thread()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.one_of(st.text(max_size=60), st.text("0123456789+-*/^(){}\\$frac! ", max_size=30)), max_size=4))
 def test_a_batch_equals_its_singles_and_nothing_raises(replies: list[str]) -> None:
     metadata: list[dict[str, Any] | None] = [{"ground_truth": "2"}] * len(replies)
@@ -211,6 +213,7 @@ def test_a_ground_truth_that_is_torn_latex_is_the_rows_fault(truth: str) -> None
 LONG_COMPUTATION = "\\sum_{k=1}^{9999} \\sum_{m=1}^{9999} \\sin(k^2 m + \\sqrt{k + m})"
 
 
+@pytest.mark.slow
 def test_an_answer_that_needs_too_much_processor_time_is_worth_nothing_and_is_marked() -> None:
     math = MathAnswersEnvironment({"cpuSeconds": 0.3})
     hard = step_one(math, f"\\boxed{{{LONG_COMPUTATION}}}", {"ground_truth": "\\sqrt{2} + 1"})
@@ -222,6 +225,7 @@ def test_an_answer_that_needs_too_much_processor_time_is_worth_nothing_and_is_ma
     assert easy.metadata[0] == {"ground_truth": "\\sqrt{2} + 1", "correct": True}
 
 
+@pytest.mark.slow
 def test_algebra_within_a_computation_of_c_is_ended_too() -> None:
     with AlgebraProcess(cpu_seconds=0.3) as algebra:
         # One power of integers: no Python code runs while it is computed.
@@ -231,6 +235,7 @@ def test_algebra_within_a_computation_of_c_is_ended_too() -> None:
         assert algebra.ask("equal", "\\sqrt{8}", "\\frac{") is None
 
 
+@pytest.mark.slow
 def test_an_algebra_process_that_is_killed_is_a_failure_and_no_reward() -> None:
     with AlgebraProcess() as algebra:
         assert algebra.ask("equal", "x", "x") is True
@@ -242,6 +247,7 @@ def test_an_algebra_process_that_is_killed_is_a_failure_and_no_reward() -> None:
         assert algebra.ask("equal", "x", "x") is True
 
 
+@pytest.mark.slow
 def test_the_algebra_process_ends_with_its_client() -> None:
     algebra = AlgebraProcess()
     assert algebra.ask("equal", "x", "x") is True
@@ -251,6 +257,7 @@ def test_the_algebra_process_ends_with_its_client() -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_what_the_algebra_process_is_told_is_no_variable_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBEROLL_TOKEN_GENERATE", "secret")
     with AlgebraProcess() as algebra:
@@ -281,7 +288,7 @@ ALPHABET = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.sampled_from(ALPHABET), min_size=1, max_size=3))
 def test_looking_for_the_answer_takes_steps_in_proportion_to_the_response(pieces: list[str]) -> None:
     unit = "".join(pieces)
@@ -330,7 +337,7 @@ def test_long_answers_are_no_answers() -> None:
     assert final_answers("\\boxed{" + "1+" * MAX_ANSWER_CHARACTERS + "1}") == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(
         st.sampled_from([*ALPHABET, "(", ")", "[", ",", "\\text{", "\\pm", "<", "\\cup", "and", "/", "%"]), max_size=40

@@ -32,6 +32,8 @@ from tests.environments.misbehaving import (
 from tests.output.support import store_at
 from tests.rollouts.fakes import rollout_of, sample
 
+pytestmark = pytest.mark.slow
+
 BAD = 3
 RETRIES = RetryPolicy(backoff_seconds=0.0, environment_attempts=1)
 SPEC = PlainSpec(name="env", type=None, entrypoint="tests.environments.misbehaving:Misbehaving", config={})

@@ -21,6 +21,7 @@ from kuberoll_workers.environments.builtin.puzzle_board import (
 )
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from tests.environments.support import step_all, step_one
+from tests.examples import examples
 
 SHAPES = st.sampled_from([(2, 2), (2, 3), (3, 2)])
 BOARD = [[1, 2], [0, 3]]  # one "left" from the goal
@@ -44,7 +45,7 @@ def environment(**config: Any) -> SlidingPuzzleEnvironment:
     return SlidingPuzzleEnvironment({"size": 2, "shuffleMoves": 10, "maxMoves": 6, **config})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SHAPES, st.integers(1, 30), st.integers(0, 2**32))
 def test_an_expert_solves_every_generated_board(shape: tuple[int, int], shuffle: int, seed: int) -> None:
     rows, cols = shape
@@ -133,7 +134,7 @@ def test_the_limit_ends_the_episode_in_its_own_turn(reply: str) -> None:
     assert list(solved.rewards) == [1.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -110,6 +110,7 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
             assert await task == AGAIN
 
 
+@pytest.mark.slow
 async def test_what_is_not_known_of_kuberay_is_waited_for(tmp_path: Path) -> None:
     server = Emulator()
     server.put(checked_manifest(generation={"backend": "Auto"}))
@@ -132,6 +133,7 @@ async def test_what_was_missed_while_the_server_forgot_is_made_up_for(tmp_path: 
         await server.until(lambda: server.get("deployments", NAMESPACE, "puzzle-generation"))
 
 
+@pytest.mark.slow
 async def test_who_stands_by_is_ready_writes_nothing_and_takes_over(tmp_path: Path) -> None:
     server = Emulator()
     environment = {"KUBEROLL_HTTP_PORT": str(free_port()), "KUBEROLL_LEASE_NAMESPACE": NAMESPACE}
@@ -233,6 +235,7 @@ def free_port() -> int:
     return free_port()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_process_well(tmp_path: Path, number: signal.Signals) -> None:
     server = Emulator()
@@ -249,6 +252,7 @@ async def test_a_signal_ends_the_process_well(tmp_path: Path, number: signal.Sig
         assert lease["spec"]["holderIdentity"] == ""
 
 
+@pytest.mark.slow
 async def test_a_process_whose_watches_have_ended_ends(tmp_path: Path) -> None:
     server = Emulator()
     environment = {"KUBEROLL_HTTP_PORT": str(free_port()), "KUBEROLL_LEADER_ELECTION": "false"}

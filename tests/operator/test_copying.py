@@ -21,6 +21,8 @@ from tests.operator.readers import Readers
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.output.support import record
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["s3", "s3_server"]
 
 

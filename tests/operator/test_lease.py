@@ -20,6 +20,7 @@ from kuberoll_operator.model import Object
 from tests.cluster.api import Api
 from tests.cluster.conftest import api, api_server  # noqa: F401
 from tests.cluster.control_plane import ApiServer
+from tests.examples import examples
 from tests.operator.emulator import in_virtual_time
 
 
@@ -223,7 +224,7 @@ def test_leadership_ends_when_another_has_the_lease() -> None:
     in_virtual_time(main())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), max_size=12))
 def test_never_two_lead(away: list[tuple[str, int]]) -> None:
     async def main() -> None:

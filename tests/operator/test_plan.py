@@ -24,6 +24,7 @@ from kuberoll_operator.model import Object, Observed, Plan, StatusPatch, is_true
 from kuberoll_operator.plan import plan
 from kuberoll_operator.status.job_status import compute_status, next_deadline
 from kuberoll_operator.transitions import transitions
+from tests.examples import examples
 from tests.operator.support import (
     SETTINGS,
     at,
@@ -687,4 +688,4 @@ def condition_reason(status: Mapping[str, Any], kind: str) -> str | None:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCluster.settings = settings(max_examples=examples(60), stateful_step_count=examples(40), deadline=None)

@@ -19,6 +19,7 @@ from kuberoll_operator.model import ClusterQuota, Object, Observed, Plan, Status
 from kuberoll_operator.plan import plan
 from kuberoll_operator.status.job_status import compute_status
 from kuberoll_operator.transitions import transitions
+from tests.examples import examples
 from tests.operator import support
 from tests.operator.support import at, child, deployment, finish_job, observed, pod, raw, workers_job
 from tests.operator.test_plan import STANDING, Cluster, applied, deleted
@@ -407,4 +408,4 @@ class QueuedCluster(Cluster):
 
 
 TestQueuedCluster = QueuedCluster.TestCase
-TestQueuedCluster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueuedCluster.settings = settings(max_examples=examples(60), stateful_step_count=examples(40), deadline=None)

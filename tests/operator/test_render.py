@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import SecretStr
@@ -27,6 +26,7 @@ from kuberoll_operator.render.objects import annotation, has_other_shape, keep_s
 from kuberoll_operator.render.output import OutputRefused, output_of
 from kuberoll_operator.settings import NoTokenKey, Settings
 from tests.operator import published_crds, support
+from tests.schemas import validate
 
 PUBLISHED = {
     kind: Draft202012Validator(published_crds.schema(plural))
@@ -89,15 +89,12 @@ def test_kubernetes_schemas_know_all_of_it(case: str) -> None:
             schema.validate(child)
             for template in templates(child):
                 # Its containers' names and ports are KubeRay's to fill in; all else is a pod template's.
-                kubernetes_validate.validate(
-                    {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]},
-                    "1.31",
-                    strict=True,
-                )
+                validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]})
         else:
-            kubernetes_validate.validate(child, "1.31", strict=True)
+            validate(child)
 
 
+@pytest.mark.slow
 def test_two_processes_render_the_same_bytes() -> None:
     program = "from tests.operator.test_render import CASES, rendered; print([rendered(case) for case in CASES])"
     outputs = [
@@ -290,7 +287,7 @@ def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
     # It may be in the cluster.
     assert named["ports"] == [{"protocol": "TCP", "port": 9000}]
     assert {"namespaceSelector": {}} in named["to"]
-    kubernetes_validate.validate(policy, "1.31", strict=True)
+    validate(policy)
 
 
 def test_other_tokens_have_another_secret() -> None:

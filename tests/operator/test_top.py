@@ -158,6 +158,7 @@ def test_the_table() -> None:
     assert rendered([], [], "ns") == ["There is no RolloutJob in namespace ns."]
 
 
+@pytest.mark.slow
 async def test_once_prints_the_table(tmp_path: Path) -> None:
     emulator = Emulator()
     emulator.put(job(phase="Succeeded"))

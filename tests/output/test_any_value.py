@@ -30,6 +30,7 @@ from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from tests.data.test_plain import same
+from tests.examples import examples
 from tests.output.support import dropped, failure, record, store_at
 from tests.rollouts.fakes import rollout_of, runners, sample
 from tests.values import anything, texts
@@ -87,7 +88,7 @@ async def _play(made: EnvironmentReturn, raised: BaseException | None, place: Pa
     await store.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(made=returns, raised=errors)
 def test_every_line_is_read_back_and_no_other_trajectory_is_harmed(
     made: EnvironmentReturn, raised: BaseException | None
@@ -120,7 +121,7 @@ def _changed(make: Any, fields: dict[str, Any]) -> Any:
     return dataclasses.replace(made, **{name: value for name, value in fields.items() if hasattr(made, name)})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     make=st.sampled_from([record, failure, dropped]),
     fields=st.fixed_dictionaries(

@@ -33,6 +33,7 @@ from kuberoll_workers.output.run_state import read_state
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.output.trajectories import Trajectories
 from kuberoll_workers.pods.worker import stored_earlier
+from tests.examples import examples
 from tests.output.support import dropped, failure, record
 
 SHARDS = 2
@@ -104,7 +105,7 @@ def texts(items: Any) -> dict[TrajectoryKey, bytes]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lines=LINES, table=st.booleans(), broken=st.lists(BROKEN, max_size=2).map(b"".join))
 def test_all_readers_agree(
     lines: list[EndedRecord], table: bool, broken: bytes, tmp_path_factory: pytest.TempPathFactory
@@ -154,7 +155,7 @@ def test_all_readers_agree(
     assert sum(item.trajectories for item in earlier) == len(rewards)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lines=LINES, chance=st.randoms(use_true_random=False))
 def test_neither_order_nor_place_nor_format_changes_what_counts(
     lines: list[EndedRecord], chance: random.Random, tmp_path_factory: pytest.TempPathFactory

@@ -29,7 +29,7 @@ QUICK = PartLimits(max_seconds=0.01, backoff_seconds=0.01, attempts=4)
 SHARD = records.shard_name(0)
 
 
-@pytest.fixture(params=["directory", "s3", "memory"])
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.slow), "memory"])
 def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')[1]}/deep/run"
@@ -278,6 +278,7 @@ async def test_an_upload_that_arrived_but_was_not_answered_is_there_once(s3: tup
     assert keys(storage) == [0]
 
 
+@pytest.mark.slow
 async def test_a_store_that_stays_away_is_told_to_everyone_who_waits(s3: tuple[S3Server, str]) -> None:
     server, uri = s3
     storage = open_storage(uri, parts=QUICK)

@@ -146,6 +146,7 @@ async def test_waiting_says_what_it_waited_for() -> None:
             await client.wait_ready(0.05, interval=0.01)
 
 
+@pytest.mark.slow
 async def test_another_service_is_recognized() -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(text="<html>welcome</html>")

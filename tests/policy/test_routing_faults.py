@@ -370,6 +370,7 @@ class Mortal(Replica):
         await breaking(request, asked)
 
 
+@pytest.mark.slow
 async def test_the_request_that_kills_engines_is_found_among_others() -> None:
     innocents = [f"{number}-0-0" for number in range(6)]
     # Twice with all of them in flight, so that the deaths alone do not tell which of them it is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ def _turn(request: GenerationRequest) -> int:
     return int(request.request_id.split("-")[3])
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(min_value=1, max_value=6), min_size=1, max_size=12), size=st.integers(1, 5))
 def test_batches_go_turn_by_turn(lengths: list[int], size: int) -> None:
     policy = ScriptedPolicy()
@@ -27,6 +29,7 @@ def test_batches_go_turn_by_turn(lengths: list[int], size: int) -> None:
     assert len(seen) == sum(lengths)
 
 
+@pytest.mark.slow
 async def test_a_deadline_at_the_barrier_does_not_open_it() -> None:
     """One trajectory is given up while it waits for a slow one; the third still waits for the slow one."""
     slow_may_go = asyncio.Event()

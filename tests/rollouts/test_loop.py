@@ -345,7 +345,7 @@ def _hang(environment: Faulty, returned: Any, index: int) -> Any:
         (lambda env, returned, index: returned._replace(rewards=[float("nan")] * len(returned.rewards)), "finite"),
         (lambda env, returned, index: returned._replace(rewards=["one"] * len(returned.rewards)), "must be a number"),
         (lambda env, returned, index: returned._replace(observations=["hi"] * len(returned.rewards)), "observations"),
-        (_hang, "longer than stepTimeoutSeconds"),
+        pytest.param(_hang, "longer than stepTimeoutSeconds", marks=pytest.mark.slow),
     ],
 )
 async def test_environment_faults_fail_only_their_trajectory(scheduling: str, fault: Any, cause: str) -> None:
@@ -534,6 +534,7 @@ async def test_a_policy_that_changes_its_prompt_is_found_out(scheduling: str, ch
     assert metrics.registry.get_sample_value("kuberoll_prefix_violations_total", labels) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["generation", "environment"])
 async def test_turn_deadline(scheduling: str, where: str) -> None:
     class Stuck(ScriptedPolicy):

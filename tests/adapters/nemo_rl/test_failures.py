@@ -91,6 +91,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @FACES
 @pytest.mark.parametrize(("fault", "cause"), FAULTS)
 def test_environment_faults(run: Any, fault: Any, cause: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -294,6 +295,7 @@ def test_a_synchronous_policy_that_hangs_ends_the_call() -> None:
     assert "no response within" in final["failure"][0].cause
 
 
+@pytest.mark.slow
 def test_an_asynchronous_policy_that_hangs_is_cancelled() -> None:
     cancelled: list[str] = []
 
@@ -311,6 +313,7 @@ def test_an_asynchronous_policy_that_hangs_is_cancelled() -> None:
     assert cancelled.count("prompt 1") == 2
 
 
+@pytest.mark.slow
 @FACES
 def test_trajectory_deadline(run: Any) -> None:
     environment = Faulty(hang)
