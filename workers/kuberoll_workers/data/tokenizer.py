@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
 from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.data.tokenizer_files import FileTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,9 +82,9 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTok
 
 
 class HuggingFaceTokenizer:
-    """A model's own tokenizer, loaded with transformers."""
+    """A model's own tokenizer: transformers', or one that was read from the same files."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | FileTokenizer) -> None:
         self._tokenizer = tokenizer
         # The Rust tokenizer answers without transformers' per-call padding and batching, 5 to 10 times faster.
         plain = tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
@@ -91,12 +93,14 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def load(cls, source: str, *, revision: str | None = None) -> HuggingFaceTokenizer:
-        """Load from a directory or the hub.
+        """Load from a directory or the hub; without transformers where the files say all.
 
         Raises:
             OSError, ValueError: transformers' own, when there is no tokenizer.
         """
-        return cls(load_tokenizer(source, revision=revision))
+        directory = Path(source)
+        found = read_tokenizer(directory) if directory.is_dir() else None
+        return cls(load_tokenizer(source, revision=revision) if found is None else found)
 
     @property
     def vocabulary(self) -> int:

@@ -1,0 +1,223 @@
+"""A tokenizer that is read without transformers is the one that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.mistral.tokenizer import MistralConverter
+from transformers.models.auto import tokenization_auto
+
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer_files import OVERRULED_MODEL_TYPES, FileTokenizer, read_tokenizer
+from tests.data.support import NAMES, model, wrap
+
+TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Push 4 to the left."}],
+    [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "é ☃ 👍🏽\n\n\n"}],
+    [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
+        {"role": "user", "content": "Why?"},
+    ],
+]
+TEXTS = [
+    "",
+    " ",
+    "hello",
+    "\n\n a\tb",
+    "<|im_end|><|eot_id|> <eos>",
+    "naïve ☃ 👩‍👩‍👧 \x00 \u202e",
+    "x" * 300,
+    "1234567 + 89",
+]
+MODEL_TYPE = {"model_type": "llama"}
+
+
+def saved(tokenizer: PreTrainedTokenizerFast, directory: Path, **config: Any) -> Path:
+    """A model's directory: the tokenizer as transformers saves it, with these keys changed."""
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(MODEL_TYPE))
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return directory
+
+
+@cache
+def tekken() -> PreTrainedTokenizerFast:
+    """A real tokenizer of 131,072 tokens, which a package carries."""
+    import mistral_common
+
+    path = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    return wrap(MistralConverter(str(path)).converted(), None, bos_token="<s>", eos_token="</s>")
+
+
+def same(found: FileTokenizer, directory: Path, *more: str) -> None:
+    """Check ids, texts, added tokens and chats against transformers."""
+    expected = AutoTokenizer.from_pretrained(directory)
+    one, other = HuggingFaceTokenizer(found), HuggingFaceTokenizer(expected)
+    assert one.vocabulary == other.vocabulary
+    assert one.added_tokens() == other.added_tokens()
+    assert dict(found.special_tokens_map) == expected.special_tokens_map
+    assert found.chat_template == expected.chat_template
+    special = [token.content for token in found.added_tokens_decoder.values()]
+    for text in [*TEXTS, *more, " ".join(special), "a".join(special[:50])]:
+        ids = expected.encode(text, add_special_tokens=False)
+        assert list(one.encode(text)) == ids
+        assert one.decode(ids) == other.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+        assert found.encode(text, add_special_tokens=True) == expected.encode(text)
+        assert found.decode(ids, skip_special_tokens=False) == expected.decode(ids)
+    if expected.chat_template is not None:
+        for chat in CHATS:
+            assert list(one.render_chat(chat)) == list(other.render_chat(chat))
+            for prompt in (False, True):
+                assert one.chat_text(chat, generation_prompt=prompt) == other.chat_text(chat, generation_prompt=prompt)
+
+
+def test_the_tiny_policy() -> None:
+    found = read_tokenizer(TINY)
+    assert found is not None
+    same(found, TINY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_families(name: str, tmp_path: Path) -> None:
+    found = read_tokenizer(saved(model(name).hugging_face, tmp_path))
+    assert found is not None
+    same(found, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary(tmp_path: Path) -> None:
+    found = read_tokenizer(saved(tekken(), tmp_path))
+    assert found is not None
+    same(found, tmp_path, (Path(__file__).parents[2] / "README.md").read_text())
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[FileTokenizer, Any]:
+    directory = saved(model("llama-3.1").hugging_face, tmp_path_factory.mktemp("llama"))
+    found = read_tokenizer(directory)
+    assert found is not None
+    return found, AutoTokenizer.from_pretrained(directory)
+
+
+@given(text=st.text(), content=st.text())
+def test_any_text(both: tuple[FileTokenizer, Any], text: str, content: str) -> None:
+    found, expected = both
+    ids = found.encode(text, add_special_tokens=False)
+    assert ids == expected.encode(text, add_special_tokens=False)
+    assert found.decode(ids, skip_special_tokens=True) == expected.decode(ids, skip_special_tokens=True)
+    chat = [{"role": "user", "content": content}]
+    assert found.apply_chat_template(chat, tokenize=False) == expected.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"tokenizer_class": None},
+        {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}},
+        {"clean_up_tokenization_spaces": True},
+        {"split_special_tokens": True},
+        {"eos_token": "<|another end|>"},
+        {"extra_special_tokens": ["<|one more|>"]},
+        {"additional_special_tokens": ["<|one more|>"]},
+        {"extra_special_tokens": {"image_token": "<|eot_id|>"}},
+        {"image_token": "<|eot_id|>"},
+        {"added_tokens_decoder": {"3": {"content": "d", "special": True}}},
+        {"chat_template": "{% generation %}x{% endgeneration %}"},
+        {"chat_template": [{"name": "default", "template": "x"}]},
+        {"fix_mistral_regex": True},
+        {"bos_token": 7},
+    ],
+    ids=str,
+)
+def test_what_transformers_might_change_is_left_to_it(config: dict[str, Any], tmp_path: Path) -> None:
+    saved(model("llama-3.1").hugging_face, tmp_path, **config)
+    if "chat_template" in config:
+        (tmp_path / "chat_template.jinja").unlink()
+    assert read_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"add_bos_token": True, "add_eos_token": True},
+        {"padding_side": "left", "truncation_side": "left", "model_max_length": 8, "max_length": 4},
+        {"eos_token": {"__type": "AddedToken", "content": "<|eom_id|>", "lstrip": False, "normalized": False}},
+        {"additional_special_tokens": ["<|eom_id|>"], "pad_token": "<|end_of_text|>", "unk_token": None},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_read(config: dict[str, Any], tmp_path: Path) -> None:
+    found = read_tokenizer(saved(model("llama-3.1").hugging_face, tmp_path, **config))
+    assert found is not None
+    same(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "tokenizer.json").write_text("{}"),
+        lambda path: (path / "tokenizer.json").write_text("{"),
+        lambda path: (path / "tokenizer.json").unlink(),
+        lambda path: (path / "config.json").unlink(),
+        lambda path: (path / "config.json").write_text("[]"),
+        lambda path: (path / "config.json").write_text('{"model_type": "mistral"}'),
+        lambda path: (path / "added_tokens.json").write_text("{}"),
+        lambda path: (path / "special_tokens_map.json").write_text("{}"),
+    ],
+)
+def test_what_is_missing_or_damaged_is_transformers_to_explain(damage: Callable[[Path], Any], tmp_path: Path) -> None:
+    damage(saved(model("llama-3.1").hugging_face, tmp_path))
+    assert read_tokenizer(tmp_path) is None
+
+
+def test_transformers_overrules_the_classes_of_these_model_types() -> None:
+    names = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    usual = {None, "TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast"}
+    wrong = {kind for kind in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[kind] not in usual}
+    mistral = {kind for kind, name in names.items() if name == "MistralCommonBackend"}
+    assert wrong | mistral == OVERRULED_MODEL_TYPES
+
+
+def test_a_template_that_refuses_says_what_it_says(tmp_path: Path) -> None:
+    tokenizer = wrap(
+        model("llama-3.1").hugging_face.backend_tokenizer, "{{ raise_exception('no ' + messages[0].role) }}"
+    )
+    loaded = HuggingFaceTokenizer.load(str(saved(tokenizer, tmp_path)))
+    with pytest.raises(Exception, match="no user"):
+        loaded.render_chat(CHATS[0])
+
+
+def test_no_template(tmp_path: Path) -> None:
+    loaded = HuggingFaceTokenizer.load(
+        str(saved(wrap(model("llama-3.1").hugging_face.backend_tokenizer, None), tmp_path))
+    )
+    with pytest.raises(ValueError, match="no chat template"):
+        loaded.render_chat(CHATS[0])
+
+
+@pytest.mark.slow
+def test_neither_transformers_nor_pytorch_is_loaded() -> None:
+    script = (
+        "import sys\n"
+        "from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer\n"
+        f"tokenizer = HuggingFaceTokenizer.load({str(TINY)!r})\n"
+        "tokenizer.render_chat([{'role': 'user', 'content': 'hello'}])\n"
+        "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
