@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.mistral.tokenizer import MistralConverter
 from transformers.models.auto import tokenization_auto
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.data.tokenizer_files import OVERRULED_MODEL_TYPES, FileTokenizer, read_tokenizer
-from tests.data.support import NAMES, model, wrap
+from kuberoll_workers.data.tokenizer_files import CLASSES_OF_MODEL_TYPES, FileTokenizer, read_tokenizer
+from tests.data.support import NAMES, byte_level, model, template, wrap
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 CHATS: list[list[dict[str, Any]]] = [
@@ -185,12 +185,83 @@ def test_what_is_missing_or_damaged_is_transformers_to_explain(damage: Callable[
     assert read_tokenizer(tmp_path) is None
 
 
-def test_transformers_overrules_the_classes_of_these_model_types() -> None:
+def test_classes_of_model_types_are_those_of_transformers() -> None:
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
-    usual = {None, "TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast"}
-    wrong = {kind for kind in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names[kind] not in usual}
-    mistral = {kind for kind, name in names.items() if name == "MistralCommonBackend"}
-    assert wrong | mistral == OVERRULED_MODEL_TYPES
+    overruled = {kind: names[kind] for kind in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS}
+    mistral = {kind: name for kind, name in names.items() if name == "MistralCommonBackend"}
+    assert overruled | mistral == CLASSES_OF_MODEL_TYPES
+
+
+def qwen(directory: Path, *, model_type: str = "qwen3", **config: Any) -> Path:
+    """A directory as Qwen's are: the class's name, a vocabulary and added tokens behind it."""
+    trained = byte_level([])
+    state = json.loads(trained.to_str())
+    built = Qwen2Tokenizer(vocab=state["model"]["vocab"], merges=[tuple(pair) for pair in state["model"]["merges"]])
+    built.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    built.add_tokens(["<tool_call>", "</tool_call>"])
+    built.chat_template = template("qwen3")
+    config = {"eos_token": "<|im_end|>", "unk_token": None, "bos_token": None, **config}
+    saved(built, directory, **config)
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return directory
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast"])
+def test_qwen(model_type: str, name: str, tmp_path: Path) -> None:
+    found = read_tokenizer(qwen(tmp_path, model_type=model_type, tokenizer_class=name))
+    assert found is not None
+    same(found, tmp_path)
+
+
+def test_special_tokens_that_qwen_s_files_do_not_name_are_the_class_s(tmp_path: Path) -> None:
+    path = qwen(tmp_path) / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if not key.endswith("_token")}))
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    assert found.special_tokens_map["eos_token"] == "<|endoftext|>"
+    same(found, tmp_path)
+
+
+def change(path: Path, *keys: str | int, value: Any) -> None:
+    """Set a value in a JSON file."""
+    document = json.loads(path.read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("normalizer",), None),
+        (("normalizer",), {"type": "NFKC"}),
+        (("pre_tokenizer",), {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}),
+        (("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"), r"\p{N}{1,3}"),
+        (("pre_tokenizer", "pretokenizers", 0, "invert"), True),
+        (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True),
+        (("decoder",), {"type": "Fuse"}),
+        (("model", "byte_fallback"), True),
+        (("model", "ignore_merges"), True),
+        (("added_tokens", 0, "lstrip"), True),
+    ],
+    ids=str,
+)
+def test_a_file_that_qwen_s_class_would_change(keys: tuple[str | int, ...], value: Any, tmp_path: Path) -> None:
+    change(qwen(tmp_path) / "tokenizer.json", *keys, value=value)
+    assert read_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "phi3", "nemotron"])
+def test_a_class_that_transformers_overrules(model_type: str, tmp_path: Path) -> None:
+    saved(model("llama-3.1").hugging_face, tmp_path, tokenizer_class="LlamaTokenizerFast")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    found = read_tokenizer(tmp_path)
+    assert found is not None
+    same(found, tmp_path)
 
 
 def test_a_template_that_refuses_says_what_it_says(tmp_path: Path) -> None:

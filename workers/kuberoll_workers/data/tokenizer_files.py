@@ -1,16 +1,18 @@
 """A tokenizer read from its files by `tokenizers` and Jinja alone, where that is what transformers would make of them.
 
 transformers needs seconds and PyTorch to be imported, and decides by model type and class name what becomes of the
-files. For most models that are saved today the decision is: `tokenizer.json` as it is. Those are read here; for all
-others, and for whatever is not known here, `read_tokenizer` returns None. The rules are those of
-`AutoTokenizer.from_pretrained` in transformers 5.16 to 5.19; `tests/data/test_tokenizer_files.py` compares the two.
+files. For many models the result is `tokenizer.json` as it is: where they name no class of their own, where
+transformers overrules the class that they name, and for Qwen's class if the file has what that class would make.
+Those are read here; for all others, and for whatever is not known here, `read_tokenizer` returns None. The rules are
+those of `AutoTokenizer.from_pretrained` in transformers 5.16 to 5.19; `tests/data/test_tokenizer_files.py` compares
+the two.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -23,35 +25,62 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import AddedToken, Tokenizer
 
-_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+_FILE_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Classes that take `tokenizer.json` as it is."""
 
-OVERRULED_MODEL_TYPES: Final = frozenset(
-    {
-        "hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp",
-        "ministral", "ministral3", "mistral", "mistral3", "mixtral", "pixtral", "voxtral", "voxtral_realtime",
-    }
-)  # fmt: skip
-"""Model types of which transformers uses another class than the files name."""
+_QWEN2: Final = "Qwen2Tokenizer"
+"""The class of Qwen2 to Qwen3, which takes vocabulary, merges and added tokens, and has all other parts of its own."""
+_QWEN2_DEFAULTS: Final = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+_QWEN2_WORDS: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CLASSES_OF_MODEL_TYPES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            "arctic", "camembertv2-base", "chameleon", "chatlm", "cohere_asr", "deepseek_ocr", "deepseek_ocr2",
+            "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_vl", "deepseek_vl_hybrid",
+            "deepseek_vl_v2", "ernie4_5", "ernie4_5_moe", "fuyu", "h2ovl_chat", "hyperclovax", "hyperclovax_vlm",
+            "internlm2", "jamba", "janus", "llava", "llava_next", "minicpm3", "minicpmv", "minimax_m2", "modernbert",
+            "modernbert-decoder", "molmo", "molmo2", "nemotron", "nvfp4", "opencua", "openvla", "paddleocr_vl", "phi3",
+            "phi3_v", "phimoe", "smolvlm", "step3_vl", "step3p5", "vipllava",
+        ),
+        "TokenizersBackend",
+    ),
+    **dict.fromkeys(
+        ("ministral", "ministral3", "mistral", "mistral3", "mixtral", "pixtral", "voxtral", "voxtral_realtime"),
+        "MistralCommonBackend",
+    ),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"),
+    "hyperclovax_vision_v2": "GPT2Tokenizer",
+    "qwen2": _QWEN2,
+}  # fmt: skip
+"""Model types of which transformers uses this class, whatever the files name."""
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Keys of tokenizer_config.json that change neither ids nor text where a tokenizer.json is.
 _WITHOUT_EFFECT: Final = frozenset(
     {
-        "add_bos_token", "add_eos_token", "backend", "is_local", "local_files_only", "max_length", "model_input_names",
+        "add_bos_token", "add_eos_token", "backend", "errors", "is_local", "local_files_only", "max_length",
+        "model_input_names",
         "model_max_length", "name_or_path", "padding_side", "stride", "tokenizer_class", "truncation_side",
         "truncation_strategy",
     }
 )  # fmt: skip
 _READ: Final = frozenset(
     {
-        *_NAMED, "added_tokens_decoder", "additional_special_tokens", "chat_template", "clean_up_tokenization_spaces",
+        *_NAMED, "add_prefix_space", "added_tokens_decoder",
+        "additional_special_tokens", "chat_template", "clean_up_tokenization_spaces",
         "extra_special_tokens", "split_special_tokens",
     }
 )  # fmt: skip
 # Known to no Jinja but transformers'.
 _GENERATION_TAG: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+_BPE_OPTIONS: Final = (
+    "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
+    "ignore_merges",
+)  # fmt: skip
 _FLAGS: Final = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
@@ -153,25 +182,69 @@ def _read(directory: Path) -> FileTokenizer:
     if any((directory / name).exists() for name in ("added_tokens.json", "additional_chat_templates", "tekken.json")):
         raise _Unknown
     config = _object(directory / "tokenizer_config.json")
-    if config.get("tokenizer_class") not in _CLASSES or not config.keys() <= _WITHOUT_EFFECT | _READ:
+    if not config.keys() <= _WITHOUT_EFFECT | _READ:
         raise _Unknown
-    if config.get("clean_up_tokenization_spaces") or config.get("split_special_tokens"):
+    if any(config.get(key) for key in ("add_prefix_space", "clean_up_tokenization_spaces", "split_special_tokens")):
         raise _Unknown
     if (directory / "special_tokens_map.json").exists() and "added_tokens_decoder" not in config:
         raise _Unknown
-    model_type = _object(directory / "config.json").get("model_type")
-    if not model_type or model_type in OVERRULED_MODEL_TYPES:
-        raise _Unknown
+    kind = _class(config, _object(directory / "config.json"))
     backend = _backend(directory / "tokenizer.json")
     added = backend.get_added_tokens_decoder()
     _check_added_tokens(config, added)
-    contents = {token.content for token in added.values()}
-    named = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
-    extra = [*_contents(config, "extra_special_tokens"), *_contents(config, "additional_special_tokens")]
+    names = dict(_QWEN2_DEFAULTS) if kind == _QWEN2 else {}
+    names |= {name: config[name] for name in _NAMED if name in config}
+    named = {name: _content(token) for name, token in names.items() if token is not None}
+    special = {*named.values(), *_contents(config, "extra_special_tokens")}
+    special |= {*_contents(config, "additional_special_tokens")}
     # transformers adds special tokens that are not there.
-    if not contents.issuperset([*named.values(), *extra]):
+    if not special <= {token.content for token in added.values()}:
         raise _Unknown
+    if kind == _QWEN2:
+        _check_qwen2(backend, special)
     return FileTokenizer(backend, _chat_template(directory, config), named)
+
+
+def _class(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """The class that transformers uses: one of those that are known here."""
+    named, model_type = config.get("tokenizer_class"), model.get("model_type")
+    if not isinstance(named, str) or not isinstance(model_type, str) or not model_type:
+        raise _Unknown
+    kind = CLASSES_OF_MODEL_TYPES.get(model_type, named)
+    if kind in _FILE_CLASSES:
+        return kind
+    if kind.removesuffix("Fast") == _QWEN2:
+        return _QWEN2
+    raise _Unknown
+
+
+def _check_qwen2(backend: Tokenizer, special: Collection[str]) -> None:
+    """Refuse a tokenizer of which the class would make another one."""
+    state = orjson.loads(backend.to_str())
+    model, splits = state["model"], state["pre_tokenizer"]
+    words = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    pieces = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    if splits is not None:
+        for part in splits.get("pretokenizers", ()):
+            # Offsets are the post-processor's, which is the file's.
+            part.pop("trim_offsets", None)
+    alike = (
+        state["normalizer"] == {"type": "NFC"}
+        and splits == {"type": "Sequence", "pretokenizers": [words, pieces]}
+        and (state["decoder"] or {}).get("type") == "ByteLevel"
+        and model["type"] == "BPE"
+        and not any(model.get(key) for key in _BPE_OPTIONS)
+    )
+    # Added tokens get the ids after the vocabulary's, in their order.
+    vocabulary = model["vocab"] if alike else {}
+    behind = [token["id"] for token in state["added_tokens"] if token["content"] not in vocabulary]
+    if not alike or behind != list(range(len(vocabulary), len(vocabulary) + len(behind))):
+        raise _Unknown
+    # Special tokens are added once more, plainly.
+    odd = ("lstrip", "normalized", "rstrip", "single_word")
+    for token in state["added_tokens"]:
+        if token["content"] in special and (not token["special"] or any(token[flag] for flag in odd)):
+            raise _Unknown
 
 
 def _object(path: Path) -> dict[str, Any]:
