@@ -18,7 +18,7 @@ ARG ENGINE=gpu
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL
 # Modules are compiled once, by all processors, when everything is installed.
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PYTHONDONTWRITEBYTECODE=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PYTHONDONTWRITEBYTECODE=1 UV_NO_CACHE=1
 WORKDIR /src
 RUN python3 -m venv /opt/kuberoll
 ENV PATH=/opt/kuberoll/bin:$PATH
@@ -29,7 +29,7 @@ FROM build AS build-operator
 ARG PIP_INDEX_URL
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     python scripts/requirements.py operator > /tmp/requirements.txt \
-    && pip install -r /tmp/requirements.txt && scripts/compile.sh
+    && python scripts/install.py --without-engine -r /tmp/requirements.txt && scripts/compile.sh
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     pip install --no-deps . && pip uninstall -y pip setuptools && scripts/compile.sh
@@ -38,7 +38,7 @@ FROM build AS dependencies-worker
 ARG PIP_INDEX_URL
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     python scripts/requirements.py workers s3 gcs > /tmp/requirements.txt \
-    && pip install -r /tmp/requirements.txt && scripts/compile.sh
+    && python scripts/install.py --without-engine -r /tmp/requirements.txt && scripts/compile.sh
 
 FROM dependencies-worker AS build-worker
 COPY . .

@@ -6,14 +6,12 @@ build: as secrets and mounts, which leave nothing in an image.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from scripts.install import pip_settings
 from tests.containers.containerd import PAUSE, Containerd, MissingTools
 
 ROOT = Path(__file__).parents[2]
@@ -54,16 +53,6 @@ _SECONDS = 1500
 def name_of(role: str) -> str:
     """The image's name as the chart and the operator have it by default."""
     return f"kuberoll/{role}:{VERSION}"
-
-
-def pip_settings() -> dict[str, str]:
-    """pip's settings on this machine, of its files and of the environment; the environment prevails."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    parsed = [line.partition("=") for line in lines]
-    found = {name.rpartition(".")[2]: (name, ast.literal_eval(value)) for name, _, value in parsed if "global." in name}
-    found |= {name.rpartition(".")[2]: (name, ast.literal_eval(value)) for name, _, value in parsed if ":env:" in name}
-    return {name: value for name, (_, value) in found.items()}
 
 
 def pip_conf(settings: Mapping[str, str]) -> str:
