@@ -1,4 +1,4 @@
-"""The `kuberoll` command: a small root; most subcommands come with the parts that are installed."""
+"""The `kuberoll` command: a small root; most subcommands come with the installed extras."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import click
 from kuberoll_api.manifest.loading import ManifestError, load_jobs
 
 COMMANDS = "kuberoll.commands"
-"""The entry points that bring subcommands: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
+"""Group of the subcommands' entry points: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
 
-# Requirements of an extra, less those that only some platforms have.
+# Requirements of an extra, except for those of some platforms only.
 _OF_EXTRA = re.compile(r"""(?P<name>[\w.-]+)[^;]*;\s*extra == ['"](?P<extra>[\w.-]+)['"]""")
 
 
@@ -31,7 +31,7 @@ class _Root(click.Group):
         entry = _entries().get(name)
         if own is not None or entry is None:
             return own
-        # Commands import what they need when they run, so that they can be loaded says nothing.
+        # Commands import their dependencies when they run, so a successful load would not prove anything.
         if (missing := next(_missing(entry), None)) is not None:
             return _stand_in(entry, missing)
         try:
@@ -52,7 +52,7 @@ def _extra(entry: EntryPoint) -> str:
 
 
 def _missing(entry: EntryPoint) -> Iterator[str]:
-    """The distributions that the command's extra asks for and that are not installed."""
+    """Distributions that the command's extra requires and that are not installed."""
     for line in (entry.dist.requires if entry.dist else None) or ():
         requirement = _OF_EXTRA.fullmatch(line)
         if requirement is not None and requirement["extra"] == _extra(entry):
@@ -63,7 +63,7 @@ def _missing(entry: EntryPoint) -> Iterator[str]:
 
 
 def _stand_in(entry: EntryPoint, missing: str) -> click.Command:
-    """Takes the place of a command that cannot run here, and says how to install it."""
+    """Placeholder for a command that cannot run here; it prints how to install it."""
     remedy = f"pip install 'kuberoll[{_extra(entry)}]'"
     text = f"`kuberoll {entry.name}` needs {missing}, which is not installed: {remedy}"
 
@@ -76,7 +76,7 @@ def _stand_in(entry: EntryPoint, missing: str) -> click.Command:
         callback=say,
         help=text,
         short_help=f"(not installed: {remedy})",
-        # Whatever else was written, the help of the real command included, what is missing comes first.
+        # Whatever the arguments, even --help, the placeholder prints what is missing.
         add_help_option=False,
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     )
@@ -93,8 +93,8 @@ def main() -> None:
 def validate(files: tuple[Path, ...]) -> None:
     """Check RolloutJob manifests.
 
-    Says for each mistake its line and field, what was found and what is allowed. The exit code is 0
-    when all files are in order, and 2 when one has a mistake.
+    Prints the line and field of each mistake, what was found and what is allowed. The exit code is 0
+    if all files are valid, and 2 if one has a mistake.
     """
     failed = False
     for file in files:
@@ -116,7 +116,7 @@ def crd(reference: bool) -> None:
 
     `kuberoll crd | kubectl apply -f -` installs it.
     """
-    # What makes it is of no use to the other commands.
+    # Imported here because no other command needs these modules.
     if reference:
         from kuberoll_api.schema.reference import page
 

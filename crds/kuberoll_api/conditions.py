@@ -1,4 +1,4 @@
-"""Types and reasons of a RolloutJob's conditions: the words between the operator and who watches its jobs."""
+"""Types and reasons of a RolloutJob's conditions: an interface between the operator and whatever watches jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONDITION_TYPES: Final = (
 
 
 class Reason:
-    """Reasons, by what they are about. docs/operating.md explains each."""
+    """Reasons, grouped by condition. docs/operating.md explains each."""
 
     # Suspended
     SUSPENDING: Final = "Suspending"
@@ -70,7 +70,7 @@ class Reason:
     CHECK_FAILED: Final = "CheckFailed"
     FAILURE_BUDGET: Final = "FailureBudgetExceeded"
     FINISH_FAILED: Final = "FinishFailed"
-    # On any condition of a part that cannot be written
+    # On any condition whose objects cannot be written
     FORBIDDEN: Final = "Forbidden"
     FIELD_CONFLICT: Final = "FieldConflict"
     NAME_TAKEN: Final = "NameTaken"

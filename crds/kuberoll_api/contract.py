@@ -1,7 +1,7 @@
-"""The contract between the operator and the pods of a job: what pods are given, what they answer, how they end.
+"""Contract between the operator and the pods of a job: configuration, HTTP answers, exit codes, termination messages.
 
-Both sides import these types. The images of a job may be of another release than the operator, so fields are added and
-never change their meaning, and a reader passes over what it does not know.
+Both sides import these types. The images of a job may be of another release than the operator, so fields may be added
+but never change their meaning, and readers ignore unknown fields.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kuberoll_api.model.generation import Autoscaling, Generation, SimulatedEngi
 from kuberoll_api.model.types import MAX_COUNT
 
 EXIT_FAILED: Final = 1
-"""Exit code: anything that has no code of its own; another try may succeed."""
+"""Exit code: any failure without a code of its own; another attempt may succeed."""
 
 EXIT_DRAINED: Final = 75
-"""Exit code: told to stop before the work was done; the next pod resumes from there (EX_TEMPFAIL)."""
+"""Exit code: stopped by a signal before the work was done; the next pod resumes from there (EX_TEMPFAIL)."""
 
 EXIT_REFUSED: Final = 78
-"""Exit code: the job, its dataset or its output cannot be used, and trying again will not help (EX_CONFIG)."""
+"""Exit code: the job, its dataset or its output cannot be used, and a retry would not help (EX_CONFIG)."""
 
 GENERATION_PORT: Final = 8000
 """Port of a generation pod: the policy."""
@@ -43,14 +43,14 @@ IMPORT_PATH: Final = "kuberoll_workers.serving.app:build"
 """Import path of the application's builder."""
 
 MESSAGE_BYTES: Final = 4096
-"""Longest termination message that Kubernetes keeps, bytes."""
+"""Maximum size of a termination message, in bytes; Kubernetes cuts the rest."""
 
 Scope = Literal["generate", "weights", "read"]
 """Permission of a token: `generate` samples, `weights` publishes weights, `read` reads the policy's state."""
 
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 
-# Bounds of what a pod may answer: environments run there, so the answer is not to be trusted.
+# Bounds of a pod's answer, which is not trusted because environments run there.
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Sum = Annotated[float, Field(allow_inf_nan=False)]
 _Version = Annotated[str, StringConstraints(max_length=63)]
@@ -63,16 +63,16 @@ def token_variable(scope: Scope) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodConfig:
-    """The file that all pods of a job read.
+    """Content of the configuration file that all pods of a job read.
 
     Attributes:
-        job: The RolloutJob, without what only the operator needs.
+        job: The RolloutJob, without the fields that only the operator needs.
         base: Directory of the mounted dataset.
         endpoint: Base URL of the policy.
         port: Port that a generation pod listens at.
         output: The run's directory or URI.
-        turns: Directory of the turn log; None: turns are not journaled.
-        discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or listed here.
+        turns: Directory of the turn log; None if turns are not journaled.
+        discovery: How workers find the policy's replicas: from the endpoint, by DNS, or listed here.
         replicas: Their base URLs, with discovery `Static`.
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
     """
@@ -91,11 +91,11 @@ class PodConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSource:
-    """Weights in place of the model's own.
+    """Weights that replace the model's own.
 
     Attributes:
-        uri: A directory that the replicas have mounted, or an s3:// or gs:// URI.
-        version: The name that trajectories give them.
+        uri: Directory that is mounted in the replicas, or an s3:// or gs:// URI.
+        version: Name of these weights in trajectories.
     """
 
     uri: str
@@ -104,23 +104,26 @@ class WeightsSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeArgs:
-    """Arguments of the Serve application: all that a replica needs, as plain JSON.
+    """Arguments of the Serve application: everything that a replica needs, as plain JSON.
 
-    A change is new code to Serve, which starts all replicas anew; `weights` alone is overridden by the deployment's
-    `user_config`, which may change in place.
+    Serve restarts all replicas when an argument changes. Only `weights` is overridden by the deployment's
+    `user_config`,
+    which can change in place.
 
     Attributes:
-        model, tokenizer: Directory or hub id.
-        model_name: The model's name for callers of the OpenAI-compatible routes; None: `model`.
-        gpus: GPUs of one replica, or a part of one; None: as many as `engine_args` spread the model over.
-        bundles: Resources of each part of a replica that spans pods, the first being the replica's own; None: it is
-            within one pod.
+        model, tokenizer: Directory or hub id of each.
+        model_name: The model's name in the OpenAI-compatible routes; None for `model`.
+        gpus: GPUs of one replica, possibly a fraction; None for as many as `engine_args` spread the model over.
+        bundles: Resource bundles of a replica that spans pods, first that of the replica's actor; None if it fits into
+            one
+            pod.
         autoscaling: Serve's `autoscaling_config` in place of a fixed number of `replicas`.
-        tokens_required: Refuse to start without tokens. They are no arguments, because many may read Serve's
-            configuration: a replica takes them out of its environment variables.
-        weights: Weights to start with in place of the model's own.
+        tokens_required: Refuse to start without tokens. Tokens are not arguments, because Serve's configuration is
+            widely
+            readable: a replica takes them from its environment variables.
+        weights: Initial weights that replace the model's own.
         application: Name of the application in Serve.
-        drain_seconds: Longest time that a replica may take to answer the requests it has when it is stopped.
+        drain_seconds: Maximum time in which a replica that is stopped answers its pending requests.
     """
 
     model: str
@@ -144,11 +147,11 @@ class ServeArgs:
     def of(
         cls, generation: Generation, *, model: str | None = None, tokenizer: str | None = None, **more: Any
     ) -> ServeArgs:
-        """The arguments for a job's generation.
+        """Arguments for a job's generation.
 
         Args:
-            model, tokenizer: Their places on the machine that serves; None: as the job has them.
-            more: Fields that follow from where the replicas are placed.
+            model, tokenizer: Their locations on the serving machine; None for those in the job.
+            more: Further fields, which depend on the placement of replicas.
         """
         source = generation.model.source
         settings = generation.simulated if generation.simulated is not None else SimulatedEngine()
@@ -169,15 +172,15 @@ class ServeArgs:
 
 
 def fewest_replicas(autoscaling: Autoscaling) -> int:
-    """Fewest replicas while a shard is not done.
+    """Minimum number of replicas while a shard is not done.
 
-    Never none: a turn would wait minutes for the first one. When the last shard is done all of them are stopped.
+    At least one, because a turn would wait minutes for the first replica. All are stopped when the last shard is done.
     """
     return max(1, autoscaling.min_replicas)
 
 
 def autoscaling_config(autoscaling: Autoscaling | None) -> dict[str, Any] | None:
-    """Serve's `autoscaling_config`; None: a fixed number of replicas."""
+    """Serve's `autoscaling_config`; None for a fixed number of replicas."""
     if autoscaling is None:
         return None
     return {
@@ -195,19 +198,19 @@ def weights_source(weights: Weights | None) -> WeightsSource | None:
 
 
 def user_config(weights: WeightsSource | None) -> dict[str, Any]:
-    """Serve's `user_config` of the deployment: what may change while it runs."""
+    """Serve's `user_config` of the deployment: the part that can change while it runs."""
     return {"weights": None if weights is None else {"uri": weights.uri, "version": weights.version}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodProgress:
-    """Answer of a worker pod at `/progress`: counts since its shard began, whichever pod did the work.
+    """Answer of a worker pod at `/progress`: counts of its shard, including the work of earlier pods.
 
     Attributes:
-        failed: Trajectories that this pod gave up; those of earlier pods are tried again.
-        planned: Trajectories that the shard will come to; 0 while the dataset is being read.
-        generating: Turns that wait for a response now.
-        policy_version: Version of the newest response; None: there was none.
+        failed: Trajectories that failed permanently in this pod; those of earlier pods are retried.
+        planned: Number of trajectories that the shard will produce; 0 while the dataset is being read.
+        generating: Turns that are waiting for a response.
+        policy_version: Version of the newest response; None if there was none.
     """
 
     shard: _Count
@@ -227,8 +230,8 @@ class PodWeights:
 
     Attributes:
         wanted: Version that the job asks for.
-        served: Version that it generates with; None: none, or unknown.
-        problem: Why the wanted version is not served; None: it is, or is being loaded.
+        served: Version that it generates with; None if there is none, or it is unknown.
+        problem: Why the wanted version is not served; None if it is, or is being loaded.
     """
 
     wanted: _Version | None = None
@@ -242,8 +245,8 @@ class ServeWeights:
 
     Attributes:
         wanted: Version that replicas are to serve.
-        replicas: Version that each replica serves; None: unknown.
-        problems: Why a replica does not serve the wanted version.
+        replicas: Version that each replica serves; None if unknown.
+        problems: Why a replica does not serve the wanted version, by replica.
     """
 
     wanted: _Version | None = None
@@ -253,14 +256,14 @@ class ServeWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMessage:
-    """Termination message of a worker pod, and of the pod that checks what workers need.
+    """Termination message of a worker pod, and of the check pod.
 
     Attributes:
-        shard: Its shard, 0 for the check of all shards; None: it ended before it knew.
+        shard: Its shard, 0 for the check; None if it ended before it knew its shard.
         planned, trajectories, failed, turns, generated_tokens, reward_sum: As in `PodProgress`, at the end.
-        dropped: Trajectories that were not wanted.
-        done: Whether the work was done.
-        cause: Why it was not, for the user; empty: it was.
+        dropped: Trajectories of dropped groups.
+        done: True if the work was done.
+        cause: Why it was not done, for the user; empty if it was.
     """
 
     shard: _Count | None = None
@@ -280,8 +283,8 @@ class EnvironmentResult:
     """Result of one environment in a `FinishMessage`.
 
     Attributes:
-        mean_reward: None: it has no trajectory.
-        pass_at_1: None: its rewards have no threshold of success.
+        mean_reward: None if it has no trajectory.
+        pass_at_1: None if its rewards have no success threshold.
     """
 
     trajectories: _Count = 0
@@ -292,16 +295,16 @@ class EnvironmentResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishMessage:
-    """Termination message of the pod that ends a run.
+    """Termination message of the finish pod.
 
     Attributes:
-        trajectories, failed, dropped: Of the whole run.
-        planned: Trajectories that the run was to come to.
-        missing: Planned trajectories of which nothing is known.
-        mean_reward: None: there is no trajectory.
-        environments: By name, as many as the message has room for.
-        environments_left_out: Number of those that it has no room for.
-        cause: Why the run is not complete, for the user; empty: it is.
+        trajectories, failed, dropped: Numbers of the whole run.
+        planned: Number of trajectories that the run was to produce.
+        missing: Planned trajectories without any record.
+        mean_reward: None if there is no trajectory.
+        environments: Results by name of the environment, as many as fit into the message.
+        environments_left_out: Number of those that do not fit.
+        cause: Why the run is not complete, for the user; empty if it is.
     """
 
     trajectories: _Count = 0

@@ -1,4 +1,4 @@
-"""Small HTTP servers: what a process answers about itself."""
+"""Small HTTP servers for the health, metrics and state of a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 
 
 def metrics_route(registry: CollectorRegistry, *, before: Callable[[], None] = lambda: None) -> web.RouteDef:
-    """`GET /metrics` in the format that the scraper asks for; `before` is called first."""
+    """`GET /metrics` in the format that the scraper accepts; `before` is called first."""
 
     async def metrics(request: web.Request) -> web.Response:
         before()
@@ -23,17 +23,17 @@ def metrics_route(registry: CollectorRegistry, *, before: Callable[[], None] = l
 
 @asynccontextmanager
 async def serving(routes: Iterable[web.RouteDef], *, host: str, port: int) -> AsyncIterator[int]:
-    """Answer at an address until the end; yields the port, which the system chooses for 0.
+    """Serve routes until the block is left; yields the port, which the system chooses for 0.
 
     Args:
-        host: Empty: all addresses of the machine.
+        host: Address; empty for all addresses of the machine.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address is not available.
     """
     app = web.Application()
     app.add_routes(routes)
-    # A scrape a second is no line in the log.
+    # Frequent scrapes are not worth a line in the log.
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

@@ -11,12 +11,12 @@ from typing import Any
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, as log collectors read them."""
+    """One JSON object per line, as log collectors expect."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """
         Args:
-            fields: Fields of every line.
+            fields: Additional fields of every line.
         """
         super().__init__()
         self._fields = dict(fields)
@@ -35,10 +35,10 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: str = "INFO", **fields: Any) -> None:
-    """Have this process log JSON lines to standard error, each with these fields.
+    """Make this process log JSON lines to standard error, each with these fields.
 
     Raises:
-        ValueError: There is no such level.
+        ValueError: The level does not exist.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(fields))

@@ -1,4 +1,4 @@
-"""What a metric is, as data: the workers and the operator make theirs of it, and scripts/metrics.py the reference."""
+"""Metric definitions as data, for the workers, the operator, and the reference that scripts/metrics.py writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Label: TypeAlias = Literal[
     "turn",
     "verb",
 ]
-"""Every label that a metric may have; each has few values, never a trajectory's or a request's own."""
+"""Labels that metrics may have. Each has few values; none identifies a trajectory or a request."""
 
 LABELS: Final[Mapping[Label, str]] = {
     "cause": "a cause, one of a fixed list",
@@ -48,16 +48,16 @@ LABELS: Final[Mapping[Label, str]] = {
     "turn": "1, 2, 3-4, 5-8, 9-16, 17-32, 33+",
     "verb": "an HTTP method",
 }
-"""What bounds the values of each label."""
+"""Description of the values of each label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """What all types of metrics have.
+    """Common part of all types of metrics.
 
     Attributes:
-        name: As Prometheus shows it.
-        unit: What its values count or measure, in the plural.
+        name: Name in Prometheus.
+        unit: Unit of its values, in the plural.
     """
 
     name: str
@@ -67,20 +67,20 @@ class Metric:
 
     def __post_init__(self) -> None:
         if unknown := set(self.labels) - set(get_args(Label)):
-            raise ValueError(f"{self.name}: {', '.join(sorted(unknown))}: not among the labels that metrics may have")
+            raise ValueError(f"{self.name}: {', '.join(sorted(unknown))}: not a known label")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter(Metric):
-    """Only grows while its process lives."""
+    """Metric that only grows while its process lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauge(Metric):
-    """Is what it is now.
+    """Metric with a current value.
 
     Attributes:
-        over_processes: What several processes of one worker show together.
+        over_processes: Aggregation over several processes of one worker.
     """
 
     over_processes: Literal["sum", "max"] = "sum"
@@ -88,10 +88,10 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram(Metric):
-    """Counts observations by size.
+    """Metric that counts observations by size.
 
     Attributes:
-        buckets: Their upper bounds, rising; one without a bound is added.
+        buckets: Upper bounds, ascending; a last bucket without a bound is added.
     """
 
     buckets: tuple[float, ...]
@@ -99,22 +99,22 @@ class Histogram(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Metrics that belong together, under a heading of the reference."""
+    """Group of metrics, under one heading of the reference."""
 
     title: str
     metrics: tuple[Metric, ...]
 
 
 def every(groups: Iterable[Group]) -> dict[str, Metric]:
-    """The metrics of some groups by name.
+    """All metrics of some groups, by name.
 
     Raises:
-        ValueError: Two have one name.
+        ValueError: Two metrics have the same name.
     """
     found: dict[str, Metric] = {}
     for group in groups:
         for metric in group.metrics:
             if metric.name in found:
-                raise ValueError(f"{metric.name}: there are two metrics of this name")
+                raise ValueError(f"{metric.name}: two metrics have this name")
             found[metric.name] = metric
     return found

@@ -1,4 +1,4 @@
-"""How the place of a value is written: `spec.environments[0].name`."""
+"""Paths of values in documents, written as `spec.environments[0].name`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import re
 
 Path = tuple[str | int, ...]
-"""Where a value is inside a document: keys and list indexes from the top."""
+"""Position of a value in a document: keys and list indexes from the top."""
 
-# Keys of these characters are written as they are; all others in double quotes, as in JSON.
+# Keys of these characters are written bare; all others in double quotes, as in JSON.
 _BARE = re.compile(r"[\w/-]+")
 _STEP = re.compile(r'\.(?P<bare>[^\s."\[\]=]+)|\.(?P<quoted>"(?:[^"\\]|\\.)*")|\[(?P<index>[0-9]{1,9})\]')
 
@@ -25,9 +25,9 @@ def format_path(path: Path) -> str:
 
 
 def parse_path(text: str) -> tuple[Path, str]:
-    """The path that a text begins with, and the rest of the text, beginning where no path goes on.
+    """The path at the beginning of a text, and the rest of the text.
 
-    `format_path` and this are each other's inverse. Besides, any key without `."[]=` and spaces may be bare.
+    The inverse of `format_path`. In addition, any key without `."[]=` and spaces may be bare.
     """
     path: list[str | int] = []
     dotted = text if text.startswith("[") else f".{text}"
@@ -47,5 +47,5 @@ def parse_path(text: str) -> tuple[Path, str]:
 
 
 def quoted(text: str) -> str:
-    """A text in double quotes, with what a terminal would not show as itself escaped."""
+    """A text in double quotes, with unprintable characters escaped."""
     return json.dumps(text, ensure_ascii=not text.isprintable())

@@ -1,7 +1,7 @@
-"""The status of a RolloutJob: what the operator says of it.
+"""The status of a RolloutJob, as the operator reports it.
 
-`phase` and `summary` are for people, `conditions` are what tools wait for. `StatusModel.model_dump(mode="json",
-by_alias=True, exclude_none=True)` is what an API server takes.
+`phase` and `summary` are for people; tools wait for `conditions`. `model_dump(mode="json", by_alias=True,
+exclude_none=True)` gives the form for the API server.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Timestamp = Annotated[
 ]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Pods = Annotated[int, Field(ge=0, le=1_000_000)]
-# No bound: a status that cannot be written is worse than any number. JSON has no infinity.
+# Unbounded: a status that cannot be written would be worse than any number. JSON has no infinity.
 Reward = Annotated[float, Field(allow_inf_nan=False)]
 Word = Annotated[str, StringConstraints(max_length=64)]
 
 
 class Condition(Model):
-    """One thing that is so, is not so, or is not known, as in metav1.Condition."""
+    """A condition as in metav1.Condition: true, false or unknown."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)] = Field(
         description="Suspended, WorkersChecked, GenerationReady, WeightsServed, WorkersReady, SuccessCriteriaMet, "
@@ -77,7 +77,7 @@ class WorkersStatus(Model):
 
 
 class Progress(Model):
-    """How far the trajectories are: polled while workers run, settled from what they said when they ended."""
+    """Progress of the trajectories: polled while workers run, final once they have ended."""
 
     trajectories: Count = Field(default=0, description="Planned trajectories.")
     completed: Count = Field(default=0, description="Finished and stored trajectories.")
@@ -85,8 +85,8 @@ class Progress(Model):
         default=0, description="Trajectories that failed permanently; failures.jsonl has their causes."
     )
     dropped: Count = Field(default=0, description="Trajectories in dropped.jsonl.")
-    turns: Count = Field(default=0, description="Turns played.")
-    generated_tokens: Count = Field(default=0, description="Tokens generated.")
+    turns: Count = Field(default=0, description="Number of turns.")
+    generated_tokens: Count = Field(default=0, description="Number of generated tokens.")
     percentage: Annotated[int, Field(ge=0, le=100)] = Field(
         default=0, description="Percentage of the planned trajectories that are completed, failed or dropped."
     )
@@ -102,7 +102,7 @@ class EnvironmentResults(Model):
 
     name: Name = Field(description="Name of the environment.")
     trajectories: Count = Field(default=0, description="Trajectories that are stored.")
-    failed: Count = Field(default=0, description="Trajectories that failed for good.")
+    failed: Count = Field(default=0, description="Trajectories that failed permanently.")
     mean_reward: Reward | None = Field(default=None, description="Mean total reward; absent: no trajectory.")
 
 
@@ -110,19 +110,19 @@ class Results(Model):
     """The main numbers of aggregate_metrics.json."""
 
     trajectories: Count = Field(default=0, description="Trajectories that are stored.")
-    failed: Count = Field(default=0, description="Trajectories that failed for good.")
+    failed: Count = Field(default=0, description="Trajectories that failed permanently.")
     dropped: Count = Field(default=0, description="Trajectories in dropped.jsonl.")
     mean_reward: Reward | None = Field(default=None, description="Mean total reward; absent: no trajectory.")
     environments: list[EnvironmentResults] = Field(
         default_factory=list,
         max_length=64,
         json_schema_extra=keyed_by("name"),
-        description="The same for each environment.",
+        description="Results of each environment.",
     )
 
 
 class Summary(Model):
-    """The columns of `kubectl get`, as text: it can neither divide nor round."""
+    """The columns of `kubectl get` as text, because kubectl can neither divide nor round."""
 
     generation: Word = Field(default="", description="Replicas, ready of desired: 2/2.")
     workers: Word = Field(default="", description="Worker pods, running of desired: 3/4.")
@@ -157,10 +157,10 @@ class RolloutJobStatus(Model):
 
 
 def ratio_text(done: int, wanted: int) -> str:
-    """`812/1024`, as the columns of `kubectl get` have it."""
+    """`812/1024`, for the columns of `kubectl get`."""
     return f"{done}/{wanted}"
 
 
 def number_text(number: float | None) -> str:
-    """A number in four significant digits: `0.413`, `1.25e+06`; empty for None."""
+    """A number with four significant digits: `0.413`, `1.25e+06`; empty for None."""
     return "" if number is None else f"{number:.4g}"

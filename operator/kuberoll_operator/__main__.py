@@ -1,4 +1,4 @@
-"""`python -m kuberoll_operator`: the operator, with settings from flags and the environment."""
+"""`python -m kuberoll_operator`: runs the operator, with settings from flags and the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kuberoll_operator.settings import ENVIRONMENT_PREFIX, Settings
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """One option for every setting that may stand in a list of processes."""
+    """Add an option for every setting, except for secrets: command lines are visible in lists of processes."""
     for name, field in reversed(Settings.model_fields.items()):
         if field.annotation == SecretStr | None:
             continue
@@ -41,12 +41,12 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_options
 def main(kubeconfig: Path | None, **given: Any) -> None:
-    """Watch RolloutJobs and do what they say."""
+    """Run the operator: watch RolloutJobs and create what they ask for."""
     try:
         known = {name: value for name, value in given.items() if value not in (None, ())}
         settings = Settings.from_environment(os.environ, **known)
         log_to_stderr(settings.log_level)
-        # One line per object and event; what goes wrong is told by others too.
+        # One line per object and event; errors are logged elsewhere as well.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         settings.signing_key()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The operator as a process: watches, the lease, reconciles, probes; and how it ends."""
+"""The operator's process: watches, leader election, reconciles, probes, and shutdown."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from kuberoll_operator.settings import Settings
 from kuberoll_operator.watches import WATCHED, Watches
 
 DRAIN_SECONDS = 20.0
-"""What reconciles under way have when the operator is told to stop; less than a pod has."""
+"""Time that running reconciles have to finish when the operator stops; less than its pod's grace period."""
 
 AGAIN = -1
-"""In the place of an exit status: what the cluster serves has changed, and watches are to be made anew."""
+"""Result of `Operator.run` when the kinds that the cluster serves have changed: a new Operator is to be started."""
 
 _log = logging.getLogger(__name__)
 
 
 class Operator:
-    """The operator's parts, wired; it runs once.
+    """The parts of the operator, wired together. It runs once.
 
     Attributes:
-        port: Of the probes, while it runs.
+        port: Port of the probes while it runs.
     """
 
     def __init__(self, settings: Settings, *, kubeconfig: Path | None = None) -> None:
@@ -59,17 +59,17 @@ class Operator:
         self._working = False
 
     async def run(self, serving_at: Callable[[int], None] = lambda _: None) -> int:
-        """Works until it is told to stop, or cannot go on.
+        """Run until stopped, or until a fatal error.
 
         Args:
             serving_at: Called with the port of the probes.
 
         Returns:
-            The process's exit status: 0 where it was told to stop; AGAIN where another Operator is to go on.
+            The process's exit status: 0 after a signal; 1 after a fatal error; AGAIN if a new Operator is to take over.
 
         Raises:
-            NoAccess: There is no way to an API server.
-            OSError: The probes' port cannot be had.
+            NoAccess: No API server is configured.
+            OSError: The port of the probes is not available.
         """
         settings = self.settings
         way = await load_access(self._kubeconfig)
@@ -145,12 +145,12 @@ class Operator:
         return self._working and (self._elector is None or self._elector.leading)
 
     def _changed(self, key: Key) -> None:
-        # Who stands by would collect keys that grow old; what there is to do, the cache knows when it is needed.
+        # A standby would only collect keys that grow old; when it becomes the leader, it takes all jobs from the cache.
         if self._working:
             self.queue.add(key)
 
     def _work(self, pool: Pool) -> None:
-        """Begin to reconcile: all jobs that there are, then those that change."""
+        """Start reconciling: first all existing jobs, then those that change."""
         self._working = True
         for key, _ in self.cache.jobs():
             self.queue.add(key)
@@ -160,13 +160,13 @@ class Operator:
         return (0.0, "") if self._watches is None else self._watches.oldest_activity()
 
     def _unsynced(self) -> list[str]:
-        # Which kinds there are to be watched is found out first.
+        # The kinds to watch are discovered before anything is watched.
         if self._watches is None:
             return [resource.plural for resource in discovery.OPTIONAL.values()]
         return self._watches.unsynced()
 
     async def _discovered(self, client: Client, asked: Sequence[str]) -> dict[str, bool]:
-        """Which of the kinds are served; nothing where it is told to stop while it waits for the answer."""
+        """Setting name -> True if its kind is served; empty if the operator stops before the API server answers."""
         self._listen()
         asking = asyncio.create_task(discovery.served(client, asked), name="discovery")
         told = asyncio.create_task(self.stop.wait(), name="stop")
@@ -179,11 +179,11 @@ class Operator:
             await asyncio.gather(asking, told, return_exceptions=True)
 
     async def _changes(self, client: Client, known: Mapping[str, bool]) -> None:
-        """Returns when the cluster serves other kinds than it did at the start."""
+        """Return when the set of served kinds differs from the one at the start."""
         found = await discovery.changes(client, known)
         for name, resource in discovery.OPTIONAL.items():
             if found.get(name) != known.get(name):
-                change = "are served now" if found[name] else "are served no more"
+                change = "are served now" if found[name] else "are no longer served"
                 _log.info("%s %s: restarting the watches", resource.plural, change)
 
     async def _run(self, watches: Watches, pool: Pool, changes: Coroutine[Any, Any, object]) -> int:
@@ -215,10 +215,10 @@ class Operator:
         return 0 if told in done else AGAIN
 
     async def _lead(self, watches: Watches, pool: Pool) -> None:
-        """Works for as long as this operator leads.
+        """Reconcile for as long as this operator is the leader.
 
         Raises:
-            LeadershipLost: It does so no more.
+            LeadershipLost: Another operator may have become the leader.
         """
         await watches.synced()
         if self._elector is None:
@@ -238,5 +238,5 @@ class Operator:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop.set)
         except (NotImplementedError, RuntimeError, ValueError):
-            # Not in the main thread: whoever runs it there sets `stop`.
+            # Signals only reach the main thread; in another thread the caller sets `stop`.
             return

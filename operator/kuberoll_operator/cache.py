@@ -1,4 +1,4 @@
-"""What the watches have told of jobs, their children and their pods: as much of each as is needed, and no more."""
+"""Cache of what the watches report about jobs, their children and their pods, cut down to the fields that are read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS, Resource
 from kuberoll_operator.model import Key, Object
 
 Scope = str | None
-"""A namespace, or None: all of them."""
+"""A namespace; None: all namespaces."""
 
 
 class Cache:
-    """The objects of one API server as they were last seen.
+    """Latest known state of the objects of one API server.
 
-    A list replaces everything of its kind and scope, so that what was deleted while nobody watched is not kept; an
-    event that is older than what is known already changes nothing.
+    A list replaces everything of its kind and scope, so objects that were deleted while nothing watched disappear. An
+    event older than the cached object is ignored.
 
     Args:
-        changed: Called with the job of every object that was changed by another than this operator.
+        changed: Called with the key of the job whenever anything but this operator changes one of its objects.
     """
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
@@ -33,7 +33,7 @@ class Cache:
         self._pages: dict[tuple[Resource, Scope], set[tuple[str, str]]] = {}
 
     def listed(self, resource: Resource, scope: Scope, items: Iterable[Object], version: str, *, last: bool) -> None:
-        """A page of a list; after the last one, what was on none of them is gone."""
+        """Add a page of a list; after the last page, cached objects that were on no page are dropped."""
         place = (resource, scope)
         seen = self._pages.setdefault(place, set())
         for item in items:
@@ -46,57 +46,57 @@ class Cache:
         known = self._objects.get(resource, {})
         listed = _version(version)
         for name in [name for name in known if scope in (None, name[0]) and name not in seen]:
-            # Written by this operator after the list was made.
+            # A newer version was written by this operator after the list was made.
             if _version_of(known[name]) <= listed:
                 self._drop(resource, name)
         self._listed[place] = listed
 
     def seen(self, resource: Resource, item: Object, *, deleted: bool) -> None:
-        """A watch event."""
+        """Apply a watch event."""
         metadata = item["metadata"]
         name, version = (metadata["namespace"], metadata["name"]), _version_of(item)
         known = self._objects.get(resource, {}).get(name)
         if deleted:
             if known is not None and known["metadata"]["uid"] == metadata["uid"]:
-                # It is deleted as it was last.
+                # A DELETED event carries the last state of the object.
                 self._put(resource, item, tell=False)
                 self._drop(resource, name)
         elif known is not None or version > max(
             self._listed.get((resource, None), -1), self._listed.get((resource, name[0]), -1)
         ):
-            # What is unknown and older than the list has been deleted since.
+            # An unknown object that is older than the list has been deleted since.
             self._put(resource, item, tell=True)
 
     def written(self, resource: Resource, item: Object) -> None:
-        """What the API server answered to a write of this operator: no news."""
+        """Add the API server's answer to a write of this operator, without calling `changed`."""
         self._put(resource, item, tell=False)
 
     def synced(self, resource: Resource, scope: Scope) -> bool:
-        """Whether everything that there is has been seen."""
+        """True if all objects of this kind and scope have been listed once."""
         return (resource, scope) in self._listed
 
     def jobs(self) -> Iterable[tuple[Key, Object]]:
-        """All jobs: their metadata, phase and replicas."""
+        """All jobs, with their metadata, phase and replicas only."""
         return [(Key(*name), item) for name, item in self._objects.get(ROLLOUT_JOBS, {}).items()]
 
     def children(self, key: Key) -> Mapping[tuple[str, str], Object]:
-        """The children of a job by kind and name, other owners' of that label too."""
+        """Children of a job by (kind, name), including objects of other owners that have the job's label."""
         return {place: item for place, item in self._of.get(key, {}).items() if place[0] != PODS.kind}
 
     def pods(self, key: Key) -> list[Object]:
-        """The pods of a job, by name."""
+        """Pods of a job, sorted by name."""
         found = self._of.get(key, {})
         return [found[place] for place in sorted(found) if place[0] == PODS.kind]
 
     def departed(self, key: Key) -> list[Object]:
-        """The last pod of each index of a job's that has ended and is gone: what it said at its end is not told again.
+        """Last state of deleted pods that had ended, the latest of each completion index.
 
-        When a Job is suspended, its pods are removed as soon as they have ended.
+        A suspended Job deletes its pods as soon as they end, and their termination messages with them.
         """
         return list(self._departed.get(key, {}).values())
 
     def sizes(self) -> dict[str, int]:
-        """Objects by kind."""
+        """Number of objects by kind."""
         return {resource.kind: len(items) for resource, items in self._objects.items()}
 
     def _put(self, resource: Resource, item: Object, *, tell: bool) -> None:
@@ -156,7 +156,7 @@ def _version_of(item: Object) -> int:
 
 
 def _version(text: Any) -> int:
-    # Kubernetes promises that they are decimal and grow (KEP-5504); another server's are taken as always newer.
+    # Kubernetes promises increasing decimal numbers (KEP-5504); any other version counts as newer than all of them.
     try:
         return int(text)
     except (TypeError, ValueError):
@@ -169,7 +169,7 @@ _POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerSt
 
 
 def _trim(resource: Resource, item: Object) -> Object:
-    """An object without what nobody here reads: 10,000 pods are to fit into memory."""
+    """An object without the fields that the operator does not read: 10,000 pods must fit into memory."""
     metadata = {key: value for key, value in item["metadata"].items() if key != "managedFields"}
     head = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata}
     if resource == ROLLOUT_JOBS:

@@ -1,4 +1,4 @@
-"""Moments at which time alone changes what is done with a job."""
+"""Deadlines of a job: the moments at which time alone changes what is done with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kuberoll_operator.model import condition, is_true
 
 
 def parse_time(text: Any) -> datetime | None:
-    """A Kubernetes timestamp; None if it is none."""
+    """A Kubernetes timestamp as a datetime with a time zone; None if it cannot be parsed."""
     try:
         found = datetime.fromisoformat(str(text))
     except ValueError:
@@ -22,7 +22,7 @@ def parse_time(text: Any) -> datetime | None:
 
 
 def active_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
-    """When a job that goes on has gone on for too long; one that was stopped begins to count anew."""
+    """Moment at which `activeDeadlineSeconds` ends; None if there is none. Suspension resets the clock."""
     start = parse_time(status.get("startTime"))
     seconds = job.spec.active_deadline_seconds
     if seconds is None or start is None or job.spec.suspend or is_true(status, conditions.SUSPENDED):
@@ -31,10 +31,10 @@ def active_deadline(job: RolloutJob, status: Mapping[str, Any]) -> datetime | No
 
 
 def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, datetime]:
-    """Until when what is awaited must have come, by the condition that says so.
+    """Startup deadlines that are running now, by the condition that must become True before them.
 
-    What workers need must have been found in order, then generation be ready, then a worker run: each has
-    `startupDeadlineSeconds` from when the one before it came, and a resumed job has them anew.
+    First the workers' check must succeed, then generation become ready, then a worker run. Each step has
+    `startupDeadlineSeconds` from the end of the one before it; resuming a job resets them.
     """
     if job.spec.suspend or is_true(status, conditions.SUSPENDED):
         return {}
@@ -63,7 +63,7 @@ def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, d
 
 
 def _never_ran(job: RolloutJob, generation: Mapping[str, Any], workers: Mapping[str, Any]) -> bool:
-    """Whether no worker has run since generation became ready; not where somebody else's endpoint waits for free."""
+    """True if no worker has run since generation became ready; never for an external policy: waiting costs no GPUs."""
     if job.spec.workers.replicas == 0 or generation.get("reason") == Reason.EXTERNAL:
         return False
     times = [parse_time(item.get("lastTransitionTime")) for item in (workers, generation)]
@@ -71,7 +71,7 @@ def _never_ran(job: RolloutJob, generation: Mapping[str, Any], workers: Mapping[
 
 
 def end_of_life(job: RolloutJob, status: Mapping[str, Any]) -> datetime | None:
-    """When a job that is over is to be deleted."""
+    """Moment at which a finished job is to be deleted; None if it is not finished, or is kept."""
     seconds = job.spec.ttl_seconds_after_finished
     for kind in (conditions.COMPLETE, conditions.FAILED):
         if seconds is not None and is_true(status, kind):

@@ -1,4 +1,4 @@
-"""Which APIs of others the cluster serves: asked when the operator starts, and now and again.
+"""Discovery of optional APIs: at the start of the operator, and periodically afterwards.
 
 KubeRay, Kueue and LeaderWorkerSet may be installed or removed later.
 """
@@ -22,7 +22,7 @@ OPTIONAL: Final[Mapping[str, Resource]] = {
     "kueue": WORKLOADS,
     "leader_worker_set": LEADER_WORKER_SETS,
 }
-"""The kinds that are used where they are served, by the setting that says whether they are."""
+"""Kinds that are used if the cluster serves them, by the setting that says whether it does."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 async def served(
     client: Client, settings: Collection[str] = tuple(OPTIONAL), *, retry_seconds: float = RETRY_SECONDS
 ) -> dict[str, bool]:
-    """Whether each of these kinds is served; waits for an API server that is away.
+    """Setting name -> True if its kind is served; waits while the API server cannot be reached.
 
     Args:
         settings: Keys of OPTIONAL.
@@ -41,13 +41,13 @@ async def served(
             try:
                 found[name] = await client.serves(OPTIONAL[name])
             except ApiError as error:
-                _log.warning("whether %s are served is not known yet: %s", OPTIONAL[name].plural, error)
+                _log.warning("cannot tell yet whether %s are served: %s", OPTIONAL[name].plural, error)
                 await asyncio.sleep(retry_seconds)
     return found
 
 
 async def changes(client: Client, known: Mapping[str, bool], *, seconds: float = ASK_SECONDS) -> dict[str, bool]:
-    """Returns, with what is served then, when one of the kinds was installed or removed."""
+    """Wait until one of the kinds is installed or removed; returns what is served then."""
     while True:
         await asyncio.sleep(seconds)
         if (found := await served(client, tuple(known))) != dict(known):

@@ -1,4 +1,4 @@
-"""Facts about a job: where it is on its way, and why. Pure, and the same for the same observation."""
+"""Facts about a job: its stage and the reasons for it. Pure: equal observations give equal facts."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ _SHARDS_NAMED: Final = 20
 
 
 class Stage(Enum):
-    """Where a job is on its way."""
+    """Stage of a job's life."""
 
-    UNMANAGED = "somebody else's, or about to be deleted"
+    UNMANAGED = "managed by another controller, or being deleted"
     OVER = "Complete or Failed"
-    FAILING = "a cause is found, and what holds resources is removed"
-    CLEARING = "all is done, and the last GPUs are on their way back"
+    FAILING = "a cause of failure is known; whatever holds resources is being removed"
+    CLEARING = "all work is done; the last GPUs are being released"
     SUSPENDED = "stopped by the user"
-    QUEUED = "without quota: it is waited for, or given back"
-    CHECKING = "what workers need is looked at, before any engine is asked for"
-    FINISHING = "all shards are done, and are being aggregated"
+    QUEUED = "without quota: waiting for it, or giving it back"
+    CHECKING = "the workers' inputs are being checked, before any engine is started"
+    FINISHING = "all shards are done and are being aggregated"
     RUNNING = "workers may run"
-    STARTING = "generation is awaited"
+    STARTING = "waiting for generation"
 
 
 STOPPED: Final = frozenset({Stage.SUSPENDED, Stage.QUEUED})
-"""Nothing is to run, and the job goes on later."""
+"""Stages in which nothing may run, but the job can go on later."""
 
 UNDER_WAY: Final = frozenset({Stage.STARTING, Stage.RUNNING})
-"""Generation runs, or is being started."""
+"""Stages in which generation runs or is starting."""
 
 
 class Cause(NamedTuple):
-    """Why something is as it is: a reason of `conditions.Reason`, and words for people."""
+    """Reason of a state: one of `conditions.Reason`, with a message for people."""
 
     reason: str
     message: str
@@ -67,18 +67,18 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The workers' Job.
+    """State of the workers' Job.
 
     Attributes:
-        count: Parts of the dataset.
-        exists: Whether the Job is there, and to stay.
-        begun: Whether it may run pods.
-        succeeded: Shards that are done.
-        failed: Shards that are given up.
-        active: Pods under way.
-        done: Whether nothing is left for the policy to do.
-        ended: Last ends of worker pods, by shard.
-        problem: Why the job fails.
+        count: Number of shards of the dataset.
+        exists: True if the Job exists and is not being deleted.
+        begun: True if it may run pods: it is not suspended.
+        succeeded: Number of shards that are done.
+        failed: Shards that failed permanently.
+        active: Number of running pods.
+        done: True if no shard needs the policy any more.
+        ended: Last exit of a worker container, by shard.
+        problem: Why the job fails; None if it does not.
     """
 
     count: int
@@ -94,12 +94,12 @@ class Shards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The check Job.
+    """State of the check Job.
 
     Attributes:
-        done: Whether engines may be asked for.
-        planned: Trajectories that the job comes to; None: not known from here.
-        problem: Why the job fails.
+        done: True if engines may be started.
+        planned: Number of trajectories that the job will produce; None if the check has not reported it.
+        problem: Why the job fails; None if it does not.
     """
 
     done: bool
@@ -109,12 +109,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The finish Job.
+    """State of the finish Job.
 
     Attributes:
-        message: Its pod's termination message; None: there is none yet.
-        done: Whether all is aggregated.
-        problem: Why the job fails.
+        message: Its pod's termination message; None if there is none yet.
+        done: True if everything is aggregated.
+        problem: Why the job fails; None if it does not.
     """
 
     message: FinishMessage | None = None
@@ -124,19 +124,19 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What plan and status decide by.
+    """Everything that plan and status decide by.
 
     Attributes:
         job: The validated object.
         raw: The live object: its metadata and status.
-        now: Moment that the facts are of.
+        now: Time of the observation.
         backend: Name of the generation backend.
-        hosting: Of the policy.
-        ready: Whether generation is ready; it becomes so when all replicas are, and stays so while one is.
-        failure: The first cause for which the job fails or has failed.
-        taken: Why a child cannot be written: something else has its name.
-        quota: Its part of a queue's quota.
-        settled: Whether no pod of it holds anything any more.
+        hosting: How the policy is hosted.
+        ready: True if generation is ready: from when all replicas are, for as long as one is.
+        failure: First cause for which the job fails or has failed.
+        taken: Why a child cannot be written: an object of another owner has its name.
+        quota: The job's share of a queue's quota.
+        settled: True if no pod of the job holds resources any more.
     """
 
     job: RolloutJob
@@ -159,7 +159,7 @@ class Facts:
 
 
 def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Facts:
-    """The facts about a job.
+    """Compute the facts about a job from one observation.
 
     Args:
         job: The validated object.
@@ -210,7 +210,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
 
 
 def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:
-    """Why a job that is valid as such cannot be run in a cluster, with the field and how to mend it."""
+    """Why a valid job cannot run in this cluster, with the field and the remedy; None if it can."""
     try:
         output_of(job.spec.output.uri)
     except OutputRefused as error:
@@ -270,7 +270,7 @@ def _failure(
     finish: Finish,
     quota: Quota,
 ) -> Cause | None:
-    """The first cause for which the job fails; once it is recorded there is no other."""
+    """The first cause for which the job fails. A cause that has been recorded is never replaced."""
     status = status_of(raw)
     if is_true(status, conditions.FAILURE_TARGET):
         found = condition(status, conditions.FAILURE_TARGET)
@@ -281,7 +281,7 @@ def _failure(
         if cause is not None:
             return cause
     if job.spec.suspend or finish.done:
-        # A suspended job can still be mended: its spec may be edited.
+        # A suspended job can still be fixed: its spec may be edited.
         return None
     if (problem := spec_problem(job, backend, settings)) is not None:
         return Cause(Reason.INVALID_SPEC, problem)
@@ -289,7 +289,7 @@ def _failure(
         if error.reason in FATAL_WRITE_ERRORS:
             return Cause(error.reason, redact(f"{kind} {name}: {error.message}"))
     if not quota.granted:
-        # Its engines are not asked for, or are on their way out.
+        # Its engines are not wanted, or are being removed.
         return None
     if not shards.done and generation.refused is not None:
         return Cause(Reason.REFUSED, redact(f"generation: {generation.refused}"))
@@ -310,16 +310,16 @@ def _not_started(
     ready: bool,
     check: Check,
 ) -> Cause | None:
-    """Which part has not started within the time that each has."""
+    """The startup deadline that has passed, as a cause; None if none has."""
     parts = [
-        (conditions.WORKERS_CHECKED, not check.done, "what workers need was not there", ""),
+        (conditions.WORKERS_CHECKED, not check.done, "the check of the workers' inputs did not succeed", ""),
         (conditions.GENERATION_READY, check.done and not ready, "generation was not ready", generation.message),
         (conditions.WORKERS_READY, ready, "no worker ran while generation was ready", ""),
     ]
     deadlines = startup_deadlines(job, status)
     for part, awaited, text, message in parts:
         if awaited and part in deadlines and now >= deadlines[part]:
-            # Before a program has any, the last words are those of the scheduler or the kubelet.
+            # Before a program has started, the last message comes from the scheduler or the kubelet.
             last = message or condition(status, part).get("message", "") or "no cause was given"
             seconds = job.spec.startup_deadline_seconds
             return Cause(Reason.STARTUP_DEADLINE, redact(f"{text} within startupDeadlineSeconds ({seconds}): {last}"))
@@ -331,18 +331,18 @@ def workload_ref(job: RolloutJob) -> Ref:
 
 
 def workload_of(job: RolloutJob, raw: Object, observed: Observed) -> Object | None:
-    """The job's own Workload."""
+    """The job's own Workload; None if there is none."""
     live = observed.get("Workload", names.workload(job.metadata.name))
     return None if live is None or not is_ours(live, job, raw) else live
 
 
 def is_dying(live: Mapping[str, Any] | None) -> bool:
-    """Whether an object is being deleted."""
+    """True if an object is being deleted."""
     return live is not None and bool(live["metadata"].get("deletionTimestamp"))
 
 
 def is_ours(live: Mapping[str, Any], job: RolloutJob, raw: Object) -> bool:
-    """Whether an object is a child of this very job."""
+    """True if an object is a child of this very job, not of an earlier one with the same name."""
     metadata = live["metadata"]
     labelled = (metadata.get("labels") or {}).get(names.JOB_LABEL) == job.metadata.name
     owners = metadata.get("ownerReferences") or ()
@@ -350,7 +350,7 @@ def is_ours(live: Mapping[str, Any], job: RolloutJob, raw: Object) -> bool:
 
 
 def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
-    """All children that a job may have."""
+    """References to all children that a job may have."""
     name = job.metadata.name
     refs = [
         Ref("v1", "ConfigMap", names.config(name)),
@@ -378,7 +378,7 @@ def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend) -
             continue
         owners = [owner for owner in live["metadata"].get("ownerReferences") or () if owner.get("kind") == "RolloutJob"]
         if any(owner.get("name") == job.metadata.name for owner in owners):
-            message = f"{kind} {name} is of a RolloutJob of this name that was deleted; waiting for its removal"
+            message = f"{kind} {name} belongs to a deleted RolloutJob of the same name; waiting for its removal"
         else:
             message = f"{kind} {name} already exists and does not belong to this job; delete it, or rename the job"
         return Cause(Reason.NAME_TAKEN, message)
@@ -393,7 +393,7 @@ def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
     spec = job.spec.workers
     recorded = status.get("workers") or {}
     count = recorded.get("shards") or spec.shards or max(1, spec.replicas)
-    # What was done stays done, whatever becomes of the Job.
+    # Shards that were done stay done, whatever happens to the Job.
     done_before = condition(status, conditions.WORKERS_READY).get("reason") == Reason.SHARDS_DONE
     ends = _ends(observed)
     if live is None:
@@ -421,7 +421,7 @@ def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
 def _verdict(
     live: Object, failed: Sequence[int], budget: int, ends: Mapping[int, ContainerExit], succeeded: int, count: int
 ) -> tuple[Cause | None, bool]:
-    """Why the workers' Job failed, and whether all its shards are done or forgiven."""
+    """Why the workers' Job failed, if it did; and True if all its shards are done or within `maxFailedShards`."""
     status = live.get("status") or {}
     if is_true(status, "Complete") or is_true(status, "SuccessCriteriaMet") or succeeded >= count:
         return None, True
@@ -447,7 +447,7 @@ def _verdict(
 
 
 def _first(ends: Mapping[int, ContainerExit], wanted: Callable[[ContainerExit], bool]) -> str | None:
-    """The cause of the shard that failed first."""
+    """Cause of the shard that failed first, among those whose exit matches."""
     found = sorted((end.finished, shard) for shard, end in ends.items() if wanted(end))
     if not found:
         return None
@@ -456,7 +456,7 @@ def _first(ends: Mapping[int, ContainerExit], wanted: Callable[[ContainerExit], 
 
 
 def _ends(observed: Observed) -> dict[int, ContainerExit]:
-    """The last end of a worker's container, by shard; one that was disrupted or drained where there is no other."""
+    """Last exit of a worker container, by shard; a disruption or a drain only counts if there is no other exit."""
     found: dict[int, tuple[tuple[bool, str, str], ContainerExit]] = {}
     for pod in pods_of(observed.pods, names.WORKERS):
         shard, end = shard_of(pod), last_exit(pod, "worker")
@@ -473,8 +473,8 @@ def _check(
 ) -> Check:
     status = status_of(raw)
     recorded = condition(status, conditions.WORKERS_CHECKED)
-    # Nothing of ours waits for workers where the engine is somebody else's; a job that an older operator began was
-    # never looked at, and goes on.
+    # With an external policy no GPUs of ours wait for workers. A job that an older operator started was never checked,
+    # and continues.
     needless = not runs_in_job(backend) or (not recorded and (shards.exists or not generation.gone))
     if needless or shards.done or recorded.get("status") == "True":
         return Check(done=True)
@@ -532,7 +532,7 @@ def _budget_problem(job: RolloutJob, message: FinishMessage) -> Cause | None:
 
 
 def indexes(text: str) -> list[int]:
-    """Kubernetes' "1,3-5" as numbers."""
+    """Kubernetes' "1,3-5" as a list of numbers."""
     return list(_indexes(text))
 
 
@@ -543,6 +543,6 @@ def _indexes(text: str) -> Iterator[int]:
 
 
 def is_at_rest(live: Mapping[str, Any]) -> bool:
-    """Whether a Job makes no pods any more: it has ended, or is suspended."""
+    """True if a Job creates no more pods: it has ended, or is suspended."""
     ended_already = any(is_true(live.get("status") or {}, kind) for kind in ("Complete", "Failed"))
     return ended_already or bool((live.get("spec") or {}).get("suspend"))

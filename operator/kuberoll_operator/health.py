@@ -1,4 +1,4 @@
-"""Whether the operator lives and is ready, with the reason where it is not, and its metrics: over HTTP."""
+"""Liveness, readiness and metrics of the operator over HTTP."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ QUEUE_SECONDS = 300.0
 
 
 class Health:
-    """What `/healthz` and `/readyz` go by.
+    """Checks behind `/healthz` and `/readyz`.
 
-    Alive: the loop answers; no watch hangs; no job has waited, or been reconciled, for minutes; who leads renews.
-    Restarting the process would mend each of these. An API server that is away is none of them.
+    Alive: the loop answers, no watch hangs, no job has waited or been reconciled for minutes, and the leader renews its
+    lease. A restart would help against each of these faults. It would not help against an unreachable API server, which
+    is therefore not among them.
 
-    Ready: everything has been seen once, and this operator leads or stands by for it.
+    Ready: everything has been listed once, and this operator leads or is a standby.
     """
 
     def __init__(
@@ -36,26 +37,26 @@ class Health:
         self._leading, self._lease_tried, self._lease_seconds = leading, lease_tried, lease_seconds
 
     def live_problems(self) -> list[str]:
-        """Why the process should be restarted; empty where it is well."""
+        """Reasons to restart the process; empty if it is healthy."""
         found = []
         age, kind = self._watch()
         if age > WATCH_SECONDS:
-            found.append(f"watch: no sign of life of {kind} for {age:.0f} s")
+            found.append(f"watch: no activity of {kind} for {age:.0f} s")
         if self._leading() and (waited := self._queue()) > QUEUE_SECONDS:
             found.append(f"queue: a job has waited for {waited:.0f} s")
         return found + self._lease_problems()
 
     def ready_problems(self) -> list[str]:
-        """Why the operator does not do its work; empty where it does."""
+        """Reasons why the operator is not ready; empty if it is."""
         unsynced = self._unsynced()
-        found = [f"cache: not all seen yet of {', '.join(unsynced)}"] if unsynced else []
+        found = [f"cache: not yet listed completely: {', '.join(unsynced)}"] if unsynced else []
         return found + self._lease_problems()
 
     def _lease_problems(self) -> list[str]:
         age = self._lease_tried()
         if age is None or age <= 2 * self._lease_seconds:
             return []
-        return [f"lease: neither renewed nor asked for since {age:.0f} s"]
+        return [f"lease: neither renewed nor requested for {age:.0f} s"]
 
 
 def routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:

@@ -1,4 +1,4 @@
-"""Termination messages of a job's pods as the contract has them, validated: environments may write there, too."""
+"""Termination messages of a job's pods, validated against the contract: environments can write them, too."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Message = TypeVar("_Message")
 
 
 def worker_message(end: ContainerExit | None) -> WorkerMessage | None:
-    """The message of a worker's container, or of the check's; None: it has not ended, or left no valid one."""
+    """Message of a worker's or the check's container; None if it has not ended or left no valid message."""
     return _parse(end, _WORKER)
 
 
 def finish_message(end: ContainerExit | None) -> FinishMessage | None:
-    """The message of the finish pod's container; None: it has not ended, or left no valid one."""
+    """Message of the finish pod's container; None if it has not ended or left no valid message."""
     return _parse(end, _FINISH)
 
 

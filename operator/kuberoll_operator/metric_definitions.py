@@ -1,4 +1,4 @@
-"""Every metric of the operator, as data."""
+"""Definitions of all metrics of the operator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ JOBS: Final = Gauge(
     name="kuberoll_operator_jobs",
     unit="jobs",
     labels=("phase",),
-    help="RolloutJobs by phase; of the operator that leads.",
+    help="RolloutJobs by phase; reported by the leader only.",
 )
 GENERATION_REPLICAS: Final = Gauge(
     name="kuberoll_operator_generation_replicas",
     unit="replicas",
     labels=("namespace", "rolloutjob", "state"),
-    help="Replicas of the policy, ready and desired, of starting and running jobs.",
+    help="Ready and desired replicas of the policy, for starting and running jobs.",
 )
 GENERATION_GPUS: Final = Gauge(
     name="kuberoll_operator_generation_gpus",
@@ -31,7 +31,7 @@ SCALINGS: Final = Counter(
     name="kuberoll_operator_scalings_total",
     unit="scalings",
     labels=("direction",),
-    help="Changes of the number of replicas that jobs want, up or down, between their first and their release.",
+    help="Changes of a job's desired replicas, up or down; the initial number and the final release are not counted.",
 )
 MILESTONE_SECONDS: Final = Histogram(
     name="kuberoll_operator_milestone_seconds",
@@ -45,42 +45,42 @@ RECONCILES: Final = Counter(
     name="kuberoll_operator_reconciles_total",
     unit="reconciles",
     labels=("result",),
-    help="Reconciles by how they ended: success, retry (what failed may be better soon) or error.",
+    help="Reconciles by result: success, retry (a failure that may be transient) or error (an unexpected exception).",
 )
 RECONCILE_SECONDS: Final = Histogram(
     name="kuberoll_operator_reconcile_seconds",
     unit="seconds",
-    help="Seconds of a reconcile.",
+    help="Duration of a reconcile.",
     buckets=_RECONCILE_SECONDS,
 )
 ERRORS: Final = Counter(
     name="kuberoll_operator_errors_total",
     unit="errors",
     labels=("reason",),
-    help="Errors by the API server's reason.",
+    help="Errors by reason, as the API server gives it.",
 )
 QUEUE_DEPTH: Final = Gauge(
     name="kuberoll_operator_queue_depth",
     unit="jobs",
-    help="Jobs that wait for a reconcile; 0 while another operator leads.",
+    help="Jobs waiting for a reconcile; 0 while another operator leads.",
 )
 QUEUE_WAIT_SECONDS: Final = Histogram(
     name="kuberoll_operator_queue_wait_seconds",
     unit="seconds",
-    help="Seconds from the event, or the time that was due, to the beginning of the reconcile.",
+    help="Seconds from the event, or from the time that a reconcile was due, to its start.",
     buckets=_RECONCILE_SECONDS,
 )
 QUEUE_OLDEST_SECONDS: Final = Gauge(
     name="kuberoll_operator_queue_oldest_seconds",
     unit="seconds",
-    help="Age of the job that has waited or been reconciled for longest; 0 while another operator leads.",
+    help="Age of the oldest job that is waiting or being reconciled; 0 while another operator leads.",
 )
 
 API_REQUESTS: Final = Counter(
     name="kuberoll_operator_api_requests_total",
     unit="requests",
     labels=("verb", "kind", "code"),
-    help="Requests to the API server, watches not counted; code 0: no answer.",
+    help="Requests to the API server, without watches; code 0 means no answer.",
 )
 CACHED_OBJECTS: Final = Gauge(
     name="kuberoll_operator_cached_objects", unit="objects", labels=("kind",), help="Objects in the cache."

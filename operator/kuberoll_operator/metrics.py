@@ -1,4 +1,4 @@
-"""What the operator counts about itself and its jobs, for Prometheus."""
+"""Metrics of the operator and its jobs, for Prometheus."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PHASES = ("Pending", "Queued", "Suspended", "Starting", "Running", "Finishing", 
 
 
 class Metrics:
-    """The operator's metrics, as `metric_definitions` says what they are.
+    """The operator's metrics, as defined in `metric_definitions`.
 
     Attributes:
-        registry: What `/metrics` shows.
+        registry: Registry that `/metrics` shows.
     """
 
     def __init__(self) -> None:
@@ -61,28 +61,28 @@ class Metrics:
         leading: Callable[[], bool],
         cached: Callable[[], Mapping[str, int]],
     ) -> None:
-        """Shows these as they are when Prometheus asks."""
+        """Add gauges whose values are read at every scrape."""
         self.registry.register(_Now(jobs, depth, oldest, leading, cached))
 
     def waited(self, seconds: float) -> None:
-        """A key was taken from the queue."""
+        """Record how long a key waited in the queue."""
         self._waits.observe(seconds)
 
     def reconciled(self, result: str, seconds: float) -> None:
-        """A reconcile ended: success, retry (what failed may be better soon) or error (nobody expected it)."""
+        """Record a reconcile and its result: success, retry (may be transient) or error (an unexpected exception)."""
         self._reconciles.labels(result).inc()
         self._durations.observe(seconds)
 
     def error(self, reason: str) -> None:
-        """Something was not done; the reason is Kubernetes' or this package's word, never a text."""
+        """Count an error; the reason is a word of Kubernetes or of this package, never free text."""
         self._errors.labels(reason).inc()
 
     def request(self, verb: str, kind: str, code: int) -> None:
-        """The API server answered."""
+        """Count a request to the API server; code 0: no answer."""
         self._requests.labels(verb, kind, str(code)).inc()
 
     def status_written(self, raw: Object, old: Mapping[str, Any], new: Mapping[str, Any], now: datetime) -> None:
-        """A job's status changed."""
+        """Record the scalings and milestones that a change of a job's status shows."""
         if (direction := scaling(old, new)) is not None:
             self._scalings.labels(direction).inc()
         created = parse_time(raw["metadata"].get("creationTimestamp"))
@@ -93,7 +93,7 @@ class Metrics:
 
 
 def scaling(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Whether a job was given more or fewer replicas: up, down; None: neither, or all or none of them."""
+    """ "up" or "down" if a job's desired replicas changed; None if not, or from or to zero."""
     before, after = (int((status.get("generation") or {}).get("desiredReplicas") or 0) for status in (old, new))
     if not before or not after or before == after:
         return None
@@ -101,7 +101,7 @@ def scaling(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def milestones(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Which milestones a job has come to; each once, those of a job that was suspended before them never."""
+    """Milestones that a change of status reaches, each once; none for a job that was suspended before."""
     before, after = _ended(old), _ended(new)
     never_stopped = not condition(new, conditions.SUSPENDED)
     found = []
@@ -127,7 +127,7 @@ _UNDER_WAY = frozenset({"Starting", "Running"})
 
 
 class _Now(Collector):
-    """Gauges that are read when they are asked for."""
+    """Gauges that are read at every scrape."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Now(Collector):
     def collect(self) -> Iterable[prometheus.Metric]:
         leading = self._leading()
         if leading:
-            # One that stands by sees the same jobs, and a sum over operators would have them twice.
+            # A standby sees the same jobs; a sum over operators would count them twice.
             yield from self._of_jobs()
         yield _family(definitions.CACHED_OBJECTS, {(kind,): count for kind, count in sorted(self._cached().items())})
         yield _family(definitions.QUEUE_DEPTH, {(): self._depth()})
@@ -161,7 +161,7 @@ class _Now(Collector):
         yield _family(definitions.GENERATION_GPUS, {labels: count * gpus for labels, (count, gpus) in replicas.items()})
 
     def _replicas(self) -> Iterator[tuple[tuple[str, ...], int, float]]:
-        """Labels, replicas and the GPUs of each of them."""
+        """Labels, replicas, and GPUs of each replica."""
         for key, item in self._jobs():
             status = item.get("status") or {}
             generation = status.get("generation") or {}

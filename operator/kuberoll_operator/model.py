@@ -1,4 +1,4 @@
-"""What a reconcile looks at and what it decides: the data between its parts."""
+"""Data that the parts of a reconcile exchange: observations and plans."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Object = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """A RolloutJob."""
+    """Namespace and name of a RolloutJob."""
 
     namespace: str
     name: str
 
 
 class Ref(NamedTuple):
-    """A child, without its namespace: it is the job's."""
+    """Reference to a child of a job, in the job's namespace."""
 
     api_version: str
     kind: str
@@ -28,11 +28,11 @@ class Ref(NamedTuple):
 
 
 class WriteError(NamedTuple):
-    """A child that the API server did not take.
+    """Error of a child that the API server rejected.
 
     Attributes:
         reason: One of `conditions.Reason`: FORBIDDEN, INVALID_TEMPLATE, FIELD_CONFLICT, QUOTA.
-        message: The API server's own words, at most 1,000 characters.
+        message: The API server's message, at most 1,000 characters.
     """
 
     reason: str
@@ -40,11 +40,11 @@ class WriteError(NamedTuple):
 
 
 class ServedWeights(NamedTuple):
-    """The weights of one replica of the policy.
+    """Weights that one replica of the policy serves.
 
     Attributes:
-        version: None: it does not say.
-        problem: Why it has not those that are wanted; None: it has, or loads them.
+        version: None if the replica does not report it.
+        problem: Why it does not serve the wanted weights; None if it does, or is loading them.
     """
 
     version: str | None
@@ -53,11 +53,11 @@ class ServedWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodReports:
-    """What pods of a job have said of themselves, those that answered.
+    """Reports of a job's pods, of those that answered.
 
     Attributes:
-        progress: Of workers, by shard.
-        served: By replicas of the policy, which are called by their own ids.
+        progress: Progress of workers, by shard.
+        served: Weights of the policy's replicas, by replica id.
     """
 
     progress: Mapping[int, PodProgress] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class PodReports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterQuota:
-    """What a job's Workload refers to, of the whole cluster.
+    """Cluster-wide objects that a job's Workload refers to.
 
     Attributes:
-        flavors: `spec` of the ResourceFlavors that are assigned to it, by name; of those that are there.
-        priority: Value of the job's WorkloadPriorityClass; None: it names none, or one that is not there.
+        flavors: `spec` of the ResourceFlavors that are assigned to it and exist, by name.
+        priority: Value of the job's WorkloadPriorityClass; None if it names none, or one that does not exist.
     """
 
     flavors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -79,16 +79,16 @@ class ClusterQuota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The children of a job as they are.
+    """Children and pods of a job, as they were observed.
 
     Attributes:
         children: By kind and name.
         pods: All pods of the job.
-        departed: Worker pods that have ended and are gone, the last of each shard.
-        progress: Of worker pods that answered, by shard.
-        served: Weights of replicas that answered, by replica.
-        errors: What could not be written in this reconcile, by kind and name.
-        quota: What its Workload refers to.
+        departed: Deleted worker pods that had ended, the latest of each shard.
+        progress: Progress of worker pods that answered, by shard.
+        served: Weights of replicas that answered, by replica id.
+        errors: Failed writes of this reconcile, by kind and name.
+        quota: Cluster-wide objects that its Workload refers to.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
@@ -100,15 +100,15 @@ class Observed:
     quota: ClusterQuota = field(default_factory=ClusterQuota)
 
     def get(self, kind: str, name: str) -> Object | None:
-        """A child, if it is there."""
+        """The child of this kind and name; None if it does not exist."""
         return self.children.get((kind, name))
 
 
 class StatusPatch(NamedTuple):
-    """What is to be changed in the status of an object that others write, too.
+    """Change of the status of an object that others write, too.
 
     Attributes:
-        version: The resource version that it was decided by; of another one the patch is refused.
+        version: Resource version that the decision was based on; the API server rejects the patch at any other.
         status: A JSON merge patch of the status.
     """
 
@@ -119,13 +119,13 @@ class StatusPatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be written and removed, in this order: `apply`, then `patch`, then `delete`.
+    """Writes and deletions of one reconcile, in this order: `apply`, then `patch`, then `delete`.
 
     Attributes:
         apply: Whole objects for server-side apply, with owner references and digests.
-        patch: Changes of statuses.
-        delete: Children that must not be there; deletion is in the foreground of their pods (`Background` policy).
-        delete_job: The RolloutJob itself, whose time to live is over.
+        patch: Status patches.
+        delete: Children to delete, with propagation policy `Background`.
+        delete_job: True if the RolloutJob itself is to be deleted, because its time to live has passed.
     """
 
     apply: Sequence[Object] = ()
@@ -135,7 +135,7 @@ class Plan:
 
 
 def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """A condition of an object's status; empty if it was never set."""
+    """A condition of an object's status, by type; empty if it was never set."""
     for item in status.get("conditions") or ():
         if item.get("type") == kind:
             return item  # type: ignore[no-any-return]
@@ -143,10 +143,10 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def is_true(status: Mapping[str, Any], kind: str) -> bool:
-    """Whether a condition is True."""
+    """True if the condition is True."""
     return condition(status, kind).get("status") == "True"
 
 
 def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The status of an object that may have none."""
+    """The status of an object; empty if it has none."""
     return raw.get("status") or {}

@@ -1,9 +1,9 @@
-"""The children of a job as the watches have told of them.
+"""Observation of a job's children, from the cache of the watches.
 
-They may be a moment old, and that does no harm: names are deterministic and writes are server-side applies, so that
-what was made already and is not seen yet is made once; deletions name the uid that was seen, so that a successor is
-not meant; and whatever was decided too early is decided again when the event comes. The job itself, whose spec
-decides and whose status is written, is read live by the reconciler.
+The cache may lag by a moment, which does no harm. Names are deterministic and writes are server-side applies, so a
+child that exists but is not seen yet is not created twice. Deletions name the uid that was seen, so they never hit a
+successor. A decision that was made too early is made again when the event arrives. The reconciler reads the job itself
+live, because its spec decides and its status is written.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed
 
     Args:
         raw: The job, live.
-        progress: What its pods have said, `ProgressPoller.latest`.
+        progress: Reports of its pods: `ProgressPoller.latest`.
     """
     born = raw["metadata"].get("creationTimestamp") or ""
-    # Pods of a deleted job of the same name are on their way out, and their words are about its shards.
+    # Pods of a deleted job of the same name may still be terminating; they report on that job's shards.
     pods, departed = (
         [pod for pod in found if (pod["metadata"].get("creationTimestamp") or born) >= born]
         for found in (cache.pods(key), cache.departed(key))

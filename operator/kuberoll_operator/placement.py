@@ -1,4 +1,4 @@
-"""Which GPUs a replica of the engine has, in how many pods: arithmetic only, so that it can be shown when it fails."""
+"""Placement of replicas: GPUs per replica and pods per replica. Pure arithmetic, so that errors can show it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 class CannotPlace(ValueError):
-    """Replicas and pods do not fit together; the message names the fields and shows the arithmetic."""
+    """Replicas do not fit into pods; the message names the fields and shows the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where replicas go.
+    """Distribution of replicas over pods.
 
     Attributes:
-        gpus: Of a replica; less than 1: a part of one.
-        pod_gpus: Of a pod.
-        per_pod: Replicas in a pod; 1 where one spans pods.
-        pods_per_replica: Pods that a replica spans; 1 where it is within one.
+        gpus: GPUs of a replica; less than 1 for a fraction of a GPU.
+        pod_gpus: GPUs of a pod.
+        per_pod: Replicas in a pod; 1 if a replica spans pods.
+        pods_per_replica: Pods that a replica spans; 1 if it fits into one.
     """
 
     gpus: float
@@ -35,17 +35,17 @@ class Placement:
     pods_per_replica: int = 1
 
     def pods(self, replicas: int) -> int:
-        """Pods for so many replicas."""
+        """Number of pods for a number of replicas."""
         return -(-replicas // self.per_pod) * self.pods_per_replica
 
     def replicas(self, pods: int) -> int:
-        """Replicas that so many pods have room for."""
+        """Number of replicas that fit into a number of pods."""
         return pods // self.pods_per_replica * self.per_pod
 
     def bundles(self) -> list[dict[str, float]] | None:
-        """What Ray is to reserve for a replica that spans pods: one GPU a part, as vLLM wants it.
+        """Ray's resource bundles of a replica that spans pods: one GPU each, as vLLM expects.
 
-        The first part is the replica's own, with its CPU. None: the replica is within one pod.
+        The first bundle also has the CPU of the replica's actor. None if the replica fits into one pod.
         """
         if self.pods_per_replica == 1:
             return None
@@ -53,27 +53,27 @@ class Placement:
 
 
 def gpus_of(generation: Mapping[str, Any]) -> float:
-    """GPUs of a replica, of `spec.generation` as an API server has it; 0 where its pods have none."""
+    """GPUs of a replica, from `spec.generation` as JSON; 0 if its pods have none."""
     limits = (generation.get("resources") or {}).get("limits") or {}
     if str(limits.get(GPU, "0")) == "0":
         return 0.0
     arguments = generation.get("engineArgs") or {}
-    # Whatever stands there: what cannot be placed is refused elsewhere.
+    # Invalid values are ignored here; `place` rejects them.
     sizes = [size for name in _PARALLEL if isinstance(size := arguments.get(name), int)]
     return float(generation.get("gpusPerReplica") or math.prod(sizes))
 
 
 def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Placement:
-    """How a job's replicas are placed.
+    """Place the replicas of a job.
 
-    Without GPUs in its pods nothing is to be placed: a replica is a pod.
+    If its pods have no GPUs, every replica is one pod.
 
     Args:
-        one_each: A pod is no more than one replica (backend Native); else they may share pods, or span them.
-        spans: A replica may span pods all the same.
+        one_each: A pod holds at most one replica (backend Native); otherwise replicas may share pods or span them.
+        spans: A replica may span pods even if `one_each`.
 
     Raises:
-        CannotPlace: They do not fit.
+        CannotPlace: The replicas do not fit into the pods.
     """
     pod_gpus = _pod_gpus(generation)
     gpus, shown = _replica_gpus(generation, pod_gpus)
@@ -104,7 +104,7 @@ def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Pla
 
 
 def misplacement(generation: Generation, *, one_each: bool, spans: bool = False) -> str | None:
-    """Why a job's replicas cannot be placed; None: they can.
+    """Why a job's replicas cannot be placed; None if they can.
 
     Args:
         one_each, spans: As in `place`.
@@ -117,7 +117,7 @@ def misplacement(generation: Generation, *, one_each: bool, spans: bool = False)
 
 
 def _replica_gpus(generation: Generation, pod_gpus: int) -> tuple[float, str]:
-    """GPUs of a replica, and how they come about."""
+    """GPUs of a replica, and the arithmetic behind the number."""
     sizes = [(name, _size(generation.engine_args, name)) for name in _PARALLEL]
     world = sizes[0][1] * sizes[1][1]
     factors = f"{' x '.join(f'{name} {size}' for name, size in sizes)} = {world}"
@@ -144,7 +144,7 @@ def _size(arguments: Mapping[str, Any], name: str) -> int:
 
 
 def _pod_gpus(generation: Generation) -> int:
-    """GPUs of a pod; what the job's pod template says prevails, as in the pod."""
+    """GPUs of a pod; the job's pod template takes precedence, as it does in the rendered pod."""
     limits: dict[str, Any] = dict(generation.resources.limits)
     path = f'spec.generation.resources.limits."{GPU}"'
     template: Any = (generation.pod_template or {}).get("spec") or {}
@@ -158,7 +158,7 @@ def _pod_gpus(generation: Generation) -> int:
 
 
 def _shares(gpus: float) -> int:
-    """Replicas that share one GPU, each with such a part of it; Ray counts ten-thousandths."""
+    """Number of replicas of this size that share one GPU; Ray counts in ten-thousandths."""
     return 10_000 // max(1, round(gpus * 10_000))
 
 

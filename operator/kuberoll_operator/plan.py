@@ -1,7 +1,7 @@
-"""What is to be written and removed for a job: pure, and the same for the same facts.
+"""Plan of one reconcile: what to write and delete for a job. Pure: equal facts give equal plans.
 
-What must be known after what it was read from has been removed is in the status first: a failure is recorded in one
-reconcile and cleaned up after in the next.
+A failure is recorded in the status in one reconcile, and cleaned up in the next: the cleanup deletes the objects that
+the cause was read from.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
 
 
 def plan(facts: Facts) -> Plan:
-    """What is to be written and removed now.
+    """What to write and delete now.
 
-    `apply` always holds everything that is wanted at this stage, each with its digest: what is there already need not
+    `apply` always holds all objects that are wanted at this stage, each with its digest, so that unchanged ones need
+    not
     be written again.
     """
     job, raw, observed = facts.job, facts.raw, facts.observed
@@ -49,7 +50,7 @@ def plan(facts: Facts) -> Plan:
     if facts.stage is Stage.OVER:
         return Plan(delete_job=_outlived(facts), patch=_quota_news(facts))
     if facts.stage is Stage.FAILING:
-        # Not before it is written down: what tells the cause is about to go.
+        # The cause must be recorded first: the objects that show it are about to be deleted.
         if not is_true(status_of(raw), conditions.FAILURE_TARGET):
             return Plan()
         stopped, unstoppable = _stopped(facts)
@@ -61,13 +62,13 @@ def plan(facts: Facts) -> Plan:
     if facts.stage is Stage.CLEARING:
         return Plan(delete=_deletable(engines, facts))
     apply: list[Object] = []
-    # What is in flight in a worker that drains needs its engine to the end, or counts as failed.
+    # Trajectories in flight in a draining worker need their engine until they end, or they fail.
     draining = facts.stage in STOPPED and any_active(pods_of(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or facts.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
     if facts.stage is not Stage.CHECKING and (
         facts.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
     ):
-        # A job that is resumed may have another spec, and is looked at again.
+        # A resumed job may have another spec, and is checked again.
         delete.append(Ref("batch/v1", "Job", names.check(job.metadata.name)))
     if spec_problem(job, facts.backend, facts.settings) is None:
         wanted, outdated = _wanted(facts)
@@ -83,7 +84,7 @@ def plan(facts: Facts) -> Plan:
 
 
 def subject_of(facts: Facts) -> RenderContext:
-    """What children are rendered from."""
+    """The context that children are rendered from."""
     job, raw, settings = facts.job, facts.raw, facts.settings
     return RenderContext(
         job=job,
@@ -108,7 +109,7 @@ def _wanted(facts: Facts) -> tuple[list[Object], list[Ref]]:
     backend = BACKENDS[facts.backend]
     subject = subject_of(facts)
     children = [
-        # Before everything that refers to it.
+        # First: others refer to it.
         *render.build_token_secrets(subject),
         render.build_config(subject),
         *render.build_network_policies(subject),
@@ -125,12 +126,12 @@ def _wanted(facts: Facts) -> tuple[list[Object], list[Ref]]:
     if not facts.shards.done:
         live = observed.get("Job", names.workers(subject.name))
         wanted = render.build_workers_job(subject, suspend=facts.stage is not Stage.RUNNING)
-        # Two pods of one shard would write to the same place: never a new Job while an old one's pods are there.
+        # Two pods of one shard would write to the same files: no new Job while pods of an old one exist.
         settled = not any_active(pods_of(observed.pods, names.WORKERS))
         if live is None:
             children += [wanted] if facts.stage is Stage.RUNNING and settled else []
         elif (
-            # Without its quota it is not known on which nodes the pods are to be.
+            # Without quota it is not known on which nodes the pods will run.
             facts.quota.granted
             and live["spec"].get("suspend")
             and has_other_shape(wanted, live)
@@ -161,14 +162,14 @@ def _priority(job: RolloutJob, observed: Observed) -> render.Priority | None:
 
 
 def _quota_is_of_no_use(facts: Facts) -> bool:
-    """Whether the Workload is to go: quota is held as long as a pod is there."""
+    """True if the Workload is to be deleted. Quota is held as long as a pod exists."""
     if facts.stage is Stage.SUSPENDED or facts.quota.outdated:
         return facts.settled
     return facts.quota.queue is None
 
 
 def _quota_news(facts: Facts) -> tuple[StatusPatch, ...]:
-    """What Kueue is to be told of the job."""
+    """The next patch of the status of the job's Workload, for Kueue."""
     job, raw, observed, now = facts.job, facts.raw, facts.observed, facts.now
     live, status = workload_of(job, raw, observed), status_of(raw)
     if live is None or is_dying(live):
@@ -189,7 +190,7 @@ def _quota_news(facts: Facts) -> tuple[StatusPatch, ...]:
 
 
 def _unneeded(live: Object, facts: Facts) -> dict[str, int]:
-    """Pods whose quota may go to others: when all shards are done, all but the one that aggregates."""
+    """Pods whose quota is no longer needed: once all shards are done, all but the one that aggregates."""
     if facts.stage is not Stage.FINISHING or not facts.generation.gone:
         return {}
     counts = {item["name"]: int(item.get("count", 1)) for item in live.get("spec", {}).get("podSets") or ()}
@@ -197,15 +198,16 @@ def _unneeded(live: Object, facts: Facts) -> dict[str, int]:
 
 
 def _engine_refs(job: RolloutJob) -> list[Ref]:
-    # Of every backend: a suspended job may have been given another.
+    # Of all backends: a suspended job may have been switched to another.
     return [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
 
 
 def _stopped(facts: Facts) -> tuple[list[Object], list[Ref]]:
-    """The Jobs of a failing job, suspended: their ended pods stay, and their logs.
+    """The Jobs of a failing job, suspended: this keeps their ended pods and the logs.
 
     Returns:
-        Those that still run pods, as they are to be; and those that cannot be rendered any more, to remove.
+        The Jobs that still run pods, as suspended objects; and references to those that can no longer be rendered, to
+        delete.
     """
     job, raw, observed, settings = facts.job, facts.raw, facts.observed, facts.settings
     under_way = [
@@ -232,7 +234,7 @@ def _stopped(facts: Facts) -> tuple[list[Object], list[Ref]]:
 
 
 def _deletable(refs: Sequence[Ref], facts: Facts) -> tuple[Ref, ...]:
-    """Those that are there, are ours and are not going already."""
+    """References to those that exist, are ours and are not being deleted already."""
     job, raw, observed = facts.job, facts.raw, facts.observed
     found = []
     for item in dict.fromkeys(refs):

@@ -1,11 +1,11 @@
-"""A user's pod template merged over the rendered one."""
+"""Merge of a user's pod template over the rendered one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-# The lists whose items have a name, and what it is called, as in Kubernetes' own strategic merge.
+# Lists whose items have a key, with the key's field, as in Kubernetes' strategic merge patch.
 _KEYS: Final[Mapping[str, str]] = {
     "containers": "name",
     "initContainers": "name",
@@ -20,20 +20,21 @@ _KEYS: Final[Mapping[str, str]] = {
     "topologySpreadConstraints": "topologyKey",
 }
 
-# Their items are of one kind or another (a value or a source, one source of many): two kinds cannot be mixed.
+# Items of these lists have one of several kinds (a value or a source): two kinds cannot be mixed.
 _REPLACED: Final = frozenset({"volumes", "env"})
 
-# A probe has one handler: the API server refuses one that is merged of two.
+# A probe has one handler: the API server rejects one with two.
 _PROBES: Final = frozenset({"livenessProbe", "readinessProbe", "startupProbe"})
 _HANDLERS: Final = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
 
 
 def merge(base: Any, over: Any) -> Any:
-    """`over` on top of `base`; neither is changed.
+    """`over` merged on top of `base`; neither is changed.
 
     Mappings are merged key by key, and a null removes the key. Containers, volumes, environment variables and other
-    lists whose items have names are merged by them: new items come last, volumes and variables of the same name are
-    replaced. A probe that names a handler (httpGet, exec, ...) loses the one it had. Everything else is replaced.
+    lists whose items have names are merged by them: new items come last; volumes and variables
+    of the same name are replaced. A handler of a probe (httpGet, exec, ...) replaces the one before it. Everything else
+    is replaced.
     """
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
@@ -52,7 +53,7 @@ def merge(base: Any, over: Any) -> Any:
 
 
 def merge_named(base: Sequence[Any], over: Sequence[Any], name: str, *, replace: bool) -> list[Any]:
-    """Two lists of mappings, merged by a field of theirs; items without it come last, as they are."""
+    """Two lists of mappings, merged by one of their fields; items without that field come last, unchanged."""
     merged = list(base)
     place = {item[name]: index for index, item in enumerate(base) if _named(item, name)}
     for item in over:
@@ -67,7 +68,7 @@ def merge_named(base: Sequence[Any], over: Sequence[Any], name: str, *, replace:
 
 
 def rename_container(template: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
-    """The template for another pod, in which the container of that name is called differently."""
+    """The template with one container renamed, for use in another kind of pod."""
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, Mapping) else None
     if not isinstance(containers, list):

@@ -1,7 +1,7 @@
-"""What pods say of themselves, asked now and then, in the background, and believed in bounds.
+"""Background polling of a job's pods, with limits on what they may answer.
 
-Workers tell of their progress at `/progress`, replicas of the policy at `/weights` which weights they serve; with
-backend KubeRay it is Serve that knows its replicas.
+Workers report their progress at `/progress`, replicas of the policy report the weights that they serve at `/weights`;
+with backend KubeRay, Serve's app reports for all its replicas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kuberoll_operator.model import Key, Object, PodReports, ServedWeights, is_t
 
 ANSWER_SECONDS = 2.0
 FIRST_SECONDS = 3.0
-"""Between two polls of a job of which a worker has not told anything yet."""
+"""Seconds between polls until every worker of a job has reported something."""
 ANSWER_BYTES = 64 * 1024
 CONCURRENCY = 64
 
@@ -38,13 +38,13 @@ _Answer = TypeVar("_Answer")
 
 
 class _Questions:
-    """Whom to ask of a job.
+    """Endpoints of a job that are polled.
 
     Attributes:
-        workers: Shard and host of worker pods, by uid.
-        engines: Hosts of replicas that are pods, by uid.
-        serve: URL of Serve's app.
-        token: What it wants to be shown.
+        workers: Shard and host of worker pods, by pod uid.
+        engines: Hosts of replicas that are pods, by pod uid.
+        serve: URL of Serve's app, if it reports for the replicas.
+        token: Bearer token for Serve's app.
     """
 
     def __init__(self, raw: Object, pods: Sequence[Object], token: Callable[[str], str | None]) -> None:
@@ -57,7 +57,7 @@ class _Questions:
             for pod in pods_of(pods, names.WORKERS)
             if (host := _host(pod)) is not None and (shard := shard_of(pod)) is not None
         }
-        # Of a replica that spans pods, its leader answers.
+        # A replica that spans pods answers through its leader.
         engines = [pod for pod in pods_of(pods, names.GENERATION) if source == "Pods" and leads(pod)]
         self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
         ready = source == "Serve" and is_true(status, conditions.GENERATION_READY)
@@ -69,17 +69,17 @@ class _Questions:
 
 
 class ProgressPoller:
-    """Polls the pods of jobs, and tells when something new was said; an async context manager.
+    """Polls the pods of jobs, and reports jobs with news; an async context manager.
 
-    A job is polled for as long as it has pods to ask, whether or not anybody looks at it meanwhile. A pod that does not
-    answer is left out: its last answer counts until it is gone.
+    A job is polled as long as it has pods that can answer. The last answer of a pod that does not respond counts until
+    the pod is gone.
 
     Args:
-        told: Called with a job of which something new is known.
-        seconds: Time between two polls of a job.
-        port: Of worker pods.
-        weights_port: Of generation pods.
-        token: What the policy of a job with this uid wants to be shown.
+        told: Called with the key of a job that has news.
+        seconds: Seconds between two polls of a job.
+        port: Progress port of worker pods.
+        weights_port: Status port of generation pods.
+        token: Bearer token for the policy of the job with this uid.
         sleep: Waits for so many seconds.
     """
 
@@ -118,7 +118,7 @@ class ProgressPoller:
             await self._session.close()
 
     def latest(self, key: Key, raw: Object, pods: Sequence[Object]) -> PodReports:
-        """What is known of a job, without waiting; has its pods asked from now on.
+        """Latest reports of a job's pods, without waiting; starts polling them.
 
         Args:
             raw: The job, live.
@@ -137,13 +137,13 @@ class ProgressPoller:
             self._tasks[key] = asyncio.create_task(self._poll_while_asked(key))
         progress: dict[int, PodProgress] = {}
         for item in known.values():
-            # A shard's pod and its successor may both be there for a moment.
+            # A shard's pod and its successor may both exist for a moment.
             if item.shard not in progress or item.trajectories > progress[item.shard].trajectories:
                 progress[item.shard] = item
         return PodReports(progress=progress, served=served)
 
     def forget(self, key: Key) -> None:
-        """The job is gone, or over."""
+        """Stop polling a job that is gone or has finished."""
         self._questions.pop(key, None)
         self._known.pop(key, None)
         self._served.pop(key, None)
@@ -152,13 +152,13 @@ class ProgressPoller:
         try:
             while questions := self._questions.get(key):
                 answered = await self._poll(key, questions)
-                # A pod that has just started does not answer yet, or knows of nothing.
+                # A pod that has just started does not answer yet, or has nothing to report.
                 await self._sleep(self._seconds if answered else min(FIRST_SECONDS, self._seconds))
         finally:
             del self._tasks[key]
 
     async def _poll(self, key: Key, questions: _Questions) -> bool:
-        """Asks once; tells whether all workers answered with something to count."""
+        """Poll once; True if all workers answered and have counted at least one turn."""
         shards = dict(questions.workers)
         answers, served = await asyncio.gather(
             asyncio.gather(*(self._progress(shard, host) for shard, host in shards.values())),
@@ -168,7 +168,7 @@ class ProgressPoller:
             return True
         before, had = self._known.get(key, {}), self._served.get(key, {})
         found = {uid: answer for uid, answer in zip(shards, answers, strict=True) if answer is not None}
-        # Serve tells of all that there are, a pod of itself.
+        # Serve reports on all replicas, a pod on itself only.
         served = served if questions.serve and served else {**had, **served}
         if any(before.get(uid) != answer for uid, answer in found.items()) or served != had:
             self._known[key] = {**before, **found}
@@ -178,11 +178,11 @@ class ProgressPoller:
 
     async def _progress(self, shard: int, host: str) -> PodProgress | None:
         answer = await self._ask(f"http://{host}:{self._port}/progress", _PROGRESS)
-        # Of the shard that the pod is for, whatever runs there says.
+        # The pod's own shard counts, not the one that it reports.
         return None if answer is None else dataclasses.replace(answer, shard=shard)
 
     async def _weights(self, questions: _Questions) -> dict[str, ServedWeights]:
-        """Of the replicas that answered."""
+        """Weights of the replicas that answered."""
         if questions.serve is not None:
             weights = await self._ask(questions.serve, _SERVE_WEIGHTS, token=questions.token)
             if weights is None:
@@ -215,7 +215,7 @@ class ProgressPoller:
 
 
 async def _all(stream: aiohttp.StreamReader, most: int) -> bytes | None:
-    """Everything until the end; None where that is too much."""
+    """Content until the end of the stream; None if it is longer than `most` bytes."""
     content = bytearray()
     async for chunk in stream.iter_any():
         content += chunk
@@ -225,7 +225,7 @@ async def _all(stream: aiohttp.StreamReader, most: int) -> bytes | None:
 
 
 def _host(pod: Object) -> str | None:
-    """Host of a pod that can be asked: running, ready, and not on its way out."""
+    """Host of a pod that can be polled: running, ready and not being deleted."""
     status = pod.get("status") or {}
     ready = any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions") or ())
     host = status.get("podIP")

@@ -1,4 +1,4 @@
-"""Which jobs are to be reconciled, and when: at most one reconcile per key at a time, none forgotten."""
+"""Work queue of jobs to reconcile: at most one reconcile per key at a time, none lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LONGEST_BACKOFF = 60.0
 class WorkQueue(Generic[K]):
     """A queue of keys, with the semantics of client-go's.
 
-    A key that is added while it waits is one; one that is added while it is worked on is worked on again afterwards.
-    Of several timers of a key the earliest counts. `get` and `done` belong together; all others may be called at any
-    time from the loop's thread.
+    A key that is added while it waits is not queued twice; one that is added while it is processed is processed again
+    afterwards. Of several timers of a key the earliest counts. Every `get` needs a `done`; all other methods may be
+    called at any time from the loop's thread.
 
     Args:
-        clock: Seconds; must be the running loop's where `get` is used. None: the running loop's.
-        jitter: A number in [0, 1), anew each time.
+        clock: Time in seconds; must be the running loop's if `get` is used. None: the running loop's.
+        jitter: Returns a random number in [0, 1).
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class WorkQueue(Generic[K]):
         self._wake = asyncio.Event()
 
     def add(self, key: K) -> None:
-        """Have the key worked on as soon as may be."""
+        """Queue a key now."""
         self._add(key, self._clock())
 
     def add_after(self, key: K, seconds: float) -> None:
-        """Have the key worked on in so many seconds, or earlier when a timer of it is earlier."""
+        """Queue a key after a number of seconds, or earlier if an earlier timer of it exists."""
         if seconds <= 0:
             return self.add(key)
         due = self._clock() + seconds
@@ -65,10 +65,10 @@ class WorkQueue(Generic[K]):
         return None
 
     def failed(self, key: K, at_least: float = 0.0) -> float:
-        """Have the key worked on again after a pause that doubles with every failure in a row.
+        """Queue a key again after a backoff that doubles with every failure in a row.
 
         Returns:
-            The pause, seconds.
+            Seconds until then.
         """
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         longest = min(self._longest, self._first * 2.0 ** min(failures - 1, 60))
@@ -77,11 +77,11 @@ class WorkQueue(Generic[K]):
         return pause
 
     def forget(self, key: K) -> None:
-        """The key succeeded: its next failure is the first."""
+        """Reset the backoff of a key that succeeded."""
         self._failures.pop(key, None)
 
     def take(self) -> K | None:
-        """The next key to work on; None where there is none now."""
+        """The next key to process; None if there is none now."""
         self._expire()
         if not self._ready:
             return None
@@ -90,7 +90,7 @@ class WorkQueue(Generic[K]):
         return key
 
     async def get(self) -> K:
-        """The next key to work on, as soon as there is one."""
+        """Wait for the next key to process."""
         while (key := self.take()) is None:
             self._wake.clear()
             try:
@@ -101,10 +101,10 @@ class WorkQueue(Generic[K]):
         return key
 
     def done(self, key: K) -> None:
-        """The work on a key has ended, well or not.
+        """Mark the processing of a key as ended, whatever its result.
 
         Raises:
-            KeyError: It was not being worked on.
+            KeyError: The key was not being processed.
         """
         del self._active[key]
         if key in self._dirty:
@@ -112,25 +112,25 @@ class WorkQueue(Generic[K]):
             self._wake.set()
 
     def age(self, key: K) -> float:
-        """Seconds since a key that is being worked on was added, or its timer ended.
+        """Seconds since a key that is being processed was added, or its timer ended.
 
         Raises:
-            KeyError: It is not being worked on.
+            KeyError: The key is not being processed.
         """
         return max(0.0, self._clock() - self._active[key])
 
     def next_due(self) -> float | None:
-        """When the earliest timer ends, by the clock."""
+        """Clock time at which the earliest timer ends; None if there is none."""
         while self._heap and self._timers.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def depth(self) -> int:
-        """Keys that wait, timers not counted."""
+        """Number of waiting keys, without timers."""
         return len(self._dirty)
 
     def oldest_age(self) -> float:
-        """Seconds since the key that has waited or been worked on longest was added; 0 where there is none."""
+        """Seconds since the oldest key that waits or is processed was added; 0 if there is none."""
         since = min((*self._dirty.values(), *self._active.values()), default=None)
         return 0.0 if since is None else max(0.0, self._clock() - since)
 

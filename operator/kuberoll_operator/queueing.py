@@ -1,7 +1,7 @@
-"""A job's place in a queue of Kueue's: whether its pods may run, and what its Workload is to say next.
+"""Quota of a job in a queue of Kueue: whether its pods may run, and the next status of its Workload. Pure.
 
-A job that is labelled with a queue asks for its whole quota, engines and workers, by one Workload, and runs while that
-is admitted. Evicted, it stops as a suspended job does, and gives its quota back when its last pod has ended. Pure.
+A job with the label of a queue requests its whole quota, for engines and workers, by one Workload, and runs while that
+is admitted. An evicted job stops like a suspended one, and releases its quota when its last pod has ended.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ PODS_READY: Final = "PodsReady"
 QUOTA_RESERVED: Final = "QuotaReserved"
 REQUEUED: Final = "Requeued"
 
-# Reasons of Evicted after which a Workload is in its queue again at once; after others Kueue waits, or somebody acts.
+# Reasons of Evicted after which a Workload is requeued at once; after others, Kueue or a person decides.
 _QUEUED_AGAIN: Final = frozenset({"Preempted", "NodeFailures"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """A job's part of a quota.
+    """A job's share of a queue's quota.
 
     Attributes:
-        queue: Name of its LocalQueue; None: it needs no quota.
-        granted: Whether its pods may run.
-        held: Whether its Workload holds quota, which it does until it is given back.
-        outdated: Whether its Workload is of no use any more, and another is to be made when its pods have ended.
-        makeable: Whether its Workload can be written.
-        message: Why it may run or not; Kueue's own words where it has any.
-        assignments: What the pods of each pod set are given by the admission.
+        queue: Name of its LocalQueue; None if it needs no quota.
+        granted: True if its pods may run.
+        held: True if its Workload holds quota, which it does until the quota is released.
+        outdated: True if its Workload must be replaced by a new one once its pods have ended.
+        makeable: True if its Workload can be written.
+        message: Why it may run or not, in Kueue's own words if it has any.
+        assignments: Node selectors, tolerations and metadata that the admission gives to the pods of each pod set.
     """
 
     queue: str | None = None
@@ -53,12 +53,12 @@ class Quota:
 
 
 def queue_of(job: RolloutJob, settings: Settings) -> str | None:
-    """The LocalQueue that a job waits in; None: it waits in none."""
+    """Name of the LocalQueue that a job waits in; None if it uses none."""
     return (job.metadata.labels.get(names.QUEUE_LABEL) or None) if settings.queues else None
 
 
 def priority_class_of(job: RolloutJob) -> str | None:
-    """The WorkloadPriorityClass that a job names."""
+    """Name of the WorkloadPriorityClass that a job is labelled with; None if there is none."""
     return job.metadata.labels.get(names.PRIORITY_LABEL) or None
 
 
@@ -68,11 +68,11 @@ def flavors_of(workload: Object | None) -> set[str]:
 
 
 def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, settings: Settings) -> Quota:
-    """A job's part of a quota.
+    """Compute a job's share of the quota from its Workload.
 
     Args:
-        workload: The job's own Workload, as it is; None: there is none.
-        found: What it refers to.
+        workload: The job's own live Workload; None if there is none.
+        found: Cluster-wide objects that it refers to.
     """
     queue = queue_of(job, settings)
     if queue is None:
@@ -86,8 +86,8 @@ def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, sett
     if workload is None:
         name = priority_class_of(job)
         if name is not None and found.priority is None:
-            return _waiting(queue, f"there is no WorkloadPriorityClass {name}")
-        return _waiting(queue, "it is not asked for yet", makeable=True)
+            return _waiting(queue, f"WorkloadPriorityClass {name} does not exist")
+        return _waiting(queue, "not requested yet", makeable=True)
     if workload["metadata"].get("deletionTimestamp"):
         return _waiting(queue, "its Workload is being deleted")
     status = workload.get("status") or {}
@@ -96,10 +96,10 @@ def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, sett
     if is_true(status, FINISHED):
         words = condition(status, FINISHED).get("message", "")
         return _waiting(
-            queue, f"its Workload is finished ({words}), and is being created again", held=held, outdated=True
+            queue, f"its Workload is finished ({words}) and is being created again", held=held, outdated=True
         )
     if held and asked_in != queue:
-        return _waiting(queue, f"it leaves the queue {asked_in}", held=True, outdated=True)
+        return _waiting(queue, f"moving from queue {asked_in}", held=True, outdated=True)
     if is_true(status, EVICTED):
         return _evicted(job, queue, workload, found, held=held)
     if is_true(status, ADMITTED):
@@ -114,16 +114,16 @@ def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, sett
 
 
 def finished(workload: Object, *, succeeded: bool, message: str, now: datetime) -> Mapping[str, Any] | None:
-    """Patch of the status of a Workload whose job is over: its quota is free. None: it says so already."""
+    """Status patch for the Workload of a finished job, which frees its quota; None if it is applied already."""
     if is_true(workload.get("status") or {}, FINISHED):
         return None
     return {"conditions": _with(workload, now, (FINISHED, True, "Succeeded" if succeeded else "Failed", message))}
 
 
 def given_back(workload: Object, now: datetime) -> Mapping[str, Any] | None:
-    """Patch of the status of an evicted Workload whose last pod has ended. None: it holds no quota.
+    """Status patch for an evicted Workload whose last pod has ended; None if it holds no quota.
 
-    Kueue leaves this to whoever runs the pods: until then nobody else is admitted in their place.
+    Kueue leaves this to the controller that runs the pods, and admits no other workload in their place until then.
     """
     status = workload.get("status") or {}
     if not is_true(status, EVICTED) or not _holds(workload):
@@ -144,11 +144,11 @@ def given_back(workload: Object, now: datetime) -> Mapping[str, Any] | None:
 def progressed(
     workload: Object, *, ready: bool, unneeded: Mapping[str, int], now: datetime
 ) -> Mapping[str, Any] | None:
-    """Patch of the status of an admitted Workload. None: there is nothing to say.
+    """Status patch for an admitted Workload; None if nothing changes.
 
     Args:
-        ready: Whether all of the job has come to run once since it was admitted.
-        unneeded: Pods of each pod set whose quota may go to others already; once told they are not asked for again.
+        ready: True if all pods of the job have been running at some time since its admission.
+        unneeded: Pods of each pod set whose quota can be released early. A release is never taken back.
     """
     status = workload.get("status") or {}
     patch: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def _waiting(queue: str, words: str, *, held: bool = False, outdated: bool = Fal
         held=held,
         outdated=outdated,
         makeable=makeable,
-        message=redact(f"waits for quota in queue {queue}: {words}"),
+        message=redact(f"waiting for quota in queue {queue}: {words}"),
     )
 
 
@@ -184,19 +184,19 @@ def _evicted(job: RolloutJob, queue: str, workload: Object, found: ClusterQuota,
     evicted = condition(workload["status"], EVICTED)
     why = f"{evicted.get('reason', '')}: {evicted.get('message', '')}".rstrip(": ")
     if held:
-        message = redact(f"evicted ({why}); its quota is given back when its last pod has ended")
+        message = redact(f"evicted ({why}); its quota is released when its last pod has ended")
         return Quota(queue=queue, granted=False, held=True, message=message)
     makeable = _makeable(job, found, held=False)
     return _waiting(queue, f"{_words(workload)}; it was evicted ({why})", makeable=makeable)
 
 
 def _makeable(job: RolloutJob, found: ClusterQuota, *, held: bool) -> bool:
-    """Whether the Workload may be written anew: while it holds quota nothing of it may change."""
+    """True if the Workload may be written; nothing in it may change while it holds quota."""
     return not held and (priority_class_of(job) is None or found.priority is not None)
 
 
 def _words(workload: Object) -> str:
-    """Why a Workload is not admitted, as Kueue says it."""
+    """Why a Workload is not admitted, in Kueue's words."""
     status = workload.get("status") or {}
     if (workload.get("spec") or {}).get("active") is False:
         return "its Workload is deactivated (spec.active)"
@@ -207,8 +207,8 @@ def _words(workload: Object) -> str:
             for item in status.get("admissionChecks") or ()
             if item.get("state") != "Ready"
         ]
-        return f"admission checks are awaited: {'; '.join(checks)}".rstrip(": ")
-    return str(reserved.get("message") or "Kueue has not looked at it yet")
+        return f"waiting for admission checks: {'; '.join(checks)}".rstrip(": ")
+    return str(reserved.get("message") or "Kueue has not processed it yet")
 
 
 def _holds(workload: Object | None) -> bool:
@@ -221,7 +221,7 @@ def _pod_set_assignments(workload: Object | None) -> Iterable[Mapping[str, Any]]
 
 
 def _assignments(workload: Object, found: ClusterQuota) -> dict[str, Assignment]:
-    """What the pods of each pod set are given: by its flavors, and by admission checks."""
+    """Scheduling of the pods of each pod set, from its flavors and from admission checks."""
     updates = [
         update
         for check in (workload.get("status") or {}).get("admissionChecks") or ()
@@ -251,7 +251,7 @@ def _merged(first: Iterable[Any], updates: Iterable[Mapping[str, Any]], key: str
 
 
 def _with(workload: Object, now: datetime, *changes: tuple[str, bool, str, str]) -> list[dict[str, Any]]:
-    """All conditions of a Workload, some of them as they are to be."""
+    """All conditions of a Workload after these changes."""
     time = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     known = {item["type"]: dict(item) for item in (workload.get("status") or {}).get("conditions") or ()}
     for kind, true, reason, message in changes:

@@ -1,4 +1,4 @@
-"""One reconcile of one job: get, observe, plan, write, tell; the same whatever it was that called for it."""
+"""Reconcile of one job: get, observe, plan, write, report; the same for every trigger."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from kuberoll_operator.status.job_status import compute_status, format_time, nex
 from kuberoll_operator.transitions import transitions
 
 SLOW_SECONDS: Final = 60.0
-"""Pause before what somebody has to mend (RBAC, quotas, other managers) is tried again."""
+"""Seconds before an error that somebody has to fix (RBAC, quotas, other field managers) is retried."""
 
 _log = logging.getLogger(__name__)
 
 
 class Reconciler:
-    """Makes the cluster what jobs want, one job at a time."""
+    """Brings the cluster to the state that jobs ask for, one job at a time."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class Reconciler:
         self._quota = QuotaReader(client)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Looks at a job and does what is next.
+        """Reconcile one job once.
 
         Returns:
-            Seconds until it is to be looked at again, whatever happens; None: not for its own sake.
+            Seconds until the next reconcile, even without an event; None if only an event requires one.
 
         Raises:
-            ApiError: What may be better in a moment; the job's status is as it was.
-            NotLeader: The lease may be another's.
+            ApiError: A failure that may be transient; the job's status is unchanged.
+            NotLeader: Another operator may hold the lease.
         """
         raw = await self._client.get(ROLLOUT_JOBS, key.namespace, key.name)
         if raw is None or raw["metadata"].get("deletionTimestamp"):
-            # What it owns goes with it; no finalizer of ours holds it.
+            # Kubernetes deletes its children; there is no finalizer of ours.
             self._progress.forget(key)
             self._applier.forget_job(key)
             return None
@@ -112,29 +112,29 @@ class Reconciler:
         if is_true(new, conditions.COMPLETE) or is_true(new, conditions.FAILED):
             self._progress.forget(key)
             self._applier.forget_job(key)
-        # Some of what is next is decided by what is written down, and one's own writes are no events.
+        # The next steps depend on the recorded status, and our own writes trigger no event.
         if _lasting(new) != _lasting(old):
             return 0.0
         due = next_deadline(job, new, now, interval=self._settings.progress_seconds)
-        # What a job in a queue may wait for is not watched: a priority class, for one.
+        # Some things that a queued job waits for are not watched, such as its priority class.
         waits = [SLOW_SECONDS] if observed.errors or new.get("phase") == "Queued" else []
         if job.spec.generation.autoscaling is not None and new.get("phase") == "Running":
-            # How long more or fewer replicas have been called for is a matter of time alone.
+            # Autoscaling depends on how long a change has been called for: no event tells that.
             waits.append(self._settings.progress_seconds)
         return min([*waits, *([] if due is None else [due])], default=None)
 
     async def _with_quota(self, job: RolloutJob, observed: Observed) -> Observed:
-        """What is observed, with what the job's Workload refers to."""
+        """The observation with the cluster-wide objects that the job's Workload refers to."""
         if not self._settings.kueue or queueing.queue_of(job, self._settings) is None:
             return observed
         flavors = queueing.flavors_of(observed.get("Workload", names.workload(job.metadata.name)))
         return replace(observed, quota=await self._quota.read(flavors, queueing.priority_class_of(job)))
 
     async def _unseen(self, key: Key, planned: Plan, observed: Observed) -> dict[tuple[str, str], Object]:
-        """What there is already of the children that are to be made.
+        """Existing objects with the names of children that are about to be created.
 
-        Only what carries the job's label is watched: without this look, an apply would write into an object of
-        somebody else that happens to have the child's name.
+        Only objects with the job's label are watched. Without this check, an apply would overwrite fields of another
+        owner's object that happens to have the same name.
         """
         new = [
             item
@@ -145,7 +145,7 @@ class Reconciler:
             *(self._client.get(resource_of_object(item), key.namespace, item["metadata"]["name"]) for item in new),
             return_exceptions=True,
         )
-        # One that cannot be read is found out about when it is written.
+        # An object that cannot be read fails when it is written.
         return {
             (item["kind"], item["metadata"]["name"]): live
             for item, live in zip(new, found, strict=True)
@@ -153,10 +153,10 @@ class Reconciler:
         }
 
     async def _carry_out(self, key: Key, planned: Plan, observed: Observed) -> Observed:
-        """Writes and removes what is planned.
+        """Execute a plan.
 
         Returns:
-            The children as they are then, with what the API server refused.
+            The observation with the children as written, and the errors of those that the API server rejected.
         """
         children, errors = dict(observed.children), dict(observed.errors)
         for wanted in planned.apply:
@@ -185,22 +185,22 @@ class Reconciler:
             try:
                 await self._client.delete(resource_of(item.api_version, item.kind), key.namespace, item.name, uid=uid)
             except ApiError as error:
-                # Its successor has another uid, and was made after this was decided.
+                # A successor with another uid was created after the decision.
                 if not isinstance(error, Conflict):
                     errors[item.kind, item.name] = self._refusal(error)
             self._applier.forget(uid)
         return replace(observed, children=children, errors=errors)
 
     def _refusal(self, error: ApiError) -> WriteError:
-        """The error as the status tells it.
+        """The error as it is recorded in the status.
 
         Raises:
-            ApiError: The error itself, where it may be better in a moment: the status does not tell of that.
+            ApiError: The error itself, if it may be transient: such errors are not recorded.
         """
         found = write_error(error)
         if found is None:
             raise error
-        _log.warning("refused: %s", error)
+        _log.warning("rejected: %s", error)
         self._metrics.error(found.reason)
         return found
 
@@ -208,7 +208,7 @@ class Reconciler:
         self, raw: Object, old: Mapping[str, Any], new: Mapping[str, Any], events: list[Any], now: datetime
     ) -> None:
         metadata = raw["metadata"]
-        # The version: a status is only written over the one that it was computed from.
+        # With the resource version: a status only replaces the one that it was computed from.
         kept = {name: metadata[name] for name in ("namespace", "name", "uid", "resourceVersion")}
         item = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": kept, "status": dict(new)}
         found = await self._client.apply(item, names.STATUS_MANAGER, subresource="status", force=True)
@@ -218,16 +218,21 @@ class Reconciler:
         await self._recorder.record(found, happenings)
 
     async def _refuse(self, raw: Object, error: ValidationError) -> float | None:
-        """An object that the API server took and the model does not.
+        """Handle an object that the API server accepted and the model rejects.
 
-        A job that has not begun is failed. One that has was valid when it did: this operator is older or newer than
-        the one that began it, and does not end a run for that.
+        A job that has not started fails. A job that has started was valid then: this operator is older or newer than
+        the
+        one that started it, and does not end a run for that.
         """
         old = status_of(raw)
         mistakes = "; ".join(f"{format_path(path)}: {message}" for path, message in explain(error, raw))
         if "startTime" in old or is_true(old, conditions.FAILED):
             if not is_true(old, conditions.FAILED):
-                _log.error("%s: not understood, and left as it is: %s", raw["metadata"]["name"], mistakes)
+                _log.error(
+                    "%s: not valid for this version of the operator, and left unchanged: %s",
+                    raw["metadata"]["name"],
+                    mistakes,
+                )
                 self._metrics.error(Reason.INVALID_SPEC)
             return None
         now = self._now()
@@ -238,7 +243,7 @@ class Reconciler:
 
 
 def write_error(error: ApiError) -> WriteError | None:
-    """What the status tells of an error; None where it may be better in a moment."""
+    """The error as it is recorded in the status; None if it may be transient."""
     match error:
         case QuotaExceeded():
             return WriteError(Reason.QUOTA, error.message)
@@ -253,7 +258,7 @@ def write_error(error: ApiError) -> WriteError | None:
 
 
 def refused_status(raw: Object, message: str, now: datetime) -> dict[str, Any]:
-    """The status of a job that cannot be understood: Failed, with all its mistakes."""
+    """Status of a job with an invalid spec: Failed, with all mistakes."""
     time, generation = format_time(now), raw["metadata"].get("generation", 0)
     told = message[:1000]
     failed = [
@@ -275,10 +280,10 @@ def _lasting(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Pool:
-    """Workers on a queue: so many reconciles at once, each with a deadline.
+    """Pool of workers on a queue: a fixed number of concurrent reconciles, each with a deadline.
 
     Args:
-        resync: Every job is looked at again after about so many seconds.
+        resync: Seconds, with a spread of 20 %, after which every job is reconciled again.
     """
 
     def __init__(
@@ -298,11 +303,11 @@ class Pool:
         self._stopping = False
 
     def start(self) -> None:
-        """Begins to work."""
+        """Start the workers."""
         self._tasks = {asyncio.create_task(self._work(), name=f"reconciles {number}") for number in range(self._size)}
 
     async def stop(self, seconds: float) -> None:
-        """Takes no more keys; what is under way has so many seconds to end."""
+        """Take no more keys; running reconciles have this many seconds to finish."""
         self._stopping = True
         for task in self._tasks - self._busy:
             task.cancel()
@@ -346,7 +351,7 @@ class Pool:
         else:
             self._metrics.reconciled("success", loop.time() - start)
             self._queue.forget(key)
-            # Spread, so that jobs that were all seen at the start are not looked at all at once for ever.
+            # Spread, so that jobs that were all listed at the start are not always reconciled at the same time.
             resync = self._resync * (0.8 + 0.4 * random.random())
             self._queue.add_after(key, resync if again is None else min(again, resync))
             return
@@ -355,7 +360,7 @@ class Pool:
 
 
 def _pause(error: ApiError) -> float:
-    """Seconds to wait at least."""
+    """Minimum backoff in seconds."""
     if isinstance(error, TooMany):
         return error.retry_after or 1.0
     return SLOW_SECONDS if isinstance(error, Forbidden | Invalid) else 0.0

@@ -1,4 +1,4 @@
-"""Events: one for every step of a job that its user may want to hear of, and none while nothing changes."""
+"""Kubernetes Events of a job: one for every step that its user may care about, none while nothing changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EventType = Literal["Normal", "Warning"]
 
 
 class Event(NamedTuple):
-    """An event about a RolloutJob.
+    """An Event about a RolloutJob.
 
     Attributes:
-        reason: Why it was told: a word of the table below, or the condition's reason.
-        action: What the operator did, or does next.
-        note: Words for people, at most `NOTE_CHARACTERS`.
+        reason: A name from the table below, or the condition's reason.
+        action: What the operator did or does next.
+        note: Message for people, at most `NOTE_CHARACTERS` characters.
     """
 
     type: EventType
@@ -30,12 +30,12 @@ class Event(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """When an event is told: a condition comes to a status, with one of these reasons.
+    """Trigger of an event: a condition gets this status, with one of these reasons.
 
     Attributes:
-        reasons: None: any.
-        name: The event's reason; None: the condition's.
-        again: Also when the reason changes and the status does not.
+        reasons: None for any reason.
+        name: The event's reason; None for the condition's.
+        again: True if a change of the reason alone is an event, too.
     """
 
     condition: str
@@ -61,7 +61,7 @@ PROBLEMS: Final = frozenset(
         Reason.QUOTA,
     }
 )
-"""Reasons for which something waits that somebody may have to mend."""
+"""Reasons for waiting that somebody may have to resolve."""
 
 
 def _is(kind: str, status: Literal["True", "False"], reason: str, name: str, action: str) -> Rule:
@@ -124,11 +124,11 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(conditions.COMPLETE, "True", None, "Normal", "Completed", "Complete"),
     Rule(conditions.FAILED, "True", None, "Warning", "Failed", "Fail"),
 )
-"""Every event there is, in the order in which those of one change are told."""
+"""All events, in the order in which those of one change are sent."""
 
 
 def transitions(old_status: Mapping[str, Any] | None, new_status: Mapping[str, Any]) -> list[Event]:
-    """The events of a change of status; none where no condition came to another status or reason."""
+    """Events of a change of status; empty if no condition changed its status or reason."""
     old = old_status or {}
     return [
         _event(rule, condition(new_status, rule.condition))

@@ -1,6 +1,6 @@
-"""kopf as a watch engine: it lists, watches, reconnects and lists again; what it learns goes into the cache.
+"""Watches of the cluster, with kopf as engine: it lists, watches and reconnects; its events go into the cache.
 
-Its handlers do nothing else. It neither patches nor annotates nor posts events, knows no finalizers and no peers.
+The handlers do nothing else. kopf is set up to patch, annotate and post nothing, without finalizers and peers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STOP_SECONDS = 5.0
 
 
 class WatchesEnded(Exception):
-    """Nothing is watched any more."""
+    """The watches have ended."""
 
 
 class Watches:
-    """The watches of all kinds, in all namespaces or in some.
+    """Watches of all kinds, in all namespaces or in some.
 
     Args:
-        identity: Name of this operator for kopf, which tells nobody: there are no peers.
+        identity: Name of this operator for kopf, which has no use for it without peers.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class Watches:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._access, self._clock = cache, access, clock
-        # Without one kopf asks for the user's name, and a container's user need not have any. Its type for it, a str,
-        # is not public.
+        # Without it kopf looks up the user's name, and a container's user may not have one. Its type, a kind of str, is
+        # not
+        # public.
         self._identity: Any = identity
         self._resources = resources
         self.scopes: tuple[Scope, ...] = namespaces or (None,)
@@ -62,16 +63,17 @@ class Watches:
         self._sessions: list[aiohttp.ClientSession] = []
 
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Watches until it is cancelled.
+        """Watch until cancelled.
 
         Args:
-            started: Called once kopf has set its own handlers of signals, to be replaced by others.
+            started: Called when kopf has installed its signal handlers, so that the caller can replace them.
 
         Raises:
-            WatchesEnded: An error in a watch that is not "list again". kopf does not go on after it, nor is what it
-                leaves behind to be cleaned up; a new process is what mends it.
+            WatchesEnded: An error in a watch that relisting does not fix. kopf neither continues after it nor cleans
+                up;
+                a new process is needed.
         """
-        # Not kopf.operator: when it ends, it cancels every task that was created since it began, whoever's it is.
+        # Not kopf.operator: when it ends, it cancels every task that was created since it began, even other people's.
         tasks = await kopf.spawn_tasks(
             registry=self._registry(),
             settings=operator_settings(self._resources),
@@ -87,25 +89,25 @@ class Watches:
             raise WatchesEnded(f"kopf has ended: {errors}") from next(filter(None, errors), None)
         finally:
             await _end(tasks if not any(task.done() for task in tasks) else [])
-            # When one watch fails, kopf closes the connections of the others, which then wait for ever for new ones.
+            # When one watch fails, kopf closes the connections of the others, which then wait forever for new ones.
             await _end([*tasks, *_tasks_of_kopf()])
             for session in self._sessions:
                 await session.close()
 
     async def synced(self) -> None:
-        """Returns when everything that there is has been seen once."""
+        """Return when everything has been listed once."""
         await self._synced.wait()
 
     def unsynced(self) -> list[str]:
-        """Kinds of which not everything has been seen yet."""
+        """Plural names of kinds that have not been listed completely yet."""
         return sorted(
             {resource.plural for resource, scope in self._lists.values() if not self._is_synced(resource, scope)}
         )
 
     def oldest_activity(self) -> tuple[float, str]:
-        """Seconds since the last sign of life of the watch that has given none for longest, and its kind.
+        """Seconds since the last activity of the watch that has been silent longest, and its kind.
 
-        A request that begins is one: an API server that is away ages nothing, a watch that hangs does.
+        The start of a request counts as activity: a hanging watch grows old, an unreachable API server does not.
         """
         since, resource = min((since, place[0].plural) for place, since in self._activity.items())
         return self._clock() - since, resource
@@ -120,7 +122,7 @@ class Watches:
         async def login(**_: Any) -> kopf.AiohttpSession:
             access = await self._access()
             session = access.session(traces=[self._trace()])
-            # Logged in again: kopf has closed the last one.
+            # On a new login kopf has closed the last session.
             self._sessions = [session, *(one for one in self._sessions if not one.closed)]
             return kopf.AiohttpSession(server=access.server, aiohttp_session=session)
 
@@ -133,7 +135,7 @@ class Watches:
             item = event["object"]
             scope = None if self.scopes == (None,) else item["metadata"]["namespace"]
             self._activity[resource, scope] = self._clock()
-            # What a list said is in the cache already.
+            # Listed objects are in the cache already.
             if event["type"] is not None:
                 self._cache.seen(resource, item, deleted=event["type"] == "DELETED")
 
@@ -141,10 +143,11 @@ class Watches:
         return seen
 
     def _trace(self) -> aiohttp.TraceConfig:
-        """Listens to kopf's requests.
+        """Trace of kopf's requests.
 
-        kopf hands on single objects. That a list is whole, which is what makes deletions known that happened while
-        nobody watched, is to be seen in its requests only.
+        kopf passes on single objects. Only its requests show that a list is complete, which reveals the objects that
+        were
+        deleted while nothing watched.
         """
 
         async def began(_: object, __: object, params: aiohttp.TraceRequestStartParams) -> None:
@@ -177,17 +180,17 @@ class Watches:
 
 
 async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks, and waits for them a while."""
+    """Cancel tasks, and wait for them up to STOP_SECONDS."""
     for task in tasks:
         task.cancel()
     if tasks:
         for task in (await asyncio.wait(tasks, timeout=STOP_SECONDS))[0]:
-            # Told already, or of no interest any more.
+            # Retrieved, so that asyncio does not log it.
             _ = task.cancelled() or task.exception()
 
 
 def _tasks_of_kopf() -> list[asyncio.Task[Any]]:
-    """Tasks whose coroutine is in kopf's code; nobody else's is, as kopf is called in one place."""
+    """Running tasks whose coroutine is in kopf's code; only this module calls kopf."""
     home = str(Path(kopf.__file__).parent)
     return [task for task in asyncio.all_tasks() if _file_of(task).startswith(home)]
 
@@ -198,7 +201,7 @@ def _file_of(task: asyncio.Task[Any]) -> str:
 
 
 class _ForEver:
-    """Pauses between attempts of a request of kopf's: an API server that is away is waited for, however long."""
+    """Pauses between attempts of kopf's requests: it waits for an unreachable API server without limit."""
 
     def __iter__(self) -> Iterator[float]:
         yield from (0.5, 1, 2, 3, 5, 8)
@@ -207,7 +210,7 @@ class _ForEver:
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """What an object was when it was last handled: nothing here asks, and to note it is a third of kopf's work."""
+    """Disables kopf's record of last handled objects: it is not used, and would be a third of kopf's work."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:  # noqa: ARG002
         return kopf.BodyEssence()
@@ -225,7 +228,7 @@ def operator_settings(resources: tuple[Resource, ...] = WATCHED) -> kopf.Operato
     for resource in resources:
         if resource != ROLLOUT_JOBS:
             settings.watching.label_selectors[resource.group, resource.version, resource.plural] = SELECTOR
-    # A watch that says nothing is asked again, so that its age says something.
+    # A silent watch is renewed after this time, so that its age means something.
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.chunk_size = PAGE
     settings.networking.request_timeout = 60

@@ -69,7 +69,7 @@ REFUSED: dict[str, Contradiction] = {
             "spec.generation.external": {"url": "http://a"},
             "spec.weights": {"uri": "s3://a/b", "version": "1"},
         },
-        "spec.weights: Invalid value: is not for backend External, whose weights are somebody else's; remove it",
+        "spec.weights: Invalid value: is not for backend External, whose weights are managed externally; remove it",
     ),
     "replicas and autoscaling": Contradiction(
         {"spec.generation.replicas": 1, "spec.generation.autoscaling": {"maxReplicas": 2}},

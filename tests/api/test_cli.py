@@ -40,7 +40,7 @@ def test_validate_tells_every_mistake_of_every_file() -> None:
     assert result.stderr == (
         'bad.yaml:9: spec.generation.engine: found the text "vllm"; it must be VLLM or Simulated; did you mean VLLM?\n'
         "bad.yaml:33: spec.rollout.maxTurns: found the number 0; it must be a whole number from 1 to 1000000\n"
-        "none.yaml: there is no such file\n"
+        "none.yaml: the file does not exist\n"
     )
 
 
@@ -161,4 +161,4 @@ def test_help_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_installed_command_is_this_one() -> None:
     command = Path(sys.executable).parent / "kuberoll"
     result = subprocess.run([command, "validate", "/none.yaml"], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (2, "/none.yaml: there is no such file\n")
+    assert (result.returncode, result.stderr) == (2, "/none.yaml: the file does not exist\n")

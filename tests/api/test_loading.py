@@ -22,7 +22,7 @@ MISTAKES = {
         "    maxTurns: 20",
         "    maxTurn: 20 # here",
         "spec.rollout.maxTurn",
-        ["there is no such field", "did you mean maxTurns?", "Allowed: scheduling, maxTurns"],
+        ["this field does not exist", "did you mean maxTurns?", "Allowed: scheduling, maxTurns"],
     ),
     "snake_case": (
         "    maxTurns: 20",
@@ -40,13 +40,13 @@ MISTAKES = {
         "    maxTurns: 20",
         "    zzz: 20 # here",
         "spec.rollout.zzz",
-        ["there is no such field; remove it. Allowed: "],
+        ["this field does not exist; remove it. Allowed: "],
     ),
     "many fields are not listed": (
         "    engine: VLLM",
         "    zzz: 20 # here",
         "spec.generation.zzz",
-        ["there is no such field; remove it."],
+        ["this field does not exist; remove it."],
     ),
     "number in quotes": (
         "maxTurns: 20",
@@ -232,7 +232,7 @@ MISTAKES = {
         "    maxTurns: 20",
         "    maxTurns: 20\n    concurrency: 3\n    maxTurns: 21 # here",
         "spec.rollout.maxTurns",
-        ["is there twice (first in line 33); keep one of them"],
+        ["occurs twice (first in line 33); keep one of them"],
     ),
     "date": (
         "max_model_len: 1024",
@@ -345,7 +345,7 @@ def test_the_top_level_must_be_a_mapping(text: str, found: str) -> None:
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"none\.yaml: there is no such file"):
+    with pytest.raises(ManifestError, match=r"none\.yaml: the file does not exist"):
         load_job(tmp_path / "none.yaml")
     with pytest.raises(ManifestError, match="this is a directory; name the manifest inside it"):
         load_job(tmp_path)

@@ -143,7 +143,7 @@ def test_a_mistake_in_an_overridden_value_names_the_override() -> None:
     assert str(inside).startswith("--set spec.rollout={maxTurns: 1, maxTurn: 2}: spec.rollout.maxTurn: there is no")
     slip = only_mistake(VALID, ["spec.rolout.maxTurns=3"])
     assert str(slip).startswith(
-        "--set spec.rolout.maxTurns=3: spec.rolout: there is no such field; did you mean rollout?"
+        "--set spec.rolout.maxTurns=3: spec.rolout: this field does not exist; did you mean rollout?"
     )
     lacking = only_mistake(VALID, ["spec.generation.autoscaling.minReplicas=1"])
     assert str(lacking).startswith("--set spec.generation.autoscaling.minReplicas=1: spec.generation.autoscaling.max")

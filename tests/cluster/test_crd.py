@@ -349,7 +349,7 @@ def test_the_table_has_every_settled_field() -> None:
 
 @pytest.mark.parametrize("value", ["other.io/controller", None])
 async def test_managed_by_never_changes(api: Api, suspended: Object, value: str | None) -> None:
-    with pytest.raises(ApiError, match=r"spec\.managedBy: Invalid value: cannot change; make a new job"):
+    with pytest.raises(ApiError, match=r"spec\.managedBy: Invalid value: cannot change; create a new job"):
         await replace(api, suspended, {"spec.managedBy": value})
 
 

@@ -82,7 +82,7 @@ async def test_a_job_waits_for_the_whole_of_what_it_needs(queued: Cluster) -> No
     await queued.job(phase("Running"), "first")
     await queued.create(in_queue(namespace, "second"))
     waiting = await queued.job(phase("Queued"), "second")
-    assert "waits for quota in queue team" in message(waiting, "Suspended")
+    assert "waiting for quota in queue team" in message(waiting, "Suspended")
     assert "startTime" not in waiting["status"]
     assert await queued.api.list("Deployment", namespace, labels="kuberoll.io/job=second") == []
     check_complete(queued, await queued.job(complete, "first"), name="first")

@@ -201,7 +201,7 @@ async def test_a_missing_right_is_named_before_anything_is_done(
     less = await person(cluster.api, control_plane, cluster.namespace, reader.directory, [*rules, rules[0]])
     code, _, said = await less.run("get", "rlj/puzzles")
     assert code == 2
-    assert f"missing right: you may not {verb} pods" in said
+    assert f"missing permission: you may not {verb} pods" in said
     assert (f"{verb} pods/exec" in said) == (verb == "create")
     assert "docs/reading-output.md#rights" in said
     assert await readers_of(cluster) == []

@@ -181,5 +181,5 @@ def test_what_is_decided_can_be_read() -> None:
     deployment["spec"]["replicas"] = 2
     state = BACKENDS["Native"].state(scaled_job(), observed(deployment, pods=pods, progress={0: told(0, 97)}))
     assert (state.ready, state.desired) == (2, 2)
-    assert state.note == "97 turns at 64 a replica call for 2, within 1 to 8"
+    assert state.note == "97 turns at 64 per replica call for 2, within 1 to 8"
     assert "not all workers" in described(SPEC, Load(0, False))

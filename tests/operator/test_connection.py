@@ -53,7 +53,7 @@ def test_the_namespace_is_the_contexts(tmp_path: Path, monkeypatch: pytest.Monke
     assert Place(None, "team", None).resolved_namespace() == "team"
     with pytest.raises(NoAccess, match="no context 'none'"):
         default_namespace(file, "none")
-    with pytest.raises(NoAccess, match="name one with -n"):
+    with pytest.raises(NoAccess, match="set one with -n"):
         default_namespace(tmp_path / "missing")
 
 
@@ -94,7 +94,7 @@ def test_refusals_in_words() -> None:
     )
     refused = error_of(403, {"message": message, "reason": "Forbidden"}, "list /x")
     assert sentence_of(refused).startswith(
-        "missing right: jane may not list rolloutjobs.kuberoll.io in all namespaces; docs/reading-output.md#rights"
+        "missing permission: jane may not list rolloutjobs.kuberoll.io in all namespaces; docs/reading-output.md#rights"
     )
     denied = error_of(403, {"message": 'admission webhook "w" denied the request'}, "create /x")
     assert 'admission webhook "w" denied' in sentence_of(denied)

@@ -134,7 +134,7 @@ async def test_a_connection_that_is_cut_anywhere_costs_nothing(output: Path, tmp
 async def test_an_interrupted_copy_is_gone_on_with_by_the_next(output: Path, tmp_path: Path) -> None:
     readers = Readers(output, tmp_path)
     readers.cut_after = [700_000] + [50] * copying.ATTEMPTS
-    with pytest.raises(ConsoleError, match=r"5 times in a row.*the same command goes on from there"):
+    with pytest.raises(ConsoleError, match=r"5 times in a row.*the same command resumes there"):
         await copy(readers, tmp_path / "here")
     left = tmp_path / "here" / "report.html.partial"
     size = left.stat().st_size
@@ -159,7 +159,7 @@ async def test_bytes_that_change_on_the_way_are_noticed(output: Path, tmp_path: 
 
     readers.bend = bend
     _, notes = await copy(readers, tmp_path / "here")
-    assert any("what came is not what was sent" in text for text in notes.notes)
+    assert any("the data was corrupted on the way" in text for text in notes.notes)
     assert same(output, tmp_path / "here")
 
 
@@ -167,7 +167,9 @@ async def test_other_files_here_are_left_alone_and_nothing_is_copied(output: Pat
     here = tmp_path / "here"
     here.mkdir()
     (here / "report.html").write_text("mine")
-    with pytest.raises(ConsoleError, match=r"has other files of these names.*: report\.html; .*--force") as refused:
+    with pytest.raises(
+        ConsoleError, match=r"has different files with these names.*: report\.html; .*--force"
+    ) as refused:
         await copy(Readers(output, tmp_path), here)
     assert refused.value.code == 2
     assert listing(here) == ["report.html"]
@@ -180,7 +182,7 @@ async def test_a_link_here_is_not_followed(output: Path, tmp_path: Path) -> None
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     (here / "report.html").symlink_to(elsewhere)
-    with pytest.raises(ConsoleError, match="other files"):
+    with pytest.raises(ConsoleError, match="different files"):
         await copy(Readers(output, tmp_path), here, force=True)
     assert not elsewhere.exists()
 
@@ -236,7 +238,7 @@ async def test_links_in_the_output_are_not_copied(output: Path, tmp_path: Path) 
 async def test_names_that_lead_elsewhere_are_refused(name: str, output: Path, tmp_path: Path) -> None:
     readers = Readers(output, tmp_path)
     readers.bend = lambda data: data.replace(b'"report.html"', json.dumps(name).encode())
-    with pytest.raises(ConsoleError, match="is no name for one here"):
+    with pytest.raises(ConsoleError, match="is not a safe file name"):
         await copy(readers, tmp_path / "here")
     assert not (tmp_path / "here").exists()
 
@@ -317,7 +319,7 @@ async def test_the_stream_stops_where_what_it_wrote_is_stored_otherwise(output: 
 async def test_an_image_without_a_reader_is_named(output: Path, tmp_path: Path) -> None:
     readers = Readers(output, tmp_path)
     readers._config.unlink()
-    with pytest.raises(ConsoleError, match=r"the reader does not start in the job's worker image: .*job\.json"):
+    with pytest.raises(ConsoleError, match=r"the reader cannot start in the job's worker image: .*job\.json"):
         await copy(readers, tmp_path / "here")
 
 

@@ -62,11 +62,11 @@ async def test_an_operator_that_is_well_says_so(path: str) -> None:
 @pytest.mark.parametrize(
     ("change", "path", "words"),
     [
-        ({"watch": (WATCH_SECONDS + 1, "jobs")}, "/healthz", "no sign of life of jobs"),
+        ({"watch": (WATCH_SECONDS + 1, "jobs")}, "/healthz", "no activity of jobs"),
         ({"queue": QUEUE_SECONDS + 1}, "/healthz", "a job has waited"),
         ({"lease_tried": 31.0}, "/healthz", "lease"),
         ({"lease_tried": 31.0}, "/readyz", "lease"),
-        ({"unsynced": ["jobs", "pods"]}, "/readyz", "not all seen yet of jobs, pods"),
+        ({"unsynced": ["jobs", "pods"]}, "/readyz", "not yet listed completely: jobs, pods"),
     ],
 )
 async def test_what_is_wrong_is_named(change: dict[str, Any], path: str, words: str) -> None:

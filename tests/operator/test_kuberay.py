@@ -150,7 +150,7 @@ def test_what_kuberay_gave_up_is_made_anew() -> None:
     decided = plan(compute_facts(ray_job(), raw(), observed(dead), support.SETTINGS, at(0)))
     assert [item.kind for item in decided.delete] == ["RayService"]
     assert "RayService" not in {item["kind"] for item in decided.apply}
-    assert "gave up" in state_of(dead).message
+    assert "timed out" in state_of(dead).message
     # Its finalizer holds it for a while.
     going = service({}, late, deletionTimestamp=support.stamp(1))
     decided = plan(compute_facts(ray_job(), raw(), observed(going), support.SETTINGS, at(1)))
@@ -190,7 +190,7 @@ def test_replicas_that_ray_scales_are_those_it_has_pods_for() -> None:
         service(application("RUNNING", "UPSCALING")), engine("a"), engine("b", ready=False), **scaling, **gpus
     )
     assert (found.ready, found.desired) == (2, 4)
-    assert "within 2 to 8" in found.note
+    assert "from 2 to 8" in found.note
 
 
 def build(**spec: Any) -> Object:

@@ -224,7 +224,7 @@ async def test_a_kubelet_that_does_not_answer_hides_no_other_log(emulator: Emula
         "w13",
         "w15",
     ]
-    assert notes == ["the log of g cannot be read now: dial tcp: refused"]
+    assert notes == ["cannot read the log of g now: dial tcp: refused"]
 
 
 async def test_a_log_that_may_not_be_read_is_an_error(emulator: Emulator, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ async def test_events_that_may_not_be_read_are_left_out_with_a_word(emulator: Em
     notes: list[str] = []
     assert "w11" in await history(emulator, tmp_path, Wanted(ALL), notes)
     (note,) = notes
-    assert "the operator's events are left out: missing right: jane may not list events.events.k8s.io" in note
+    assert "the operator's events are not shown: missing permission: jane may not list events.events.k8s.io" in note
 
 
 async def test_following_tells_each_line_once_and_finds_new_pods(

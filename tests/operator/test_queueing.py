@@ -105,10 +105,10 @@ def test_a_job_in_a_queue_asks_for_its_quota_and_for_no_pod() -> None:
 def test_kueue_says_what_is_waited_for() -> None:
     reserved = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": "2 more gpus are needed"}
     status = told(observed(workload(conditions=[reserved])))
-    assert condition(status, "Suspended")["message"] == "waits for quota in queue team: 2 more gpus are needed"
+    assert condition(status, "Suspended")["message"] == "waiting for quota in queue team: 2 more gpus are needed"
     checks = [{"name": "provisioning", "state": "Pending", "message": "nodes are booked"}]
     status = told(observed(workload("QuotaReserved", admissionChecks=checks)))
-    assert "admission checks are awaited: provisioning is Pending: nodes are booked" in str(status["conditions"])
+    assert "waiting for admission checks: provisioning is Pending: nodes are booked" in str(status["conditions"])
     dormant = workload()
     dormant["spec"]["active"] = False
     assert "deactivated" in condition(told(observed(dormant)), "Suspended")["message"]
@@ -246,7 +246,7 @@ def test_nothing_of_a_workload_changes_while_it_holds_quota() -> None:
 def test_priorities_are_looked_up_and_waited_for() -> None:
     labels = {**LABELS, names.PRIORITY_LABEL: "high"}
     assert "Workload/workload" not in applied(decide(observed(), labels=labels))
-    assert "there is no WorkloadPriorityClass high" in str(told(observed(), labels=labels)["conditions"])
+    assert "WorkloadPriorityClass high does not exist" in str(told(observed(), labels=labels)["conditions"])
     asked = decide(Observed(quota=ClusterQuota(priority=1000)), labels=labels).apply[-1]["spec"]
     assert asked["priority"] == 1000
     assert asked["priorityClassRef"] == {"group": "kueue.x-k8s.io", "kind": "WorkloadPriorityClass", "name": "high"}

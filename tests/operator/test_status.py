@@ -94,7 +94,7 @@ ROWS = [
             "GenerationReady=False/WaitingForCheck",
             "WorkersReady=False/WaitingForGeneration",
         ],
-        "a pod looks at what workers need",
+        "a pod is checking the workers' inputs",
     ),
     Row(
         "a claim of the workers' that is not there",
@@ -118,7 +118,8 @@ ROWS = [
         observed(check_job(active=1), pods=[pod("check", conditions=unschedulable('claim "nope" not found'))]),
         "Failed",
         ["FailureTarget=True/StartupDeadlineExceeded"],
-        'what workers need was not there within startupDeadlineSeconds (1800): claim "nope" not found',
+        "the check of the workers' inputs did not succeed within startupDeadlineSeconds (1800): "
+        'claim "nope" not found',
         {
             "startTime": stamp(0),
             "conditions": [condition("WorkersChecked", False, "Unschedulable", 'claim "nope" not found')],
@@ -423,7 +424,7 @@ ROWS = [
         BEGUN,
     ),
     Row(
-        "workers run",
+        "workers are running",
         observed(
             deployment(2),
             workers_job(active=2, succeeded=1),
@@ -431,7 +432,7 @@ ROWS = [
         ),
         "Running",
         ["WorkersReady=True/Running"],
-        "2 workers run, 1 of 4 shards are done",
+        "2 workers are running, 1 of 4 shards are done",
         WITH_WORKERS,
     ),
     Row(
@@ -821,7 +822,7 @@ def test_suspended_is_true_when_nothing_runs_any_more() -> None:
     ending = run(WITH_WORKERS, observed(deployment(2), workers_job(suspend=True), pods=[worker]), 60, suspend=True)
     found = model.condition(ending, "Suspended")
     assert (found["status"], found["reason"]) == ("False", "Suspending")
-    assert "1 workers finish what is in flight" in found["message"]
+    assert "1 workers are finishing trajectories in flight" in found["message"]
     gone = run(ending, observed(workers_job(suspend=True)), 90, suspend=True)
     assert model.condition(gone, "Suspended")["status"] == "True"
     # Resumed before it was suspended, it has its time anew all the same.

@@ -22,7 +22,7 @@ READY = condition("GenerationReady", True, "Ready", "2 of 2 replicas are ready")
 RELEASED = condition("GenerationReady", False, "Released", "all shards are done")
 UNSCHEDULABLE = condition("GenerationReady", False, "Unschedulable", "Insufficient nvidia.com/gpu")
 WAITING = condition("WorkersReady", False, "WaitingForGeneration")
-RUNNING = condition("WorkersReady", True, "Running", "2 workers run")
+RUNNING = condition("WorkersReady", True, "Running", "2 workers are running")
 DONE = condition("WorkersReady", False, "ShardsDone", "4 of 4 shards are done")
 
 ROWS: list[tuple[Status | None, Status, list[tuple[str, str, str]]]] = [

@@ -1,4 +1,4 @@
-"""YAML files as documents: plain values that know where they were written."""
+"""YAML files as documents: plain values with their line numbers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kuberoll_api.paths import Path
 
 _EXCERPT = 120
 
-# What the parser says, and what the person who wrote the file wants to hear.
+# Parts of the parser's messages, and hints for the author of the file.
 _HINTS = {
     "found character '\\t'": "indent with spaces, not with tabs",
-    "mapping values are not allowed here": "put text that has a colon in quotes, or mend the indentation",
+    "mapping values are not allowed here": "put text that has a colon in quotes, or fix the indentation",
     "expected <block end>": "line this up with the lines above it",
     "that cannot start any token": "put text that begins with this character in quotes",
 }
 
 
 class Unreadable(Exception):
-    """A text or a file that cannot be read as YAML.
+    """A text or file that cannot be read as YAML.
 
     Attributes:
-        line: Counted from 1; None where the whole file is meant.
+        line: Line number from 1; None for the whole file.
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:
@@ -44,10 +44,10 @@ class Document:
     """One YAML document.
 
     Attributes:
-        value: Dicts, lists, texts, finite numbers, booleans, None.
-        place: Where the value was written.
-        problems: What stands in the document and not in the value, because JSON could not say it.
-        overrides: The places that a command line set or made, with its words; later ones win.
+        value: Dicts, lists, strings, finite numbers, booleans, None.
+        place: Line numbers of the value and its parts.
+        problems: Parts of the document that JSON cannot express, and that are missing in the value.
+        overrides: Paths that the command line set or created, with the option's text; later ones take precedence.
     """
 
     value: Any
@@ -56,7 +56,7 @@ class Document:
     overrides: tuple[tuple[Path, str], ...] = ()
 
     def line_of(self, path: Path) -> int:
-        """The line, counted from 1, of a value; of its nearest parent that was written, where it was not."""
+        """Line number from 1 of a value, or of its nearest written parent."""
         place = self.place
         for part in path:
             if part not in place.inside:
@@ -65,7 +65,7 @@ class Document:
         return place.line
 
     def override_of(self, path: Path) -> str | None:
-        """The words on the command line that set this value, or something that it is a part of."""
+        """Text of the command-line option that set this value or one of its parents; None if there is none."""
         for place, words in reversed(self.overrides):
             if path[: len(place)] == place:
                 return words
@@ -76,12 +76,12 @@ def read_documents(path: FilePath) -> list[Document]:
     """All documents of a file; empty ones are left out.
 
     Raises:
-        Unreadable: Says why, with the line where there is one.
+        Unreadable: The file cannot be read or is not YAML.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise Unreadable("there is no such file") from error
+        raise Unreadable("the file does not exist") from error
     except IsADirectoryError as error:
         raise Unreadable("this is a directory; name the manifest inside it") from error
     except UnicodeDecodeError as error:
@@ -110,7 +110,7 @@ def parse_documents(text: str) -> list[Document]:
     except RecursionError as error:
         raise Unreadable("nested too deeply") from error
     except Exception as error:
-        # The parser asserts and looks up what it has not checked: directives, versions, tags.
+        # The parser fails with arbitrary exceptions at directives, versions and tags that it has not checked.
         hint = "; remove the lines that begin with %" if re.search("^%", text, re.MULTILINE) else ""
         raise Unreadable(f"not YAML: the parser failed with {type(error).__name__}{hint}") from error
 
@@ -124,19 +124,19 @@ def _compose(text: str) -> Iterator[Document]:
 
 
 def _syntax_error(error: MarkedYAMLError, text: str) -> Unreadable:
-    """The parser's words, a hint, and the line with a caret under the place."""
+    """Error with the parser's message, a hint, and the line with a caret below the position."""
     problem, lines = str(error.problem or error.context), text.splitlines()
     hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in problem), "")
     message = f"YAML syntax: {problem}{hint}"
     mark, begun = error.problem_mark or error.context_mark, error.context_mark
     if mark is not None and begun is not None and mark.line >= len(lines):
-        # What is never closed is noticed at the end of the file; where it begins is what helps.
+        # A missing end is noticed at the end of the file; its beginning is more helpful.
         mark, message = begun, f"{message} ({error.context})"
     elif begun is not None:
         message = f"{message} ({error.context}, begun in line {begun.line + 1})"
     if mark is None or mark.line >= len(lines):
         return Unreadable(message, mark.line + 1 if mark else None)
-    # A window of the line, for files that are one long line of JSON.
+    # Only a window of the line: some files are one long line of JSON.
     start = max(0, mark.column - _EXCERPT // 2)
     excerpt = lines[mark.line][start : start + _EXCERPT].replace("\t", " ")
     return Unreadable(f"{message}\n    {excerpt}\n    {' ' * (mark.column - start)}^", mark.line + 1)

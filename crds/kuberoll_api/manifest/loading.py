@@ -1,4 +1,4 @@
-"""RolloutJobs from files."""
+"""Loading of RolloutJobs from files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kuberoll_api.paths import Path, format_path
 __all__ = ["MOST_SHOWN", "ManifestError", "Mistake", "load_job", "load_jobs"]
 
 MOST_SHOWN = 20
-"""Most mistakes in the text of a ManifestError."""
+"""Maximum number of mistakes in the text of a ManifestError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class Mistake:
     """One mistake in a manifest.
 
     Attributes:
-        file: The manifest, as it was named.
-        line: Counted from 1; None where the whole file, or an override, is meant.
-        field: Path of the field as it is written, spec.environments[1].type; empty where a whole document is meant.
-        message: What was found, what is allowed, how to mend it.
-        override: The words on the command line that set the value; None where the file did.
+        file: The manifest's path, as it was given.
+        line: Line number from 1; None for the whole file, or for an override.
+        field: Path of the field, e.g. spec.environments[1].type; empty for a whole document.
+        message: What was found, what is allowed, and the remedy.
+        override: Text of the command-line option that set the value; None if the file did.
     """
 
     file: str
@@ -44,10 +44,10 @@ class Mistake:
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used; its text fits a screen.
+    """A manifest that cannot be used; its text fits on a screen.
 
     Attributes:
-        mistakes: All of them, in the order of the file.
+        mistakes: All mistakes, in the order of the file.
     """
 
     def __init__(self, mistakes: list[Mistake]) -> None:
@@ -61,30 +61,30 @@ class ManifestError(ValueError):
 
 
 def load_job(path: FilePath, overrides: Sequence[str] = ()) -> RolloutJob:
-    """The one RolloutJob of a file.
+    """The only RolloutJob of a file.
 
     Args:
         overrides: `path=value` texts, applied before the job is checked.
 
     Raises:
-        ManifestError: With every mistake of the file, or that there are several jobs.
+        ManifestError: The file has mistakes, of which the error has all, or several jobs.
     """
     jobs = load_jobs(path, overrides)
     if len(jobs) > 1:
         names = ", ".join(job.metadata.name for job in jobs)
-        message = f"there are {len(jobs)} RolloutJobs ({names}); put the one that you mean in a file of its own"
+        message = f"there are {len(jobs)} RolloutJobs ({names}); put the one to use into a separate file"
         raise ManifestError([Mistake(str(path), None, "", message)])
     return jobs[0]
 
 
 def load_jobs(path: FilePath, overrides: Sequence[str] = ()) -> list[RolloutJob]:
-    """The RolloutJobs of a file, at least one; objects of other APIs beside them are passed over.
+    """The RolloutJobs of a file, at least one; objects of other APIs are ignored.
 
     Args:
         overrides: `path=value` texts, applied to each job before it is checked.
 
     Raises:
-        ManifestError: With every mistake of the file.
+        ManifestError: The file has mistakes; the error has all of them.
     """
     file = str(path)
     try:
@@ -106,14 +106,14 @@ def load_jobs(path: FilePath, overrides: Sequence[str] = ()) -> list[RolloutJob]
 
 
 def _check(document: Document, overrides: Sequence[str], file: str) -> tuple[RolloutJob | None, list[Mistake]]:
-    """The job of a document, or all its mistakes in the order of their lines, those of overrides first."""
+    """The job of a document, or all its mistakes, sorted by line; those of overrides come first."""
     mistakes: list[Mistake] = []
     for override in overrides:
         try:
             document = apply_overrides(document, [override])
         except OverrideError as error:
             mistakes.append(Mistake(file, None, "", error.message, error.override))
-    # In place of what YAML alone can say there is a null, which is no mistake of its own.
+    # Values that only YAML can express were replaced by null, which is not another mistake.
     known = {problem.path for problem in document.problems}
     mistakes += [Mistake(file, item.line, format_path(item.path), item.message) for item in document.problems]
     job = None
@@ -132,7 +132,7 @@ def _mistake(path: Path, message: str, document: Document, file: str) -> Mistake
 
 
 def _is_foreign(document: Document) -> bool:
-    """Whether this is a well-formed object of another API, a ConfigMap beside the job for example."""
+    """True for a well-formed object of another API, e.g. a ConfigMap beside the job."""
     value = document.value
     version = value.get("apiVersion") if isinstance(value, dict) else None
     kind = value.get("kind") if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""What the model refuses, in words for the person who wrote it: found this, must be that, mend it so."""
+"""Explanation of the model's validation errors: what was found, what is allowed, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
 
 def explain(error: ValidationError, value: Any) -> list[tuple[Path, str]]:
-    """A refusal by the model as places, in the wire's spelling, and messages.
+    """Paths, in the spelling of the manifest, and messages of a validation error.
 
     Args:
-        value: What was validated.
+        value: The value that was validated.
     """
     found: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path(detail, value), []).append(detail)
-    # What fits none of several types is several details and one mistake.
+    # A value that fits none of several types has several details, but is one mistake.
     return [(path, _message(path, details, value)) for path, details in found.items()]
 
 
 def _path(detail: ErrorDetails, value: Any) -> Path:
-    """The place in the value: pydantic's, without the names of the types that it tried on the way."""
+    """Path of the value: pydantic's, without the names of the types that it tried."""
     path: list[str | int] = []
     for part in detail["loc"]:
         inside = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
@@ -68,9 +68,9 @@ def _sentence(message: str, more: str) -> str:
 def _unknown(path: Path) -> str:
     name, names = str(path[-1]), list(fields(path[:-1]))
     lower = {known.lower(): known for known in names}
-    # Both spellings of a slip: maxturn, max_turns.
+    # Finds maxTurns for maxturn and for max_turns.
     near = _close(name.lower().replace("_", ""), lower, cutoff=0.7)
-    text = "there is no such field"
+    text = "this field does not exist"
     if near:
         text += f"; did you mean {lower[near[0]]}?"
     elif (place := next(places(name), None)) is not None:
@@ -81,7 +81,7 @@ def _unknown(path: Path) -> str:
 
 
 def _close(text: str, names: Iterable[str], *, cutoff: float) -> list[str]:
-    # What is much longer than every name is a slip of none, and would take long to compare.
+    # A text much longer than every name is no misspelling, and would take long to compare.
     return difflib.get_close_matches(text, names, n=1, cutoff=cutoff) if len(text) <= 2 * _MOST_TEXT else []
 
 

@@ -1,7 +1,8 @@
-"""YAML nodes as plain values, with the line of each, and everything in them that JSON could not say.
+"""YAML nodes as plain values with line numbers, and the parts of them that JSON cannot express.
 
-Kubernetes stores JSON. YAML can say more (dates, tags, keys that are not text, infinity), and what it says so
-differs from parser to parser; each such thing is a problem here, told with its place, and no reason to stop.
+Kubernetes stores JSON. YAML can express more (dates, tags, keys that are not text, infinity), but parsers disagree
+about
+it. Each such value is reported as a problem with its line, and reading continues.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from kuberoll_api.paths import Path, quoted
 
 MAX_VALUES = 1_000_000
-"""Most values of a document with its aliases written out; a few lines of aliases could make billions."""
+"""Maximum number of values of a document with all aliases expanded; a few lines of aliases could make billions."""
 
 _TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value was written.
+    """Line number of a value, and of its parts.
 
     Attributes:
-        line: Counted from 1; of the key, for a value in a mapping.
-        inside: The places of the items of a mapping or a list.
+        line: Line number from 1; that of the key, for a value in a mapping.
+        inside: Places of the items of a mapping or list.
     """
 
     line: int
@@ -37,11 +38,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that YAML can say and a manifest cannot.
+    """A value that YAML allows and a manifest does not.
 
     Attributes:
-        line: Counted from 1.
-        message: What was found, and how to mend it.
+        line: Line number from 1.
+        message: What was found, and the remedy.
     """
 
     path: Path
@@ -50,18 +51,18 @@ class Problem:
 
 
 def plain(root: Node, constructor: SafeConstructor) -> tuple[Any, Place, list[Problem]]:
-    """The value of a node, in dicts, lists, texts, finite numbers, booleans and None.
+    """The value of a node, as dicts, lists, strings, finite numbers, booleans and None.
 
-    Where a value has a problem, its place is taken by its text or by None.
+    A value with a problem is replaced by its text or by None.
 
     Args:
-        constructor: Knows how the document's version of YAML writes numbers and booleans.
+        constructor: Constructor for numbers and booleans in the document's version of YAML.
     """
     reader = _Reader(constructor)
     read = reader.read(root, ())
     place = Place(_line(root), read.inside)
     if read.size > MAX_VALUES:
-        return None, place, [Problem((), place.line, f"more than {MAX_VALUES} values with all aliases written out")]
+        return None, place, [Problem((), place.line, f"more than {MAX_VALUES} values with all aliases expanded")]
     return read.value, place, reader.problems
 
 
@@ -73,7 +74,7 @@ class _Read:
 
 
 class _Reader:
-    """Reads each node once, however many aliases lead to it."""
+    """Reads each node once, however many aliases refer to it."""
 
     def __init__(self, constructor: SafeConstructor) -> None:
         self.problems: list[Problem] = []
@@ -87,7 +88,7 @@ class _Reader:
 
     def read(self, node: Node, path: Path) -> _Read:
         if id(node) in self._above:
-            self._problem(path, node, "the alias leads back to itself; write the value out")
+            self._problem(path, node, "the alias refers to itself; write the value instead")
             return _Read(None, {}, 1)
         if id(node) not in self._done:
             self._above.add(id(node))
@@ -118,7 +119,7 @@ class _Reader:
             if key is None:
                 continue
             if key in value:
-                message = f"is there twice (first in line {inside[key].line}); keep one of them"
+                message = f"occurs twice (first in line {inside[key].line}); keep one of them"
                 self._problem((*path, key), key_node, message)
                 continue
             read = self.read(value_node, (*path, key))
@@ -159,7 +160,7 @@ class _Reader:
         kind = str(node.tag).removeprefix(_TAG)
         if kind == "null":
             return None
-        # A lone = or << is a tag of its own in YAML 1.1; everybody who writes one means the text.
+        # YAML 1.1 gives a lone = or << a special tag; authors always mean the text.
         if kind in ("str", "value", "merge"):
             return self._text(node, path)
         if kind in self._scalars:
@@ -181,7 +182,7 @@ class _Reader:
 
     def _text(self, node: ScalarNode, path: Path) -> str | None:
         try:
-            # JSON escapes characters beyond 16 bits as two halves ("\ud83d\ude00"), which YAML leaves apart.
+            # JSON escapes characters beyond 16 bits as surrogate pairs ("\ud83d\ude00"), which YAML does not join.
             text: str = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
             self._problem(path, node, 'found half a character ("\\ud800" to "\\udfff" without its other half)')

@@ -1,4 +1,4 @@
-"""`--set path=value`: changes of a manifest from the command line."""
+"""Overrides of a manifest's fields from the command line: `--set path=value`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OverrideError(ValueError):
     """An override that cannot be applied.
 
     Attributes:
-        override: As it was written, `--set` included.
+        override: Text of the option, including `--set`.
     """
 
     def __init__(self, override: str, message: str) -> None:
@@ -24,12 +24,12 @@ class OverrideError(ValueError):
 
 
 def parse_override(text: str) -> tuple[Path, Any]:
-    """`spec.environments[0].config.size=3` as a path and a YAML value; keys with dots go in double quotes.
+    """Parse `spec.environments[0].config.size=3` into a path and a YAML value; keys with dots need double quotes.
 
-    An empty value is null, as it is in YAML.
+    An empty value is null, as in YAML.
 
     Raises:
-        OverrideError: It is not of that form.
+        OverrideError: The text has another form.
     """
     path, rest = parse_path(text)
     if not path or not rest.startswith("="):
@@ -48,11 +48,11 @@ def parse_override(text: str) -> tuple[Path, Any]:
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
-    """The document with the overrides in it, the later over the earlier; mappings missing on the way are made.
+    """The document with the overrides applied in order; missing mappings on the path are created.
 
     Raises:
-        OverrideError: An override is malformed, leads through a value that is no mapping, or to a list item that
-            is not there.
+        OverrideError: An override is malformed, or its path leads through a value that is not a mapping or to a missing
+            list item.
     """
     for text in overrides:
         path, value = parse_override(text)
@@ -66,7 +66,7 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
 
 
 def _made(node: Any, path: Path) -> Path:
-    """The outermost place that setting this path makes: all below it comes from the command line."""
+    """The outermost path that setting this path creates: everything below comes from the command line."""
     for depth, part in enumerate(path):
         inside = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
         if not inside:
@@ -76,9 +76,9 @@ def _made(node: Any, path: Path) -> Path:
 
 
 def _set(node: Any, path: Path, value: Any, depth: int, override: str) -> Any:
-    """A copy of the node with the value at path[depth:]; only what is on the way is copied.
+    """A copy of the node with the value at path[depth:]; only the nodes on the path are copied.
 
-    Aliases of YAML share their value, so a change in place would show elsewhere too.
+    YAML aliases share their value, so a change in place would show elsewhere, too.
     """
     if depth == len(path):
         return value

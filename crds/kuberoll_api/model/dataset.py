@@ -1,4 +1,4 @@
-"""The prompts: where rows come from, and what becomes of them."""
+"""The prompts: source of the rows, limits and repeats."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kuberoll_api.model.types import (
 
 
 class GeneratorSource(Model):
-    """Rows made by environments themselves, through `generate_dataset(count, seed)`."""
+    """Rows that the environments themselves generate, through `generate_dataset(count, seed)`."""
 
     environments: list[Name] = Field(
         default_factory=list, max_length=64, description="Environments that generate rows, in this order; none: all."
     )
-    count: int = Field(ge=1, le=100_000_000, description="Rows of each environment.")
+    count: int = Field(ge=1, le=100_000_000, description="Number of rows of each environment.")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of the generator.")
 
 
@@ -66,9 +66,9 @@ class HuggingFaceSource(Model):
 
 
 class DatasetSource(Model):
-    """Where the prompts come from: exactly one of these."""
+    """Source of the prompts: exactly one of these fields."""
 
-    # Not a rule in CEL, which does not see `rows`: what is free in form has no type there.
+    # Not a CEL rule: CEL does not see `rows`, because free-form values have no type there.
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] | None = Field(
@@ -78,7 +78,7 @@ class DatasetSource(Model):
     )
     huggingface: HuggingFaceSource | None = Field(default=None, description="A dataset of the Hugging Face hub.")
     rows: list[JsonObject] | None = Field(default=None, max_length=10_000, description="Rows written in the manifest.")
-    generator: GeneratorSource | None = Field(default=None, description="Rows made by the environments.")
+    generator: GeneratorSource | None = Field(default=None, description="Rows that the environments generate.")
     config_map: ConfigMapSource | None = Field(default=None, description="Rows in a ConfigMap; cluster only.")
     pvc: PersistentVolumeSource | None = Field(default=None, description="Rows on a volume; cluster only.")
 
@@ -93,14 +93,14 @@ class DatasetSource(Model):
 
 
 class PromptTemplate(Model):
-    """Makes messages from a row's fields: `{question}` is replaced, `{{` and `}}` are braces."""
+    """Template that makes messages from a row's fields: `{question}` is replaced, `{{` and `}}` are braces."""
 
     system: LongText | None = Field(default=None, description="The system message.")
     user: LongText = Field(description="The user message.")
 
 
 class Dataset(Model):
-    """The prompts, and how many samples each gets."""
+    """The prompts, and the number of samples of each."""
 
     source: Annotated[DatasetSource, OPERATION] = Field(description="Source of the rows.")
     limit: Annotated[int | None, IDENTITY] = Field(

@@ -1,4 +1,4 @@
-"""The environments, and what their processes may use."""
+"""The environments, and the resources that their processes may use."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, p
 
 
 class EnvironmentAccess(Model):
-    """What the processes of an environment may use beyond what they have anyway, with isolation Process."""
+    """Additional variables and paths for the processes of an environment, with isolation Process."""
 
     variables: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]] = Field(
-        default_factory=list, max_length=64, description="Environment variables that they inherit from the worker."
+        default_factory=list,
+        max_length=64,
+        description="Environment variables that the processes inherit from the worker.",
     )
     readable_paths: list[_SandboxPath] = Field(
         default_factory=list,
         max_length=64,
-        description="Further files and directories that they may read, such as some below /tmp or in the home "
-        "directory.",
+        description="Additional files and directories that the processes may read, e.g. below /tmp or in the "
+        "home directory.",
     )
     writable_paths: list[_SandboxPath] = Field(
         default_factory=list,
         max_length=64,
-        description="Files and directories that they may change, in addition to a temporary directory of their own.",
+        description="Files and directories that the processes may change, in addition to their temporary directory.",
     )
 
 
@@ -42,7 +44,7 @@ BuiltInEnvironment = Literal["calculator", "math", "sliding_puzzle"]
 
 
 class Environment(Model):
-    """One environment, and the dataset rows that it answers (by `task_name`)."""
+    """An environment, and the dataset rows that it answers (by `task_name`)."""
 
     name: Annotated[Name, IDENTITY] = Field(
         description="The `task_name` of the dataset rows that this environment answers."

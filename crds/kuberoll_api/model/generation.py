@@ -1,4 +1,4 @@
-"""The policy: its model, engine, replicas, sampling, and weights that may change."""
+"""The policy: model, engine, replicas, sampling, and weights that may change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kuberoll_api.model.types import (
 
 
 class ModelSource(Model):
-    """Which model generates."""
+    """The model that generates."""
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
         description="Hub id, local directory (relative to the manifest), or s3:// or gs:// URI."
@@ -36,7 +36,7 @@ class ModelSource(Model):
 
 
 class Sampling(Model):
-    """How tokens are sampled; a dataset row may override each of these."""
+    """Sampling parameters; a dataset row may override each of them."""
 
     temperature: float = Field(default=1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
@@ -59,12 +59,12 @@ class Sampling(Model):
 
 
 class SimulatedEngine(Model):
-    """A latency and batching model in the engine's place: dry runs and tests without a GPU."""
+    """A latency and batching model instead of an engine: for dry runs and tests without a GPU."""
 
     responses: list[LongText] = Field(
         default_factory=list,
         max_length=1024,
-        description="Texts of the answers, one drawn per request by its seed; none: random token ids.",
+        description="Texts of the responses, one chosen per request by its seed; none: random token ids.",
     )
     first_token_seconds: float = Field(default=0.0, ge=0, le=600, description="Median seconds to the first token.")
     token_seconds: float = Field(
@@ -73,7 +73,7 @@ class SimulatedEngine(Model):
     sigma: float = Field(
         default=0.0, ge=0, le=4, description="Spread of these times: the sigma of their lognormal distribution."
     )
-    mean_tokens: int = Field(default=32, ge=1, le=1_000_000, description="Mean length of a random answer, tokens.")
+    mean_tokens: int = Field(default=32, ge=1, le=1_000_000, description="Mean length of a random response, in tokens.")
     max_batch: int = Field(default=256, ge=1, le=1_000_000, description="Maximum batch size; further requests wait.")
     batch_slowdown: float = Field(
         default=0.0, ge=0, le=1, description="Relative slowdown of a token for each further request in the batch."
@@ -105,12 +105,11 @@ class Autoscaling(Model):
 
 
 class Weights(Model):
-    """Weights in place of the model's own; they may change while the job runs, and no trajectory is lost by it."""
+    """Weights that replace the model's own; they may change while the job runs, without losing trajectories."""
 
     uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
-        description="Location of the weights, in the model's own format: a directory that the replicas have "
-        "mounted, or"
-        "an s3:// or gs:// URI."
+        description="Location of the weights, in the model's own format: a directory that is mounted in the replicas, "
+        "or an s3:// or gs:// URI."
     )
     version: Annotated[str, StringConstraints(pattern=VERSION_PATTERN, max_length=63)] = Field(
         description="Name of these weights: every generated token is recorded with the version that produced it. "
@@ -119,7 +118,7 @@ class Weights(Model):
 
 
 class External(Model):
-    """A policy endpoint that somebody else runs."""
+    """A policy endpoint that is managed externally."""
 
     url: Annotated[Url, OPERATION] = Field(description="Base URL of the endpoint.")
     urls: Annotated[list[Url], OPERATION] = Field(
@@ -130,7 +129,7 @@ class External(Model):
     api: Annotated[Literal["Auto", "KubeRoll", "OpenAI"], IDENTITY] = Field(
         default="Auto",
         description="Protocol of the endpoint: KubeRoll's own, or that of an OpenAI-compatible server (/v1/completions "
-        "with token ids as prompt); Auto: ask the endpoint.",
+        "with token ids as prompt); Auto: detect it.",
     )
     model: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, IDENTITY] = Field(
         default=None, description="The model's name at an OpenAI-compatible server; absent: the first that it lists."
@@ -145,13 +144,13 @@ class External(Model):
 
 
 class Generation(PodOptions):
-    """The policy: which model, on which engine, how many replicas, sampled how."""
+    """The policy: model, engine, number of replicas and sampling."""
 
     backend: Annotated[Literal["Auto", "KubeRay", "Native", "External"], OPERATION] = Field(
         default="Auto",
         description="How the engine is run: by KubeRay, in plain Deployments (Native), or outside the job (External). "
-        "Auto: KubeRay if the cluster serves its CRD, else Native. `kuberoll run` treats all but External as "
-        "local.",
+        "Auto: KubeRay if the cluster serves its CRD, else Native. `kuberoll run` treats all but "
+        "External as local.",
     )
     model: Annotated[ModelSource, IDENTITY] = Field(description="The model that generates.")
     engine: Annotated[Literal["VLLM", "Simulated"], IDENTITY] = Field(
@@ -183,8 +182,7 @@ class Generation(PodOptions):
     routing: Annotated[Literal["Session", "LeastLoaded"], OPERATION] = Field(
         default="Session",
         description="Session: turns of a trajectory stay with the replica that has their prefix cached. "
-        "LeastLoaded: each"
-        "turn goes to the replica with the least load.",
+        "LeastLoaded: each turn goes to the replica with the least load.",
     )
     external: External | None = Field(default=None, description="The endpoint, with backend External.")
 

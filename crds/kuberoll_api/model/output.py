@@ -16,10 +16,10 @@ from kuberoll_api.model.types import (
 
 
 class OutputParts(Model):
-    """Objects in an object store, which cannot be appended to; a directory has none."""
+    """Objects in an object store, which cannot be appended to; not used for a directory."""
 
     max_bytes: int = Field(
-        default=32 << 20, ge=1 << 10, le=1 << 30, description="Size at which a part is written, bytes."
+        default=32 << 20, ge=1 << 10, le=1 << 30, description="Size at which a part is written, in bytes."
     )
     max_seconds: float = Field(
         default=15.0,
@@ -30,7 +30,7 @@ class OutputParts(Model):
 
 
 class WandbTracking(Model):
-    """A run at Weights & Biases; who is logged in, WANDB_API_KEY and WANDB_MODE are as everywhere."""
+    """A run at Weights & Biases, with the usual login, WANDB_API_KEY and WANDB_MODE."""
 
     project: TrackingName = Field(description="The project.")
     entity: TrackingName | None = Field(default=None, description="User or team; absent: the default one.")
@@ -45,18 +45,18 @@ class MlflowTracking(Model):
     """A run in an MLflow store; credentials come from MLflow's environment variables."""
 
     tracking_uri: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = Field(
-        description="The store: http://..., sqlite:///..., databricks."
+        description="Tracking URI of the store: http://..., sqlite:///..., databricks."
     )
     experiment: TrackingName = Field(description="Name of the experiment; created if it does not exist.")
     run_name: TrackingName | None = Field(default=None, description="Name of the run; absent: the job's.")
 
 
 class Tracking(Model):
-    """Experiment trackers that are told of the run when it ends; one that cannot be told never fails it."""
+    """Experiment trackers to which the run is logged at its end; a tracker that fails never fails the run."""
 
     wandb: WandbTracking | None = Field(default=None, description="Weights & Biases.")
     mlflow: MlflowTracking | None = Field(default=None, description="MLflow.")
-    trajectories: bool = Field(default=False, description="Upload the shards, too.")
+    trajectories: bool = Field(default=False, description="Upload the shards as well.")
 
     @model_validator(mode="after")
     def _some_tracker(self) -> Self:

@@ -1,7 +1,7 @@
-"""Parts of pods, spelled as in Kubernetes and handed on as they are.
+"""Fields of pods, spelled as in Kubernetes and passed on unchanged.
 
-They are checked one level deep and stay plain dicts. That level is typed because an API server compares only what it
-has a schema for: with free keys, exchanging one for another would pass for no change.
+They are checked one level deep and stay plain dicts. That level is typed because CEL rules compare only fields with a
+schema: with free-form keys, replacing one by another would count as no change.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _PodTemplate(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Shaped:
-    """Says which keys a dict has, in the schema and when it is checked; it stays a dict."""
+    """Constraint on the keys of a dict, in the schema and in validation; the value stays a dict."""
 
     shape: Any
 

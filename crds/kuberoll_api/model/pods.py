@@ -1,4 +1,4 @@
-"""What pods of every kind may be given: resources, variables, volumes and where they run."""
+"""Options of all kinds of pods: resources, variables, volumes and scheduling."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Resources(Model):
     """Kubernetes resource requirements."""
 
     limits: dict[str, Quantity] = Field(
-        default_factory=dict, max_length=32, description="Maximum amounts that it may use."
+        default_factory=dict, max_length=32, description="Maximum amounts that the container may use."
     )
     requests: dict[str, Quantity] = Field(
-        default_factory=dict, max_length=32, description="Amounts that are reserved for it."
+        default_factory=dict, max_length=32, description="Amounts that are reserved for the container."
     )
 
 
 class PodOptions(Model):
-    """How pods are made; for the operator, and not used on a laptop (except `env`)."""
+    """Options of pods, for the operator; `kuberoll run` uses only `env` and the GPUs of `resources`."""
 
     resources: Annotated[Resources, POD_ANYWHERE] = Field(
         default_factory=Resources, description="Requests and limits of the main container."
@@ -80,11 +80,11 @@ class PodOptions(Model):
     )
     priority_class_name: Annotated[DnsName | None, POD] = Field(default=None, description="PriorityClass of the pods.")
     pod_labels: Annotated[Labels, POD] = Field(
-        default_factory=dict, description="Further labels of the pods; the operator's own take precedence."
+        default_factory=dict, description="Additional labels of the pods; the operator's own take precedence."
     )
     pod_annotations: Annotated[Annotations, POD] = Field(default_factory=dict, description="Annotations of the pods.")
     pod_template: Annotated[PodTemplate | None, POD] = Field(
-        default=None, description="A pod template merged over the rendered one, for everything else."
+        default=None, description="A pod template that is merged over the rendered one, for all other fields."
     )
 
     @model_validator(mode="after")

@@ -16,15 +16,14 @@ from kuberoll_api.model.types import (
 
 
 class Retries(Model):
-    """How often, and how patiently, a failed step is tried again within its turn."""
+    """Retries of a failed step within its turn."""
 
     generation_attempts: int = Field(
         default=30,
         ge=1,
         le=1000,
         description="Attempts of one generation request if the endpoint is at fault; the default outlasts a "
-        "replica that"
-        "takes ten minutes to restart.",
+        "replica that takes ten minutes to restart.",
     )
     environment_attempts: int = Field(default=2, ge=1, le=1000, description="Attempts of one environment step.")
     backoff_seconds: float = Field(
@@ -34,7 +33,7 @@ class Retries(Model):
 
 
 class Timeouts(Model):
-    """How long things may take. What takes longer is stopped, its request aborted, and recorded as failed."""
+    """Time limits. Whatever exceeds one is stopped, its request is aborted, and it is recorded as failed."""
 
     generation_seconds: Seconds = Field(
         default=600.0, description="Time limit of one generation request, including waiting."
@@ -47,19 +46,18 @@ class Timeouts(Model):
 
 
 class Groups(Model):
-    """Prompt groups, the samples of one prompt: which of them count."""
+    """Rules for prompt groups, the samples of one prompt."""
 
     oversample: int = Field(
         default=0,
         ge=0,
         le=65536,
         description="Samples started per prompt in addition to dataset.repeats. The first to finish are kept, "
-        "the others"
-        "are stopped and go to dropped.jsonl: faster, but biased towards short trajectories.",
+        "the others are stopped and go to dropped.jsonl: faster, but biased towards short trajectories.",
     )
     atomic: bool = Field(
         default=False,
-        description="All samples of a prompt or none: if one fails permanently, its group fails with it.",
+        description="Keep all samples of a prompt or none: if one fails permanently, its group fails with it.",
     )
     drop_equal_rewards: bool = Field(
         default=False,
@@ -108,8 +106,7 @@ class Rollout(Model):
     observation_template: Annotated[Literal["Raw", "ChatTemplate"], IDENTITY] = Field(
         default="Raw",
         description="Raw: an observation's tokens are appended unchanged. ChatTemplate: with the role "
-        "boundaries of the"
-        "model's chat template.",
+        "boundaries of the model's chat template.",
     )
     groups: Annotated[Groups, IDENTITY] = Field(
         default_factory=Groups, description="Rules for the samples of a prompt."
@@ -121,13 +118,15 @@ class Rollout(Model):
     retries: Annotated[Retries, OPERATION] = Field(default_factory=Retries, description="Retries of failed steps.")
     timeouts: Annotated[Timeouts, OPERATION] = Field(default_factory=Timeouts, description="Time limits.")
     max_failed_fraction: Annotated[float, OPERATION] = Field(
-        default=0.0, ge=0, le=1, description="The failure budget: fraction of trajectories that may fail permanently."
+        default=0.0, ge=0, le=1, description="Failure budget: the fraction of trajectories that may fail permanently."
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for given, name in ((self.groups.atomic, "atomic"), (self.groups.drop_equal_rewards, "dropEqualRewards")):
             if given and not self.journal_turns:
-                message = f"groups.{name} needs it: results that wait for their group are kept there; remove one"
+                message = (
+                    f"groups.{name} needs it: results that wait for their group are stored there; remove one of the two"
+                )
                 raise contradiction(message, "journalTurns")
         return self

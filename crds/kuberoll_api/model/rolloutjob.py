@@ -1,7 +1,7 @@
 """The RolloutJob resource, `kuberoll.io/v1alpha1`.
 
-Python attributes are snake_case, the wire is camelCase; keys handed to vLLM (`engineArgs`) keep vLLM's spelling.
-Every model refuses unknown fields and converts nothing: `"4"` is not an integer here, as it is not in Kubernetes.
+Python attributes are snake_case, JSON fields camelCase; keys passed to vLLM (`engineArgs`) keep vLLM's spelling. Models
+reject unknown fields and convert nothing: `"4"` is not an integer, as in Kubernetes.
 """
 
 from __future__ import annotations
@@ -41,22 +41,19 @@ _WORK = Traits(change="Suspended", reader="Pods", place="Anywhere")
 
 
 class ObjectMeta(Model):
-    """The part of Kubernetes' ObjectMeta that a manifest may carry."""
+    """The part of Kubernetes' ObjectMeta that a manifest may contain."""
 
-    # What an API server adds to an exported object is accepted and not looked at.
+    # Fields that an API server adds to an exported object are accepted and ignored.
     model_config = ConfigDict(extra="ignore")
 
     name: Annotated[str, StringConstraints(pattern=JOB_NAME_PATTERN, min_length=1, max_length=MAX_NAME_LENGTH)] = Field(
-        description="Name of the job: a DNS label as Services have it, short enough for the names of its children."
+        description="Name of the job: a DNS label like a Service's name, short enough for the names of its children."
     )
     namespace: DnsLabel | None = Field(default=None, description="Namespace of the job; not used on a laptop.")
-    labels: Labels = Field(default_factory=dict, description="Labels, to select the job by.")
+    labels: Labels = Field(default_factory=dict, description="Labels of the job.")
     annotations: Annotations = Field(
-        default_factory=dict, description="Notes for people and tools; not looked at here."
+        default_factory=dict, description="Annotations of the job, which KubeRoll ignores."
     )
-
-
-"""Environments that the workers bring; your own are named by `entrypoint`."""
 
 
 class RolloutJobSpec(Model):
@@ -109,10 +106,14 @@ class RolloutJobSpec(Model):
             repeats = [item.repeats or self.dataset.repeats for item in self.environments]
             if 1 in repeats:
                 name = names[repeats.index(1)]
-                message = f"the groups of {name} are of one sample, so all their rewards are equal; raise its repeats"
+                message = (
+                    f"the groups of {name} have one sample each, so all their rewards are equal; raise its repeats"
+                )
                 raise contradiction(message, "rollout", "groups", "dropEqualRewards")
         if self.weights is not None and self.generation.backend == "External":
-            raise contradiction("is not for backend External, whose weights are somebody else's; remove it", "weights")
+            raise contradiction(
+                "is not for backend External, whose weights are managed externally; remove it", "weights"
+            )
         generator = self.dataset.source.generator
         for index, name in enumerate(generator.environments if generator else ()):
             if name not in names:
@@ -122,10 +123,10 @@ class RolloutJobSpec(Model):
 
 
 class RolloutJob(Model):
-    """One job of rollouts: a model, its environments, a dataset, and where the trajectories go."""
+    """A rollout job: a model, its environments, a dataset, and the destination of the trajectories."""
 
     api_version: Literal["kuberoll.io/v1alpha1"] = Field(description="The version of this API.")
     kind: Literal["RolloutJob"] = Field(description="The kind of this object.")
     metadata: ObjectMeta = Field(description="Kubernetes object metadata.")
     spec: RolloutJobSpec = Field(description="Specification of the job.")
-    status: JsonObject | None = Field(default=None, description="Written by the operator; not read here.")
+    status: JsonObject | None = Field(default=None, description="Written by the operator; ignored in a manifest.")

@@ -1,7 +1,8 @@
-"""Traits of fields: facts about a field of a job by which several parts of KubeRoll decide.
+"""Traits of fields: facts about the fields of a job that several parts of KubeRoll depend on.
 
-A trait stands beside its field, in `Annotated`. It holds for all that the field contains, unless a field below it has
-its own; every field below `spec` has one of each kind.
+A trait is part of its field's `Annotated` type. It applies to everything in the field, unless a field below has its
+own;
+every field below `spec` has one of each kind.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pydantic.fields import FieldInfo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What is known of a field; None: what its parent says.
+    """Traits of one field; None: inherited from its parent.
 
     Attributes:
-        identity: Whether another value makes other trajectories, so that a run is not resumed with it.
-        change: When a job in a cluster may be given another value.
-        reader: `Operator`: pods are not told the value.
-        place: `Cluster`: the value has no effect where a job runs on one machine.
+        identity: True if another value would produce other trajectories, so that a run cannot be resumed with it.
+        change: When the value of a job in a cluster may change.
+        reader: `Operator` if pods do not receive the value.
+        place: `Cluster` if the value has no effect on a single machine.
     """
 
     identity: bool | None = None
@@ -32,14 +33,14 @@ class Traits:
     place: Literal["Anywhere", "Cluster"] | None = None
 
     def __or__(self, other: Traits) -> Traits:
-        """These traits, where the other says nothing."""
+        """These traits, overridden by those that the other one sets."""
         given = {name: value for name in self.__slots__ if (value := getattr(other, name)) is not None}
         return dataclasses.replace(self, **given)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a model, with the traits that hold for it."""
+    """A field of a model, with its effective traits."""
 
     name: str
     alias: str
@@ -58,19 +59,19 @@ def fields(model: type[BaseModel], parent: Traits) -> Iterator[Field]:
 
 
 def own_traits(info: FieldInfo) -> Traits:
-    """The traits that stand beside a field."""
+    """Traits in the field's own annotation."""
     return next((item for item in info.metadata if isinstance(item, Traits)), Traits())
 
 
 def any_field(model: type[BaseModel] | None, holds: Callable[[Traits], bool], parent: Traits) -> bool:
-    """Whether something holds for a field of a model, or of a model in it."""
+    """True if the predicate holds for a field of a model, or of a model inside it."""
     if model is None:
         return False
     return any(holds(field.traits) or any_field(field.model, holds, field.traits) for field in fields(model, parent))
 
 
 def select(value: BaseModel, holds: Callable[[Traits], bool], parent: Traits) -> dict[str, Any]:
-    """The values of those fields for whose traits something holds, as JSON, in the form of the model."""
+    """Values of the fields whose traits satisfy the predicate, as JSON, nested like the model."""
     found: dict[str, Any] = {}
     plain = value.model_dump(mode="json", by_alias=True)
     for field in fields(type(value), parent):
@@ -88,7 +89,7 @@ def select(value: BaseModel, holds: Callable[[Traits], bool], parent: Traits) ->
 def without(
     given: Mapping[str, Any], model: type[BaseModel], drops: Callable[[Traits], bool], parent: Traits
 ) -> dict[str, Any]:
-    """A model as JSON, without those fields for whose traits something holds."""
+    """A model as JSON, without the fields whose traits satisfy the predicate."""
     kept = dict(given)
     for field in fields(model, parent):
         if field.alias not in kept:
@@ -101,7 +102,7 @@ def without(
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that values of a type are, or that lists of it hold."""
+    """The model in a type: the type itself, or the type of a list's items; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for item in typing.get_args(annotation) if (model := _model_of(item)) is not None), None)
@@ -110,6 +111,6 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 # Traits of fields.
 IDENTITY = Traits(identity=True)
 OPERATION = Traits(identity=False)
-# How pods are made: not to be read where environments run, and nothing for one machine but variables and GPUs.
+# Pod options: not passed to pods, where environments run; on one machine only variables and GPUs have an effect.
 POD = Traits(identity=False, reader="Operator", place="Cluster")
 POD_ANYWHERE = POD | Traits(place="Anywhere")

@@ -1,4 +1,4 @@
-"""What the fields of this API are made of: bounded texts, numbers and maps, and the base of every model."""
+"""Building blocks of the API's fields: bounded strings, numbers and maps, and the base of every model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 
-# Children are called "<job>-<suffix>"; a pod of an Indexed Job adds "-<index>-<5 characters>" and must stay
-# within the 63 characters of a DNS label.
+# Children are named "<job>-<suffix>"; a pod of an Indexed Job adds "-<index>-<5 characters>" and must stay within the
+# 63 characters of a DNS label.
 MAX_NAME_LENGTH = 40
 
 MAX_SECONDS = 365 * 86400
-MAX_COUNT = 10**15  # JSON readers that know floats only are exact up to here
+MAX_COUNT = 10**15  # JSON readers with only floats are exact up to here
 MAX_SEED = 2**63 - 1
 
-# What Rust, Go and CEL read the same way: no look-around, and no \w, which is ASCII in one of them.
+# Patterns with equal meaning in Rust, Go and CEL: no look-around, and no \w, which is ASCII-only in one of them.
 DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 DNS_NAME_PATTERN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -49,7 +49,7 @@ Annotations = Annotated[dict[str, LongText], Field(max_length=256)]
 
 
 class Model(BaseModel):
-    """Base of every model here: camelCase on the wire, no unknown fields, no conversions, immutable."""
+    """Base of all models: camelCase in JSON, no unknown fields, no conversions, immutable."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -60,11 +60,11 @@ class Model(BaseModel):
         validate_by_name=False,
         serialize_by_alias=True,
         use_attribute_docstrings=False,
-        # A field called model_* is the model of a policy here, never pydantic's.
+        # A field named model_* is about the policy's model, never about pydantic.
         protected_namespaces=(),
     )
 
 
 def keyed_by(key: str) -> JsonDict:
-    """Schema of a list whose items have names: appliers may own single items, and no two may be called the same."""
+    """Schema of a list whose items have a key: appliers can own single items, and keys are unique."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}

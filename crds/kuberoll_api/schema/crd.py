@@ -1,7 +1,7 @@
-"""The CustomResourceDefinition, made from the models.
+"""The CustomResourceDefinition, generated from the models.
 
-An API server takes structural schemas only: every value has one type, nothing is referred to, and what may be absent
-is not a union with null but nullable. What pydantic says otherwise is said so here.
+An API server accepts structural schemas only: every value has one type, there are no references, and optional values
+are nullable instead of a union with null. This module translates pydantic's schemas to that form.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ PLURAL: Final = "rolloutjobs"
 _HEADER = "# Made by `make crd` from kuberoll_api; change the model there.\n"
 
 _COLUMNS = (
-    ("Phase", ".status.phase", "What the job is doing.", 0),
+    ("Phase", ".status.phase", "Phase of the job.", 0),
     ("Generation", ".status.summary.generation", "Engine replicas, ready of desired.", 0),
     ("Workers", ".status.summary.workers", "Worker pods, active of desired.", 0),
     ("Progress", ".status.summary.progress", "Trajectories, finished of planned.", 0),
     ("Reward", ".status.summary.meanReward", "Mean reward so far.", 0),
     ("Model", ".spec.generation.model.source", "The model that generates.", 1),
-    ("Backend", ".status.generation.backend", "Who runs the engine.", 1),
-    ("Endpoint", ".status.generation.endpoint", "Where the workers reach it.", 1),
+    ("Backend", ".status.generation.backend", "Backend that runs the engine.", 1),
+    ("Endpoint", ".status.generation.endpoint", "Base URL that the workers use.", 1),
     ("Reason", ".status.summary.reason", "Why the job is in its phase.", 1),
 )
 
-# Written as they are; everything else is either translated or, like titles, of no use to an API server.
+# Copied unchanged; everything else is translated or, like titles, useless to an API server.
 _KEPT = (
     "type", "format", "pattern", "enum", "default",
     "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
@@ -97,15 +97,15 @@ def schema() -> Schema:
             "apiVersion": {"description": f"{GROUP}/{VERSION}.", "type": "string"},
             "kind": {"description": f"{KIND}.", "type": "string"},
             "metadata": {"type": "object"},
-            "spec": {"description": "What the user wants."} | _structural_model(RolloutJobSpec),
-            "status": {"description": "Written by the operator."} | _structural_model(RolloutJobStatus),
+            "spec": {"description": "Desired state, written by the user."} | _structural_model(RolloutJobSpec),
+            "status": {"description": "Observed state, written by the operator."} | _structural_model(RolloutJobStatus),
         },
         "x-kubernetes-validations": [rule.as_json() for rule in rules_of(RolloutJob.__name__)],
     }
 
 
 def to_yaml(value: dict[str, Any]) -> str:
-    """The definition as a file, the same bytes for the same models."""
+    """The definition as a YAML file; equal models give equal bytes."""
     yaml = YAML(typ="rt")
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 120
@@ -124,10 +124,10 @@ def _structural_model(model: type[BaseModel]) -> Schema:
 
 
 def _structural(given: Schema, models: Schema) -> Schema:
-    """A JSON schema of pydantic's as a structural one.
+    """A JSON schema of pydantic as a structural schema.
 
     Raises:
-        ValueError: It says something that a structural schema cannot.
+        ValueError: It contains something that a structural schema cannot express.
     """
     if "$ref" in given:
         name = given["$ref"].rpartition("/")[2]
@@ -146,7 +146,8 @@ def _structural(given: Schema, models: Schema) -> Schema:
     match made.get("type"):
         case "integer" | "number":
             made["format"] = _FORMATS[made["type"]]
-            # Bounds are floats there: this one would be rounded up, out of the format, which says the same.
+            # API servers store bounds as floats: this one would be rounded up, beyond int64, whose own bound is the
+            # same.
             if made.get("maximum") == MAX_SEED:
                 del made["maximum"]
         case "array":
@@ -178,9 +179,9 @@ def _union(given: Schema, models: Schema) -> Schema:
             "pattern": text["pattern"],
         }
     if len(choices) != 1:
-        raise ValueError(f"{given['anyOf']} is no structural type")
+        raise ValueError(f"{given['anyOf']} is not a structural type")
     made = _structural({**choices[0], **rest}, models)
-    # An enumeration would have to have null among its values.
+    # A nullable enumeration would need null among its values.
     return made if "enum" in made or len(given["anyOf"]) == 1 else {**made, "nullable": True}
 
 
@@ -189,8 +190,8 @@ def _properties(given: Schema, models: Schema) -> Schema:
     made: Schema = {"required": required} if required else {}
     properties = {name: _structural(field, models) for name, field in given["properties"].items()}
     for name, field in properties.items():
-        # An API server fills in the defaults of an object only where there is one.
-        # It tries the object's rules on that default, before it fills in those of its fields.
+        # An API server fills in the defaults of an object's fields only if the object exists.
+        # It checks the object's rules on the default before filling in the defaults of its fields.
         inside = {key: inner["default"] for key, inner in field.get("properties", {}).items() if "default" in inner}
         if inside and name not in required and "nullable" not in field:
             field["default"] = inside

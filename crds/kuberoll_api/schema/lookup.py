@@ -1,6 +1,6 @@
-"""What the model allows, looked up by a value's place and said in words.
+"""Lookup of the model's constraints by path, and their description in words.
 
-Everything comes from the model's JSON schema, which is also the CRD's: what a person is told is what is checked.
+Everything comes from the model's JSON schema, which the CRD uses, too: messages always match the checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kuberoll_api.paths import Path
 
 Schema = dict[str, Any]
 
-# A pattern that is not here is shown as it is.
+# Patterns that are missing here are shown as regular expressions.
 _FORMS = {
     DNS_LABEL_PATTERN: "only lowercase letters, digits and dashes, beginning and ending with a letter or digit",
     DNS_NAME_PATTERN: "only lowercase letters, digits, dots and dashes, beginning and ending with a letter or digit",
@@ -41,7 +41,7 @@ _FORMS = {
 
 
 def alternatives(path: Path) -> list[Schema]:
-    """The schemas of which a value at this place must fit one; none where there is no such place."""
+    """Schemas of which a value at this path must match one; empty if the path does not exist."""
     schemas = _choices(_root())
     for part in path:
         schemas = [choice for schema in schemas for inner in _step(schema, part) for choice in _choices(inner)]
@@ -49,22 +49,22 @@ def alternatives(path: Path) -> list[Schema]:
 
 
 def fields(path: Path) -> dict[str, Schema]:
-    """The fields of the object at this place; none where it is no object, or one with free keys."""
+    """Fields of the object at this path; empty if it is not an object, or has free-form keys."""
     return {name: field for schema in alternatives(path) for name, field in schema.get("properties", {}).items()}
 
 
 def description(path: Path) -> str:
-    """What the field at this place is for; empty where that is not said."""
+    """Description of the field at this path; empty if it has none."""
     if not path or isinstance(path[-1], int):
         return ""
     field = fields(path[:-1]).get(path[-1], {})
-    # A field that says the same as its model has the model's words.
+    # A field without a description has that of its model.
     words = [schema.get("description", "") for schema in (field, *_choices(field))]
     return next(filter(None, words), "")
 
 
 def places(name: str) -> Iterator[str]:
-    """Where a RolloutJob has a field of this name, the shallowest first: `spec.environments[].isolation`."""
+    """Paths of all fields with this name, the shallowest first: `spec.environments[].isolation`."""
     level = [("", _root())]
     while level:
         deeper = []
@@ -81,7 +81,7 @@ def places(name: str) -> Iterator[str]:
 
 
 def in_words(schemas: list[Schema]) -> str:
-    """What is allowed: `a whole number from 1 to 1024`. That a field may be absent goes without saying."""
+    """Description of the allowed values: `a whole number from 1 to 1024`. Optionality is not mentioned."""
     words = [_in_words(schema) for schema in schemas if schema.get("type") != "null"]
     return " or ".join(dict.fromkeys(words))
 

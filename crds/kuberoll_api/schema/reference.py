@@ -1,4 +1,4 @@
-"""The reference page of a RolloutJob's fields, docs/rolloutjob.md, made from the CRD's schema."""
+"""The reference page of a RolloutJob's fields, docs/rolloutjob.md, generated from the CRD's schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTRODUCTION = """\
 # The RolloutJob
 
 `kuberoll.io/v1alpha1`, `kubectl get rlj`. The same manifest runs on one machine (`kuberoll run`) and in a cluster
-(`kubectl apply`). `kuberoll validate FILE` finds every mistake with its line; an API server refuses the same ones, and
+(`kubectl apply`). `kuberoll validate FILE` reports every mistake with its line; an API server rejects the same, and
 `kubectl explain rlj.spec.generation` shows these descriptions.
 
 ```
@@ -44,8 +44,8 @@ time limits, retries and concurrency can be changed. `workers.shards` is read on
 
 ## Checks of the API server only
 
-The API server refuses the changes of existing objects that the table above excludes. Everything else that it refuses,
-`kuberoll validate` refuses too, and names the line.
+The API server rejects changes of existing objects that the table above excludes. Everything else that it rejects,
+`kuberoll validate` rejects, too, and names the line.
 """
 
 
@@ -65,7 +65,7 @@ def page() -> str:
 
 
 def _sections(path: str, given: Schema, seen: dict[str, str]) -> Iterator[str]:
-    """The table of an object, then those of the objects in it; one that was shown before is referred to."""
+    """The table of an object, then those of the objects in it; an object that was shown before is linked."""
     seen[_identity(given)] = path
     rows, inner = [], []
     for name, field in given["properties"].items():

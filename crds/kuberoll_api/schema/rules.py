@@ -1,8 +1,10 @@
-"""What an API server checks beyond types and bounds: CEL rules, by the model that they belong to.
+"""CEL rules: checks of the API server beyond types and bounds, by the model that they belong to.
 
-The model's own validators refuse the same, and say it better: with the value that was found. A rule that is missing
-here lets a job in that fails at once; a rule that is only here would refuse in a cluster what a laptop runs. So only
-what has to do with time is found here alone: which fields of a job may change.
+The models' own validators reject the same jobs, with better messages that show the value. If a rule were missing here,
+a
+job would be accepted and fail at once; if a rule were only here, a cluster would reject a job that runs on a laptop.
+Only
+the rules about changes of existing jobs have no counterpart in the models.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ _WORKERS: Final = tuple(fields(Workers, _SPEC["workers"].traits))
 ONLY_SUSPENDED: Final = tuple(
     field.alias for field in _SPEC.values() if field.traits.change == "Suspended" and field.name != "workers"
 )
-"""Fields of the spec that a running job cannot change."""
+"""Fields of the spec that cannot change while a job runs."""
 
 WORKERS_AT_ANY_TIME: Final = tuple(field.alias for field in _WORKERS if field.traits.change == "AnyTime")
-"""Fields of `workers` that a running job can change; all others are as ONLY_SUSPENDED."""
+"""Fields of `workers` that can change while a job runs; all others are like ONLY_SUSPENDED."""
 
 _SUSPEND_FIRST = "cannot change while the job runs; set suspend: true first, change it, then set suspend: false"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule on the value of a model.
+    """A validation rule on the value of a model.
 
     Attributes:
-        rule: CEL; true where the value is in order.
-        message: How to mend it.
-        path: The field of the model that is to be changed; empty: the value itself.
+        rule: CEL expression; true if the value is valid.
+        message: What is wrong, and the remedy.
+        path: The field of the model to change; empty for the value itself.
     """
 
     rule: str
@@ -64,10 +66,10 @@ def _excludes(one: str, other: str) -> str:
 
 
 def _settled() -> Iterator[Rule]:
-    """Rules of what may not change. They stand on the spec, whose absence is no way around them."""
+    """Transition rules. They belong to the spec, so removing a field does not circumvent them."""
     for field in _SPEC.values():
         if field.traits.change == "Never":
-            yield Rule(_same("", field.alias), "cannot change; make a new job", field.alias)
+            yield Rule(_same("", field.alias), "cannot change; create a new job", field.alias)
     for name in ONLY_SUSPENDED:
         # These are required, or have a default.
         same = [f"self.{name} == oldSelf.{name}"]
@@ -88,13 +90,13 @@ def _settled() -> Iterator[Rule]:
 
 
 def _same(parent: str, name: str) -> str:
-    """That a field is as it was; the costs of comparing optionals would be taken for boundless."""
+    """CEL for an unchanged field; comparing optionals would exceed the API server's cost limit."""
     new, old = f"self.{parent}{name}", f"oldSelf.{parent}{name}"
     return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
 
 
 def _same_order(path: str, key: str) -> str:
-    """For lists with keys, which are equal in any order: rows are made, and pods rendered, in theirs."""
+    """CEL for an unchanged order of a keyed list: such lists compare equal in any order, but rows and pods depend on it."""
     return f"self.{path}.map(item, item.{key}) == oldSelf.{path}.map(item, item.{key})"
 
 
@@ -119,13 +121,13 @@ _RULES: Final[dict[str, tuple[Rule, ...]]] = {
         Rule(
             "!self.rollout.groups.dropEqualRewards || "
             "self.environments.all(item, (has(item.repeats) ? item.repeats : self.dataset.repeats) > 1)",
-            "the groups of an environment are of one sample, so all their rewards are equal; raise its repeats or "
+            "the groups of an environment have one sample each, so all their rewards are equal; raise its repeats or "
             "dataset.repeats, or remove dropEqualRewards",
             "rollout.groups.dropEqualRewards",
         ),
         Rule(
             "!has(self.weights) || self.generation.backend != 'External'",
-            "is not for backend External, whose weights are somebody else's; remove it",
+            "is not for backend External, whose weights are managed externally; remove it",
             "weights",
         ),
         Rule(
@@ -172,7 +174,7 @@ _RULES: Final[dict[str, tuple[Rule, ...]]] = {
     Rollout.__name__: tuple(
         Rule(
             f"self.journalTurns || !self.groups.{name}",
-            f"groups.{name} needs it: results that wait for their group are kept there; remove one",
+            f"groups.{name} needs it: results that wait for their group are stored there; remove one of the two",
             "journalTurns",
         )
         for name in ("atomic", "dropEqualRewards")

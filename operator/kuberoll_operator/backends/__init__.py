@@ -1,4 +1,4 @@
-"""Who runs the policy: one module per backend, all behind the protocol of `base`."""
+"""Generation backends: one module for each, behind the protocol in `base`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ BACKENDS: Final[Mapping[str, Backend]] = {"KubeRay": KubeRay(), "Native": Native
 
 
 def runs_in_job(name: str | None) -> bool:
-    """Whether a backend runs the policy in pods of the job; one that is not known is taken to do so."""
+    """True if a backend runs the policy in pods of the job; unknown backends are assumed to."""
     backend = None if name is None else BACKENDS.get(name)
     return backend is None or backend.in_job
 
 
 def backend_of(job: RolloutJob, status: Mapping[str, Any], *, kuberay: bool | None) -> str:
-    """The name of a job's backend.
+    """Name of a job's backend.
 
-    What Auto means is settled once: where the status names a backend already, KubeRay that is installed or removed
-    while the job runs does not change it.
+    `Auto` is resolved once and recorded in the status: installing or removing KubeRay while the job runs does not
+        change
+    it.
 
     Args:
-        status: Of the job, as it is.
-        kuberay: Whether the cluster serves RayServices; None: not known.
+        status: The job's current status.
+        kuberay: True if the cluster serves RayServices; None if unknown.
     """
     if job.spec.generation.backend != "Auto":
         return job.spec.generation.backend

@@ -1,6 +1,6 @@
-"""How many replicas backend Native has where they follow the load; Ray decides for itself with backend KubeRay.
+"""Autoscaling of backend Native's replicas by load. With backend KubeRay, Ray Serve decides.
 
-A replica's load are the turns that workers wait for: those that it generates, and those that nobody has taken yet.
+The load is the number of turns that workers wait for: those in generation, and those that no replica has accepted yet.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kuberoll_operator import names
 
 
 class Load(NamedTuple):
-    """What the workers ask of the policy.
+    """Load that the workers put on the policy.
 
     Attributes:
-        generating: Turns that wait for a response, of the workers that told.
-        known: Whether all workers that run told.
+        generating: Turns that wait for a response, of the workers that have reported.
+        known: True if all running workers have reported.
     """
 
     generating: int
@@ -29,33 +29,34 @@ class Load(NamedTuple):
 
 
 class Intent(NamedTuple):
-    """Another number of replicas, called for since some time; not done yet."""
+    """A different number of replicas that has been called for since some time, but is not applied yet."""
 
     replicas: int
     since: datetime
 
 
 class Decision(NamedTuple):
-    """How many replicas there are to be now, and what is waited with."""
+    """Number of replicas now, and a pending intent."""
 
     replicas: int
     intent: Intent | None
 
 
 def called_for(spec: Autoscaling, load: Load) -> int:
-    """Replicas that such a load calls for."""
+    """Number of replicas that a load calls for."""
     return min(spec.max_replicas, max(fewest_replicas(spec), math.ceil(load.generating / spec.target_ongoing_requests)))
 
 
 def decide(spec: Autoscaling, load: Load, current: int, intent: Intent | None, now: datetime) -> Decision:
-    """How many replicas there are to be.
+    """Decide the number of replicas.
 
-    More or fewer must be called for all through upscaleDelaySeconds or downscaleDelaySeconds; there are never fewer
-    than at any moment of that time were called for, nor fewer at all while a worker has not told of itself.
+    A change must be called for throughout upscaleDelaySeconds or downscaleDelaySeconds. Scaling down never goes below
+    the
+    largest number called for during the delay, and does not happen while a worker has not reported.
 
     Args:
-        current: Replicas that were asked for last.
-        intent: As the last decision gave it.
+        current: Number of replicas that was applied last.
+        intent: Intent of the last decision.
     """
     bounded = min(spec.max_replicas, max(fewest_replicas(spec), current))
     wanted = called_for(spec, load)
@@ -75,7 +76,7 @@ def decide(spec: Autoscaling, load: Load, current: int, intent: Intent | None, n
 
 
 def read_intent(deployment: Mapping[str, Any]) -> Intent | None:
-    """The intent that a Deployment is annotated with; None where it has none that can be read."""
+    """The intent in a Deployment's annotation; None if it has none that can be parsed."""
     text = (deployment["metadata"].get("annotations") or {}).get(names.AUTOSCALING)
     try:
         found = json.loads(text or "null")
@@ -85,14 +86,14 @@ def read_intent(deployment: Mapping[str, Any]) -> Intent | None:
 
 
 def written(intent: Intent) -> str:
-    """The same as an annotation; it is there as long as something is waited with, and no clock is needed besides."""
+    """The intent as an annotation. It is there as long as a change is pending, so no other clock is needed."""
     return json.dumps({"replicas": intent.replicas, "since": intent.since.isoformat(timespec="seconds")})
 
 
 def described(spec: Autoscaling, load: Load) -> str:
-    """Why there are as many as there are, for people."""
+    """Explanation of the number of replicas, for people."""
     text = (
-        f"{load.generating} turns at {spec.target_ongoing_requests:g} a replica call for {called_for(spec, load)}, "
+        f"{load.generating} turns at {spec.target_ongoing_requests:g} per replica call for {called_for(spec, load)}, "
         f"within {fewest_replicas(spec)} to {spec.max_replicas}"
     )
     return text if load.known else f"{text}; not all workers have reported yet"

@@ -1,4 +1,4 @@
-"""What a generation backend is to the rest of the operator."""
+"""Protocol of the generation backends."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from kuberoll_operator.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationState:
-    """How generation is.
+    """State of generation.
 
     Attributes:
-        ready: Replicas that answer.
-        desired: Replicas that are wanted; 0: not known here.
-        reason: Of the condition GenerationReady while not all of them answer; one of `conditions.Reason`.
-        message: The real cause, redacted; of the pods' own words where they have any.
-        repeats: Whether the message only says that the kubelet waits before it tries again, so that an earlier one
-            of the same reason tells more.
-        refused: The engine said that it will not start, however often it is tried.
-        gone: Nothing of it holds a GPU any more.
-        settled: Whether generation may be called ready for the first time; replicas that answer while something
-            changes keep it ready, no more.
-        note: About its number of replicas, for people.
+        ready: Number of replicas that answer.
+        desired: Number of replicas that are wanted; 0 if unknown.
+        reason: Reason of condition GenerationReady while not all replicas answer; one of `conditions.Reason`.
+        message: The root cause, redacted, in the pods' own words if they have any.
+        repeats: True if the message only says that the kubelet backs off; an earlier one of the same reason is more
+            useful.
+        refused: Message of an engine that can never start; retries are useless.
+        gone: True if nothing of it holds a GPU any more.
+        settled: True if generation may become ready now; during a change, answering replicas only keep it ready.
+        note: Explanation of the number of replicas, for people.
     """
 
     ready: int
@@ -46,40 +45,40 @@ class GenerationState:
 
 
 class Backend(Protocol):
-    """One way to run the policy."""
+    """A way to run the policy."""
 
     @property
     def name(self) -> str:
-        """As in `spec.generation.backend`."""
+        """Name in `spec.generation.backend`."""
 
     @property
     def in_job(self) -> bool:
-        """Whether the policy runs in pods of the job."""
+        """True if the policy runs in pods of the job."""
 
     @property
     def weights_from(self) -> Literal["Pods", "Serve"] | None:
-        """Who says which weights are served: each replica's pod, or Serve at the endpoint; None: nobody."""
+        """Source of the served weights' versions: each replica's pod, or Serve at the endpoint; None: unknown."""
 
     def problem(self, job: RolloutJob, settings: Settings) -> str | None:
-        """Why this backend cannot run the job, with the field and how to mend it."""
+        """Why this backend cannot run the job, with the field and the remedy; None if it can."""
 
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
-        """How the policy is run, found and entered."""
+        """How the policy is run, found and reached."""
 
     def fixtures(self, subject: RenderContext) -> Sequence[Object]:
-        """Children that cost nothing and are there as long as the job: Services."""
+        """Children that hold no GPUs and exist as long as the job: Services."""
 
     def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
-        """Children that hold GPUs."""
+        """Children that hold GPUs, as they should be now."""
 
     def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
-        """The pods of the engines, as many as there may be at once: what they need quota for."""
+        """Pod sets of the engines, with the maximum number of pods: the quota that they need."""
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:
-        """Those of them that will never work again, and are made anew when they are gone."""
+        """Engines that can never work again; they are deleted, and recreated when they are gone."""
 
     def engine_refs(self, job: RolloutJob) -> Sequence[Ref]:
-        """The same, to remove them."""
+        """References to all objects that `engines` may return."""
 
     def state(self, job: RolloutJob, observed: Observed) -> GenerationState:
-        """How generation is."""
+        """Observed state of generation."""

@@ -1,4 +1,4 @@
-"""A policy that somebody else runs."""
+"""Backend External: a policy that runs outside the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kuberoll_operator.settings import Settings
 
 
 class External:
-    """Nothing to render, nothing to wait for: the workers are patient with an endpoint that is not there yet."""
+    """Renders nothing and waits for nothing: workers wait for an endpoint that does not answer yet."""
 
     name = "External"
     in_job = False
@@ -52,5 +52,5 @@ class External:
     def state(self, job: RolloutJob, observed: Observed) -> GenerationState:  # noqa: ARG002
         external = job.spec.generation.external
         others = f" and {len(external.urls)} more" if external and external.urls else ""
-        message = f"{external.url.rstrip('/') if external else ''}{others}: run by somebody else"
+        message = f"{external.url.rstrip('/') if external else ''}{others}: managed externally"
         return GenerationState(ready=0, desired=0, reason=Reason.EXTERNAL, message=message, gone=True)

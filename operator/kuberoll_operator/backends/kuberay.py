@@ -1,4 +1,4 @@
-"""Generation in a RayService: replicas that share pods, span them, or come and go by Ray's own autoscaler."""
+"""Backend KubeRay: a RayService, whose replicas may share pods, span pods, or be autoscaled by Ray Serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WITHOUT_REPLICAS: Final = frozenset({"NOT_STARTED", "DELETING"})
 
 
 class KubeRay:
-    """A RayService and Services of ours; needs KubeRay in the cluster."""
+    """A RayService and our Services; needs KubeRay in the cluster."""
 
     name = "KubeRay"
     in_job = True
@@ -43,7 +43,7 @@ class KubeRay:
         return misplacement(job.spec.generation, one_each=False)
 
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
-        # KubeRay's operator talks to the dashboard of Ray, and ours asks Serve which weights its replicas have.
+        # KubeRay's operator calls Ray's dashboard, and ours asks Serve for the weights of its replicas.
         kuberay: Object = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
         visitors = [
             {"ports": [tcp(names.RAY_DASHBOARD_PORT)], "from": [{**namespaced(settings.kuberay_namespace), **kuberay}]},
@@ -52,8 +52,9 @@ class KubeRay:
         return Hosting(
             endpoint=names.generation_url(job.metadata.name, namespace),
             replica_ports=names.REPLICA_PORTS,
-            # KubeRay has a Service like ours, which is there only when the first cluster runs: workers and their
-            # resolvers would have noted by then that there is none.
+            # KubeRay creates such a Service, too, but only once the first cluster runs: by then, resolvers would have
+            # cached
+            # that the name does not exist.
             service_labels={_SERVE_LABEL: "true"},
             visitors=visitors,
         )
@@ -101,13 +102,14 @@ class KubeRay:
             repeats=found is not None and found.repeats,
             refused=_refused(status) or refusal(pods, "generation"),
             gone=live is None and not any_active(pods),
-            # Of before its last change, it says what was, and stays so for a few seconds after it, too.
+            # A status from before the last change describes the old state, and does so for a few seconds after the
+            # change.
             settled=full and live is not None and _is_seen(live, status),
             note=_scaling(job),
         )
 
     def _desired(self, job: RolloutJob, pods: Sequence[Object]) -> int:
-        """Replicas that are wanted; where Ray decides that, as many as it has pods for."""
+        """Number of replicas that are wanted; with autoscaling, as many as there are pods for."""
         spec = job.spec.generation
         if spec.autoscaling is None:
             return spec.replicas or 1
@@ -115,9 +117,11 @@ class KubeRay:
         return min(spec.autoscaling.max_replicas, max(fewest_replicas(spec.autoscaling), there))
 
     def _answering(self, job: RolloutJob, pods: Sequence[Object], desired: int, status: Mapping[str, Any]) -> int:
-        """Replicas that answer while not all do: how many, only Serve knows; KubeRay knows in which pods some may be.
+        """Replicas that answer while not all do.
 
-        After a failed change the old ones go on; while one is replaced, the others do.
+        Only Serve knows their number; KubeRay knows the pods that may hold some.
+
+        After a failed change the old replicas keep running; while one is replaced, the others do.
         """
         applications = _applications(status)
         told_of = {str(item.get("status")) for item in applications.values()}
@@ -127,7 +131,7 @@ class KubeRay:
             job, [pod for pod in pods if _is_engine(pod) and is_true(pod.get("status") or {}, "Ready")]
         )
         broken = any(item in _BROKEN for item, _ in _statements(status))
-        # A pod that has no processor time for a moment is not ready, and its replica goes on.
+        # A pod that is starved of CPU for a moment is not ready, but its replica keeps running.
         return min(desired, max(there, 0 if broken else 1))
 
     def _replicas(self, job: RolloutJob, pods: Sequence[Object]) -> int:
@@ -142,15 +146,15 @@ def _scaling(job: RolloutJob) -> str:
     if spec is None:
         return ""
     return (
-        f"Ray Serve decides how many there are, within {fewest_replicas(spec)} to {spec.max_replicas} at "
+        f"Ray Serve scales them from {fewest_replicas(spec)} to {spec.max_replicas}, at "
         f"{spec.target_ongoing_requests:g} turns each"
     )
 
 
 def _is_complete(status: Mapping[str, Any]) -> bool:
-    """Whether everything that was asked for is there.
+    """True if all applications and deployments run.
 
-    KubeRay's own word for ready is true already when any proxy answers.
+    KubeRay's own condition Ready becomes True as soon as any proxy answers.
     """
     applications = _applications(status)
     running = bool(applications) and all(_is_running(item) for item in applications.values())
@@ -168,16 +172,18 @@ def _is_running(application: Mapping[str, Any]) -> bool:
 
 
 def _failure(status: Mapping[str, Any]) -> Problem | None:
-    """What Serve says of an engine that failed: its own traceback, mostly."""
+    """Failure of an engine as Serve reports it, mostly a traceback."""
     ready = condition(status, _READY)
     if ready.get("reason") == "InitializingTimeout":
-        return Problem(Reason.STARTING, redact(f"KubeRay gave up, and it begins anew: {ready.get('message', '')}"))
+        return Problem(
+            Reason.STARTING, redact(f"KubeRay timed out; recreating the RayService: {ready.get('message', '')}")
+        )
     broken = [item for item in _statements(status) if item[0] in _BROKEN and item[1]]
     return Problem(Reason.ENGINE_FAILED, redact(_joined(broken))) if broken else None
 
 
 def _unfinished(status: Mapping[str, Any]) -> Problem | None:
-    """What Serve waits for."""
+    """What Serve is waiting for."""
     said = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
     return Problem(Reason.STARTING, redact(_joined(said))) if said else None
 
@@ -187,7 +193,7 @@ def _joined(statements: Sequence[tuple[str, str]]) -> str:
 
 
 def _statements(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Status and message of deployments and applications, deployments first: theirs are nearer to the cause."""
+    """Status and message of deployments and applications; deployments first, because they are closer to the cause."""
     applications = _applications(status)
     parts = [item.get("serveDeploymentStatuses") or {} for _, item in sorted(applications.items())]
     for group in (*parts, applications):
@@ -196,7 +202,7 @@ def _statements(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _applications(status: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Of the cluster that serves, else of the one that is to."""
+    """Applications of the serving cluster, else of the pending one."""
     for part in ("activeServiceStatus", "pendingServiceStatus"):
         if found := (status.get(part) or {}).get("applicationStatuses"):
             return found  # type: ignore[no-any-return]
@@ -211,7 +217,7 @@ def _refused(status: Mapping[str, Any]) -> str | None:
 
 
 def _timed_out(live: Object) -> bool:
-    """Whether KubeRay has given it up: no change of its spec revives it."""
+    """True if KubeRay has stopped starting it; no change of its spec revives it."""
     ready = condition(live.get("status") or {}, _READY)
     return ready.get("status") == "False" and ready.get("reason") == "InitializingTimeout"
 

@@ -1,4 +1,4 @@
-"""Generation in a Deployment of ours, every pod one replica; or in groups of pods, where a replica spans several."""
+"""Backend Native: a Deployment with one replica per pod, or a LeaderWorkerSet for replicas that span pods."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kuberoll_operator.settings import Settings
 
 
 class Native:
-    """Deployment and Services, which need nothing else in the cluster; for replicas that span pods LeaderWorkerSet."""
+    """Deployment and Services without further dependencies; replicas that span pods need LeaderWorkerSet."""
 
     name = "Native"
     in_job = True
@@ -70,7 +70,7 @@ class Native:
 
     def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
         most = _most(subject.job)
-        # A group's pods differ in their probes only.
+        # The pods of a group differ in their probes only.
         template = build_generation_deployment(subject, replicas=most)["spec"]["template"]
         return [PodSet(names.GENERATION, most * _size(subject.job), template)]
 
@@ -92,7 +92,7 @@ class Native:
             desired = _asked_for(live) or fewest_replicas(spec.autoscaling)
         pods = pods_of(observed.pods, names.GENERATION)
         status = live.get("status", {}) if live else {}
-        # Of an older generation the numbers may be those of pods that are on their way out.
+        # Numbers of an older generation may count pods that are being deleted.
         current = live is not None and status.get("observedGeneration", 0) >= live["metadata"].get("generation", 0)
         ready = min(desired, int(status.get("readyReplicas", 0))) if current else 0
         found = diagnose(pods, "generation") or (pod_creation_problem(live) if live else None)
@@ -109,7 +109,7 @@ class Native:
 
 
 def _size(job: RolloutJob) -> int:
-    """Pods of a replica."""
+    """Number of pods of a replica."""
     try:
         return place(job.spec.generation, one_each=True, spans=True).pods_per_replica
     except CannotPlace:
@@ -117,7 +117,7 @@ def _size(job: RolloutJob) -> int:
 
 
 def _live(job: RolloutJob, observed: Observed) -> Object | None:
-    """What makes the pods, as it is."""
+    """The live Deployment or LeaderWorkerSet; None if it does not exist."""
     name = job.metadata.name
     if _size(job) > 1:
         return observed.get("LeaderWorkerSet", names.leader_worker_set(name))
@@ -125,20 +125,20 @@ def _live(job: RolloutJob, observed: Observed) -> Object | None:
 
 
 def _build(subject: RenderContext, replicas: int, live: Object | None) -> Object:
-    """What makes the pods, as it is to be; what runs keeps its shape."""
+    """The Deployment or LeaderWorkerSet as it should be; a live one keeps its shape."""
     if (size := _size(subject.job)) > 1:
         return keep_shape(build_generation_groups(subject, replicas=replicas, size=size), live, GROUPS_MUTABLE)
     return keep_shape(build_generation_deployment(subject, replicas=replicas), live, MUTABLE)
 
 
 def _most(job: RolloutJob) -> int:
-    """Replicas that there may be at once."""
+    """Maximum number of replicas at the same time."""
     spec = job.spec.generation
     return spec.autoscaling.max_replicas if spec.autoscaling else spec.replicas or 1
 
 
 def load_of(observed: Observed) -> autoscaling.Load:
-    """What the workers ask of the policy now."""
+    """Load that the workers put on the policy now."""
     told = [observed.progress.get(shard) for shard in _shards_that_run(observed)]
     return autoscaling.Load(sum(item.generating for item in told if item), None not in told)
 

@@ -1,4 +1,4 @@
-"""What is the matter with pods: the scheduler's, the kubelet's and the program's own words."""
+"""Diagnosis of pods, from what the scheduler, the kubelet and the programs report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kuberoll_operator.model import Object, condition, is_true
 
 MESSAGE_CHARACTERS: Final = 1000
 
-# A container that a signal ended has 128 and the signal's number as exit code.
+# A container that was killed by a signal has 128 plus the signal's number as exit code.
 _SIGNALS: Final = range(128 + 1, 128 + 65)
 
 _IMAGE_REASONS: Final = frozenset(
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
     Attributes:
         reason: One of `conditions.Reason`.
         message: Redacted, at most `MESSAGE_CHARACTERS`.
-        repeats: The message only says that the kubelet waits before it tries again.
+        repeats: True if the message only says that the kubelet backs off.
     """
 
     reason: str
@@ -79,12 +79,12 @@ class Problem(NamedTuple):
 
 
 class ContainerExit(NamedTuple):
-    """A container that has ended.
+    """Exit of a container.
 
     Attributes:
         pod: Name of its pod.
-        finished: When, as the kubelet wrote it.
-        message: What it left behind, as it is.
+        finished: Time, as the kubelet wrote it.
+        message: Its termination message, not redacted.
     """
 
     pod: str
@@ -95,7 +95,7 @@ class ContainerExit(NamedTuple):
 
 
 def redact(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
-    """A text of somebody else's as it may stand in a status: without secrets, and not too long."""
+    """A foreign text for use in a status: secrets are replaced, and it is cut to `limit` characters."""
     text = _SECRETS.sub(_REDACTED, text)
     text = _BEARER.sub(rf"\1 {_REDACTED}", text)
     text = _NAMED.sub(rf"\1\2{_REDACTED}", text)
@@ -104,18 +104,18 @@ def redact(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
 
 
 def component_of(pod: Mapping[str, Any]) -> str | None:
-    """Which part of its job a pod is."""
+    """Component that a pod belongs to; None if it has no such label."""
     found = (pod.get("metadata", {}).get("labels") or {}).get(names.COMPONENT_LABEL)
     return None if found is None else str(found)
 
 
 def pods_of(pods: Iterable[Object], component: str) -> list[Object]:
-    """The pods of a component, by name."""
+    """Pods of a component, sorted by name."""
     return sorted((pod for pod in pods if component_of(pod) == component), key=_name)
 
 
 def shard_of(pod: Mapping[str, Any]) -> int | None:
-    """Which shard a worker pod is for."""
+    """Shard of a worker pod; None if it has no index."""
     metadata = pod.get("metadata", {})
     for kind in ("annotations", "labels"):
         text = (metadata.get(kind) or {}).get("batch.kubernetes.io/job-completion-index")
@@ -125,17 +125,17 @@ def shard_of(pod: Mapping[str, Any]) -> int | None:
 
 
 def leads(pod: Mapping[str, Any]) -> bool:
-    """Whether a generation pod answers for its replica: it is alone, or the leader of its group."""
+    """True if a generation pod answers for its replica: it is the only one, or the leader of its group."""
     return str((pod.get("metadata", {}).get("labels") or {}).get(names.WORKER_INDEX_LABEL, "0")) == "0"
 
 
 def any_active(pods: Iterable[Object]) -> bool:
-    """Whether a pod still holds what it was given: has neither succeeded nor failed."""
+    """True if a pod still holds its resources: it has neither succeeded nor failed."""
     return any(pod.get("status", {}).get("phase") not in {"Succeeded", "Failed"} for pod in pods)
 
 
 def last_exit(pod: Mapping[str, Any], container: str) -> ContainerExit | None:
-    """The last end of a pod's container, if it has ended once."""
+    """Last exit of a pod's container; None if it has never exited."""
     for status in pod.get("status", {}).get("containerStatuses") or ():
         if status.get("name") != container:
             continue
@@ -152,16 +152,16 @@ def last_exit(pod: Mapping[str, Any], container: str) -> ContainerExit | None:
 
 
 def is_disrupted(pod: Mapping[str, Any]) -> bool:
-    """Whether the cluster took the pod away: eviction, preemption, a lost node."""
+    """True if the cluster removed the pod: eviction, preemption, a lost node."""
     return is_true(pod.get("status") or {}, "DisruptionTarget")
 
 
 def diagnose(pods: Sequence[Object], container: str) -> Problem | None:
-    """What keeps pods from being ready: of the first that has a problem, the most telling kinds first.
+    """The problem that keeps pods from being ready: of the first pod that has one, most specific kinds first.
 
     Args:
-        pods: In the order of their names.
-        container: The one whose end and last words count.
+        pods: Pods, sorted by name.
+        container: Name of the container whose exit and message count.
     """
     living = [pod for pod in pods if not pod.get("metadata", {}).get("deletionTimestamp")]
     for find in (_image_problem, _pod_problem, _crash, _unscheduled):
@@ -172,7 +172,7 @@ def diagnose(pods: Sequence[Object], container: str) -> Problem | None:
 
 
 def missing_secrets(pods: Iterable[Object]) -> set[str]:
-    """Names of Secrets that containers want and the kubelet does not find."""
+    """Names of Secrets that containers refer to and the kubelet does not find."""
     found = set()
     for pod in pods:
         for _, reason, message in _waiting(pod):
@@ -182,15 +182,15 @@ def missing_secrets(pods: Iterable[Object]) -> set[str]:
 
 
 def refusal(pods: Sequence[Object], container: str) -> str | None:
-    """What a container said that will not run, however often it is started."""
+    """Message of a container that exited because it can never run; None if there is none."""
     for pod in pods:
         if (last := last_exit(pod, container)) is not None and last.exit_code == contract.EXIT_REFUSED:
-            return redact(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, and no word"
+            return redact(last.message) or f"pod {last.pod}: exit code {contract.EXIT_REFUSED}, without a message"
     return None
 
 
 def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
-    """Why the controller of a Deployment cannot make pods, from the Deployment's conditions."""
+    """Why a Deployment's controller cannot create pods, from the Deployment's conditions."""
     failure = condition(owner.get("status") or {}, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
@@ -201,7 +201,7 @@ def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
 
 
 def how_it_ended(last: ContainerExit) -> str:
-    """What a container's end comes to, in words: its own where it left any, else the kernel's."""
+    """Description of a container's exit: its own message if it left one, else the kernel's reason."""
     killed = last.exit_code in _SIGNALS
     words = redact(last_words(last.message, killed=killed))
     if last.reason == "OOMKilled":
@@ -214,7 +214,7 @@ def how_it_ended(last: ContainerExit) -> str:
 
 
 def parse_message(message: str) -> Mapping[str, Any] | None:
-    """The fields of a termination message that is a JSON object, as this project's programs leave it; else None."""
+    """Fields of a termination message in this project's format, a JSON object; None if it is none."""
     try:
         found = json.loads(message)
     except ValueError:
@@ -223,19 +223,20 @@ def parse_message(message: str) -> Mapping[str, Any] | None:
 
 
 def last_words(message: str, *, killed: bool = False) -> str:
-    """The cause in a termination message; empty where it names none.
+    """The cause in a termination message; empty if it names none.
 
-    A program that could not leave one has the end of its log there (FallbackToLogsOnError): of that only an error
-    counts, or the last line where it ended by itself, which is an exception's as a rule.
+    If the program could not write one, the message is the end of its log (FallbackToLogsOnError). Of a log only an
+    error
+    counts, or the last line if the program was not killed, which is usually an exception's.
 
     Args:
-        killed: It was ended by a signal, and what it happened to print before is no cause.
+        killed: True if it was killed by a signal, so that its last output is not the cause.
     """
     if (fields := parse_message(message)) is not None and "level" not in fields:
         return str(fields.get("cause") or "")
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     records = [parse_message(line) if line.startswith("{") else None for line in lines]
-    # A log may be cut at its beginning.
+    # The beginning of a log may be cut off.
     if not any(records) and not (lines and '"level": ' in lines[0]):
         return message
     errors = [item for item in records if item is not None and item.get("level") in {"error", "critical"}]
@@ -271,11 +272,11 @@ def _crash(pod: Object, container: str) -> Problem | None:
     for status in _statuses(pod):
         name = str(status.get("name", ""))
         last = last_exit({**pod, "status": {"containerStatuses": [status]}}, name)
-        # One that runs after a crash is starting, and how its predecessor ended is all that is known.
+        # A container that runs again after a crash is starting; the last exit is all that is known about it.
         if last is None or last.exit_code == 0 or status.get("ready"):
             continue
         waiting = (status.get("state") or {}).get("waiting") or {}
-        # The count never falls, so that one that starts again and again does not change its reason each time.
+        # The count never decreases, so the reason of a container that keeps restarting does not flap.
         crashing = waiting.get("reason") == "CrashLoopBackOff" or int(status.get("restartCount", 0)) > 1
         text = how_it_ended(last) if name == container else redact(f"container {name}: {how_it_ended(last)}")
         return Problem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)

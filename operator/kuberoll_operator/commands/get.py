@@ -1,4 +1,4 @@
-"""`kuberoll get`: the output of a job in a cluster, copied into a directory here."""
+"""`kuberoll get`: copies the output of a job in a cluster into a local directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says beside the job and its place; see the command's help."""
+    """Options of the command line besides job and cluster; see the command's help."""
 
     output: Path | None
     stream: bool
@@ -46,18 +46,19 @@ class Options:
 @click.option(
     "--include", metavar="PATTERN", multiple=True, help="Only files whose names match, e.g. 'shard-*'; repeatable."
 )
-@click.option("--force", is_flag=True, help="Replace files that are here and are others.")
-@click.option("--image", help="Image of the reader pod, for a job that has no Jobs to take it from.")
-@seconds_option("--start-timeout", default=300.0, at_least=1, help="How long the reader pod may take to start.")
+@click.option("--force", is_flag=True, help="Overwrite local files with different content.")
+@click.option("--image", help="Image of the reader pod, for a job without Jobs to copy it from.")
+@seconds_option("--start-timeout", default=300.0, at_least=1, help="Time limit for the start of the reader pod.")
 def get(job: str, place: Place, **given: Any) -> None:
     """Copy the output of a RolloutJob: shards, failures, aggregates, report, manifest.
 
     A short-lived pod in the job's namespace reads the claim or the object store, with the workers' image, credentials
-    and volumes, the output mounted read-only; it is removed however the command ends. While the job runs the copy is a
-    snapshot of whole lines. The same command again goes on where it stopped and copies what is new; files here that are
-    others are never overwritten without --force.
+    and volumes, and the output mounted read-only; it is always removed at the end. While the job runs the copy is a
+    snapshot of whole lines. Run the same command again to resume an interrupted copy and to fetch what is new. Local
+    files
+    with different content are never overwritten without --force.
 
-    The exit code is 2 where nothing was begun: no such job, a missing right, other files in the way.
+    The exit code is 2 if nothing was copied: no such job, a missing permission, different files in the way.
     """
     options = Options(**given)
     if options.stream and (options.output or options.include or options.force):
@@ -78,7 +79,9 @@ async def _get(name: str, place: Place, options: Options) -> int:
         phase = (job.get("status") or {}).get("phase") or "not yet seen by the operator"
         snapshot = not has_ended(job)
         if snapshot:
-            note(f"rlj/{name} is {phase}: this is a snapshot, of whole lines; the same command brings the rest later")
+            note(
+                f"rlj/{name} is {phase}: this is a snapshot of whole lines; run the same command later to get the rest"
+            )
         session = ReaderSession(
             connection,
             job,
@@ -103,23 +106,23 @@ async def _get(name: str, place: Place, options: Options) -> int:
                     )
                     outcome = await copy.run(session.connect)
             except asyncio.CancelledError:
-                note("interrupted: what has been copied is kept, and the same command goes on from there")
+                note("interrupted: everything copied so far is kept; run the same command to resume")
                 raise
     for file in outcome.fetched:
         click.echo(path / file)
     if outcome.skipped:
-        note(f"{len(outcome.skipped)} files were here already")
+        note(f"{len(outcome.skipped)} files existed already")
     return 0
 
 
 def rendered_template(job: Object, image: str | None) -> Object:
-    """The template of a job whose own Jobs are gone, as the operator would make it.
+    """The template of a job whose own Jobs are gone, as the operator would render it.
 
     Args:
-        image: Where the job names none; None: this version's own.
+        image: Default for a job that names none; None for this version's own.
 
     Raises:
-        ConsoleError: The operator would make no pods of this job.
+        ConsoleError: The operator would create no pods for this job.
     """
     from kuberoll_api.model.rolloutjob import RolloutJob
     from kuberoll_operator import names
@@ -142,11 +145,11 @@ def rendered_template(job: Object, image: str | None) -> Object:
 
 
 def has_ended(job: Object) -> bool:
-    """Whether nothing more will be written."""
+    """True if nothing more will be written."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     return any(item["type"] in {"Complete", "Failed"} and item["status"] == "True" for item in conditions)
 
 
 def note(text: str) -> None:
-    """A line for the person, beside the output."""
+    """Print a line for the user on standard error."""
     click.echo(text, err=True)

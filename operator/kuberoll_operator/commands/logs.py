@@ -1,4 +1,4 @@
-"""`kuberoll logs`: what a job's pods and the operator say, merged by time."""
+"""`kuberoll logs`: logs of a job's pods and the operator's events, merged by time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _WIDEST = 48
 @click.command()
 @click.argument("job", metavar="rlj/NAME")
 @place_options
-@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended; pods that appear are followed too.")
-@click.option("--since", metavar="DURATION", help="Only the last so many: 90s, 10m, 1h30m.")
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="At most so many lines of each container.")
+@click.option("--follow", "-f", is_flag=True, help="Follow until the job has ended, including new pods.")
+@click.option("--since", metavar="DURATION", help="Only lines of this last period: 90s, 10m, 1h30m.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="At most N lines of each container.")
 @click.option(
     "--component",
     "components",
     multiple=True,
     type=click.Choice(COMPONENTS),
-    help="Only this component, operator being its events; repeatable.",
+    help="Only this component; operator means its events. Repeatable.",
 )
-@click.option("--previous", is_flag=True, help="Logs of containers that crashed and were started again, too.")
-@click.option("--raw", is_flag=True, help="Lines as they were written: JSON stays JSON.")
+@click.option("--previous", is_flag=True, help="Also logs of crashed containers that were restarted.")
+@click.option("--raw", is_flag=True, help="Unchanged lines: JSON stays JSON.")
 def logs(
     job: str,
     place: Place,
@@ -39,7 +39,7 @@ def logs(
     previous: bool,
     raw: bool,
 ) -> None:
-    """Show the logs of a RolloutJob: the operator's events, engines, workers and finish, in order of time.
+    """Show the logs of a RolloutJob: the operator's events, engines, workers and finish, sorted by time.
 
     Every line names its pod; times are UTC. KubeRoll's own lines, which are JSON, are shown as text.
     """

@@ -1,4 +1,4 @@
-"""`kuberoll render`: what the operator would create, without a cluster."""
+"""`kuberoll render`: prints the objects that the operator would create, without a cluster."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ if TYPE_CHECKING:
     from kuberoll_operator.settings import Settings
 
 UID: Final = "00000000-0000-0000-0000-000000000000"
-"""In the place of the RolloutJob's uid, which only a cluster gives."""
+"""Placeholder of the RolloutJob's uid, which only a cluster assigns."""
 
 
 TOKEN: Final = "made by the operator from its key and the RolloutJob's uid"
-"""In the place of the policy's tokens."""
+"""Placeholder of the policy's tokens."""
 
 
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))
 @click.option("--namespace", "-n", help="Namespace of the job.  [default: the manifest's, else default]")
 @click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; repeatable.")
-@click.option("--all", "every", is_flag=True, help="Render all RolloutJobs of the file, not its only one.")
+@click.option(
+    "--all", "every", is_flag=True, help="Render all RolloutJobs of the file; by default it must have exactly one."
+)
 def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], every: bool) -> None:
-    """Print the Kubernetes objects that the operator makes of MANIFEST.
+    """Print the Kubernetes objects that the operator creates for MANIFEST.
 
-    They come in the order of the job's way, each with a comment that says when it is created. Images are the
-    operator's defaults, or KUBEROLL_GENERATION_IMAGE and KUBEROLL_WORKER_IMAGE. The exit code is 2 where a cluster
-    would refuse the job.
+    They are sorted by their time of creation, which a comment describes. Images are the operator's defaults, or
+    KUBEROLL_GENERATION_IMAGE and KUBEROLL_WORKER_IMAGE. The exit code is 2 if a cluster would reject the job.
     """
     from kuberoll_operator.settings import Settings, SettingsRefused
 
@@ -58,19 +59,19 @@ def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], ev
 
 
 def render_text(job: RolloutJob, namespace: str, settings: Settings) -> str:
-    """The children of a job as YAML documents.
+    """Children of a job as YAML documents.
 
     Raises:
-        ValueError: The job cannot be run in a cluster; the text says why and how to mend it.
+        ValueError: The job cannot run in a cluster; the message names the cause and the remedy.
     """
     return "".join(f"---\n# {when}\n{to_yaml(child)}" for when, child in children_of(job, namespace, settings))
 
 
 def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tuple[str, Object]]:
-    """All children of a job, in the order in which they come to be, each with when it does.
+    """All children of a job in the order of their creation, each with a description of when that is.
 
     Raises:
-        ValueError: The job cannot be run in a cluster; the text says why and how to mend it.
+        ValueError: The job cannot run in a cluster; the message names the cause and the remedy.
     """
     from kuberoll_operator import render as built
     from kuberoll_operator.backends import BACKENDS, backend_of
@@ -92,7 +93,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         tokens=dict.fromkeys(contract.SCOPES, TOKEN),
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
-    first = "created before the engines, and whenever the job is resumed; deleted when its pod has ended well"
+    first = "created before the engines, and whenever the job is resumed; deleted when its pod has succeeded"
     engine = "created when the check is done; deleted when the job is suspended, done or failed"
     if not backend.in_job:
         engine, checks = "", []
@@ -101,9 +102,9 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     worker = "created when generation is ready; suspended with the job, or when it fails"
     last = "created when all shards are done"
     queue, priority_class = queue_of(job, settings), priority_class_of(job)
-    # What a class comes to, only the cluster knows.
+    # Only the cluster knows the value of a priority class.
     priority = None if priority_class is None else built.Priority(priority_class, 0)
-    waiting = "created at once; when it is admitted, engines and workers follow, on the nodes of its quota"
+    waiting = "created at once; once admitted, engines and workers follow on the nodes of its quota"
     quota = (
         []
         if queue is None
@@ -125,7 +126,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
 
 
 def to_yaml(value: Any) -> str:
-    """YAML in block style; texts of several lines are literal."""
+    """YAML in block style, with multi-line texts as literal blocks."""
     from ruamel.yaml import YAML
 
     yaml = YAML()

@@ -1,4 +1,4 @@
-"""`kuberoll top`: the jobs of a cluster and how fast they go."""
+"""`kuberoll top`: shows the jobs of a cluster and their throughput."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _PIPE_WIDTH = 240
 @click.command()
 @place_options
 @click.option("--all-namespaces", "-A", "everywhere", is_flag=True, help="Jobs of all namespaces.")
-@click.option("--once", is_flag=True, help="Print the table once and end; the same where there is no terminal.")
-@seconds_option("--interval", default=2.0, at_least=0.5, help="Between two looks.")
+@click.option("--once", is_flag=True, help="Print the table once and exit; the default without a terminal.")
+@seconds_option("--interval", default=2.0, at_least=0.5, help="Time between two updates.")
 def top(place: Place, everywhere: bool, once: bool, interval: float) -> None:
-    """Show the RolloutJobs of a namespace and how fast they go.
+    """Show the RolloutJobs of a namespace and their throughput.
 
-    Turns, tokens and trajectories in flight are asked of the workers through the API server; where that is not
-    possible, rates are those of the status, which says less often how far a job is. Progress, reward, failures and
-    the time that remains are always those of the status.
+    Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
+    rates come from the status, which is updated less often. Progress, reward, failures and the remaining time always
+    come
+    from the status.
     """
     run(_top(place, everywhere, once or not sys.stdout.isatty(), interval))
 
@@ -51,7 +52,7 @@ async def _top(place: Place, everywhere: bool, once: bool, interval: float) -> i
         rows = await jobs.look()
         if once:
             if any(row.phase == "Running" for row in rows):
-                # Rates are of the time between two looks.
+                # Rates need two samples.
                 await asyncio.sleep(interval)
                 rows = await jobs.look()
             console.print(page(rows, jobs.notes, namespace))
@@ -67,7 +68,7 @@ async def _top(place: Place, everywhere: bool, once: bool, interval: float) -> i
 
 
 def page(rows: Sequence[Row], notes: Sequence[str], namespace: str | None) -> RenderableType:
-    """The table and what is to be said about it."""
+    """The table, and notes about it."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""A person's way to a cluster: options, default namespace, and how a command ends."""
+"""A user's connection to a cluster: options, default namespace, and the end of a command."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _KINDS = frozenset({"rlj", "rolloutjob", "rolloutjobs", "rolloutjob.kuberoll.io"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which cluster and namespace are meant; None: as kubectl would have it."""
+    """Cluster and namespace of a command; None: kubectl's default."""
 
     namespace: str | None = None
     context: str | None = None
     kubeconfig: Path | None = None
 
     def resolved_namespace(self) -> str:
-        """The namespace that is named, or the kubeconfig's.
+        """The given namespace, or the kubeconfig's.
 
         Raises:
-            NoAccess: There is none.
+            NoAccess: There is no default namespace.
         """
         return self.namespace or default_namespace(self.kubeconfig, self.context)
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An API server that answers this person."""
+    """An API server that accepts the user's credentials."""
 
     access: Access
     client: Client
@@ -51,10 +51,10 @@ class Connection:
 
 @asynccontextmanager
 async def connected(place: Place) -> AsyncIterator[Connection]:
-    """A connection to the cluster.
+    """Connect to the cluster.
 
     Raises:
-        NoAccess: There is no way to one.
+        NoAccess: No cluster is configured.
     """
     access = await load_access(place.kubeconfig, place.context)
     async with Client(access) as client:
@@ -74,19 +74,19 @@ def job_name(text: str) -> str:
 
 
 async def find_job(client: Client, namespace: str, name: str) -> Object:
-    """A RolloutJob.
+    """The RolloutJob of this name.
 
     Raises:
-        ConsoleError: There is none of that name.
+        ConsoleError: It does not exist.
     """
     found = await client.get(ROLLOUT_JOBS, namespace, name)
     if found is None:
-        raise ConsoleError(f"there is no RolloutJob {name} in namespace {namespace} (-n names another)", code=2)
+        raise ConsoleError(f"there is no RolloutJob {name} in namespace {namespace} (choose another with -n)", code=2)
     return found
 
 
 def run(work: Coroutine[Any, Any, int]) -> None:
-    """Run a command to its end and exit with its code; its own cleaning up is waited for when it is interrupted."""
+    """Run a command to its end and exit with its code; an interrupted command is given time to clean up."""
     try:
         code = asyncio.run(_until_signal(work))
     except (ConsoleError, NoAccess) as error:
@@ -98,14 +98,14 @@ def run(work: Coroutine[Any, Any, int]) -> None:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BrokenPipeError:
-        # Whoever read our output has had enough, as `head` has.
+        # The reader of our output has closed the pipe, as `head` does.
         sys.stderr.close()
         code = 0
     sys.exit(code)
 
 
 async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """The command's code; a signal to end cancels it, so that what it made in the cluster is removed."""
+    """Exit code of the command; a signal cancels it, so that it removes what it created in the cluster."""
     task = asyncio.ensure_future(work)
     ended_by: list[int] = []
 
@@ -127,7 +127,7 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
 
 
 def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which cluster and namespace; the command takes them as one `place`."""
+    """Add the options for cluster and namespace; the command receives them as one argument."""
 
     @click.option("--namespace", "-n", help="Namespace of the job.  [default: the kubeconfig's]")
     @click.option("--context", help="Context of the kubeconfig.  [default: its current one]")
@@ -140,7 +140,7 @@ def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seconds_option(name: str, *, default: float, at_least: float, help: str) -> Callable[[Callable[..., Any]], Any]:
-    """An option that takes a number of seconds."""
+    """An option for a number of seconds."""
     return click.option(
         name,
         type=click.FloatRange(min=at_least),

@@ -1,4 +1,4 @@
-"""The output of a run, copied from a reader: nothing is lost when it breaks off, and nothing here is overwritten."""
+"""Copy of a run's output from a reader: it survives lost connections and never overwrites local files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kuberoll_operator.console.local_files import Action, Contents, Directory, c
 from kuberoll_operator.console.reader import OutputChanged, Reader, RemoteFile
 
 ATTEMPTS: Final = 5
-"""Connections in a row that bring nothing before it is given up."""
+"""Number of connections in a row without any new data before the copy fails."""
 
 RETRY_SECONDS: Final = 1.0
 
 Connect = Callable[[], AbstractAsyncContextManager[Reader]]
-"""A new conversation with a reader."""
+"""Opens a new session with a reader."""
 
 
 class Progress(Protocol):
-    """Learns how far it is."""
+    """Receives the progress of a copy."""
 
     def begin(self, name: str, size: int | None, done: int) -> None: ...
     def advance(self, size: int) -> None: ...
@@ -35,11 +35,11 @@ class Progress(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What was done.
+    """Result of a copy.
 
     Attributes:
         fetched: Names of files that were copied or brought up to date.
-        skipped: Names of files that were here already.
+        skipped: Names of files that were up to date already.
     """
 
     fetched: list[str]
@@ -58,9 +58,9 @@ class Copy:
     """One `kuberoll get` into a directory.
 
     Args:
-        run: What tells the run from others.
-        snapshot: Whether the run goes on.
-        include: Patterns of the names that are wanted; none: all.
+        run: Identity of the run.
+        snapshot: True if the run is still going on.
+        include: Patterns of the names to copy; none for all.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Copy:
         self.outcome = Outcome([], [])
 
     async def run(self, connect: Connect) -> Outcome:
-        """Copy everything, over as many connections as it takes.
+        """Copy everything, over as many connections as necessary.
 
         Raises:
-            ConsoleError: Files of the same names are here that are others, or there is nothing, or it does not go on.
+            ConsoleError: Different local files have the same names, there is no output, or no connection brings new
+                data.
         """
         await persistently(self._once, connect, received=lambda: self._received, note=self._progress.note)
         return self.outcome
@@ -97,8 +98,8 @@ class Copy:
         others = [step.file.name for step in steps if step.action is Action.REFUSE]
         if others:
             raise ConsoleError(
-                f"{self._path} has other files of these names, and nothing was copied: {', '.join(others)}; "
-                "name another directory with --output, or replace them with --force",
+                f"{self._path} has different files with these names, and nothing was copied: {', '.join(others)}; "
+                "choose another directory with --output, or overwrite them with --force",
                 code=2,
             )
         for step in steps:
@@ -122,7 +123,7 @@ class Copy:
         action = decide(file.size, here, begins=begins, copied=directory.copied(file.name), force=self._force)
         if action in (Action.SKIP, Action.REFUSE):
             return _Step(file, action, None, here or Contents(0, ""))
-        # What an interrupted copy left is gone on with where it is more than what has the name.
+        # Resume an interrupted copy if it has more than the complete file.
         grown = await asyncio.to_thread(contents_of, partial)
         if grown and grown.size > (here.size if begins and here else 0) and await self._begins(reader, file, grown):
             return _Step(file, action, partial, grown)
@@ -145,17 +146,17 @@ class Copy:
                 self._received += len(chunk)
                 self._progress.advance(len(chunk))
             growing.flush()
-            # What is on disk is what counts, not what came.
+            # Verify what is on disk, not what was received.
             contents = await asyncio.to_thread(contents_of, directory.partial(file.name))
             if contents is None or contents.size != file.size:
-                raise ConsoleError(f"{directory.partial(file.name)} was changed by somebody else meanwhile")
+                raise ConsoleError(f"{directory.partial(file.name)} was changed by another program in the meantime")
             await asyncio.to_thread(directory.complete, file.name, growing, contents, snapshot=self._snapshot)
         finally:
             growing.close()
 
 
 class Stream:
-    """One `kuberoll get --stream`: the trajectories of all shards, to a file that cannot be gone back in."""
+    """One `kuberoll get --stream`: the trajectories of all shards, written to an append-only stream."""
 
     def __init__(self, out: BinaryIO, *, note: Callable[[str], None]) -> None:
         self._out, self._note = out, note
@@ -168,7 +169,8 @@ class Stream:
         """Write everything.
 
         Raises:
-            ConsoleError: It does not go on, or what was written already is stored in another order by now.
+            ConsoleError: No connection brings new data, or the trajectories already written are stored in another order
+                by now.
         """
         await persistently(self._once, connect, received=lambda: self.written, note=self._note)
 
@@ -187,7 +189,7 @@ class Stream:
             except OutputChanged as error:
                 if self._size:
                     raise ConsoleError(
-                        f"{error}: {self.written} bytes were written, what follows them is not known; start anew"
+                        f"{error}: {self.written} bytes were written, and the rest cannot be determined; start again"
                     ) from error
                 raise
             self._done.add(shard)
@@ -209,14 +211,14 @@ async def persistently(
     attempts: int = ATTEMPTS,
     retry_seconds: float = RETRY_SECONDS,
 ) -> None:
-    """Do something with a reader again until it is done.
+    """Repeat an operation with a reader until it succeeds.
 
     Args:
-        once: Goes on where it stopped.
-        received: Bytes so far; as long as there are more each time, it goes on.
+        once: The operation; resumes where it stopped.
+        received: Bytes received so far; attempts that increase it do not count as failed.
 
     Raises:
-        ConsoleError: So many attempts in a row brought nothing.
+        ConsoleError: `attempts` attempts in a row brought nothing.
     """
     left, before = attempts, received()
     while True:
@@ -228,8 +230,8 @@ async def persistently(
             left, before = attempts if received() > before else left - 1, received()
             if left <= 0:
                 raise ConsoleError(
-                    f"the connection to the reader broke off {attempts} times in a row: {error}; what has been copied "
-                    "is kept, and the same command goes on from there"
+                    f"the connection to the reader broke off {attempts} times in a row: {error}; everything copied so "
+                    "far is kept, and the same command resumes there"
                 ) from error
-            note(f"connection lost ({error}); trying again")
+            note(f"connection lost ({error}); retrying")
         await asyncio.sleep(retry_seconds)

@@ -1,4 +1,4 @@
-"""What a command cannot go on from, in a sentence, and with which exit code it ends."""
+"""Fatal errors of commands: message and exit code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DENIED = re.compile(
 
 
 class ConsoleError(Exception):
-    """The end of a command; the message is for the person.
+    """Fatal error of a command, with a message for the user.
 
     Attributes:
-        code: Exit code: 1, it did not come about; 2, it was refused before anything was done.
+        code: Exit code: 1 if the command failed, 2 if it was rejected before anything was done.
     """
 
     def __init__(self, message: str, *, code: int = 1) -> None:
@@ -28,12 +28,12 @@ class ConsoleError(Exception):
 
 
 def sentence_of(error: ApiError) -> str:
-    """An API server's refusal in words: a right that is missing is named as a Role would have it."""
+    """An API server's error as a sentence; a missing permission is named as in a Role."""
     if isinstance(error, Forbidden) and (denied := _DENIED.search(error.message)) is not None:
         group = f".{denied['group']}" if denied["group"] else ""
         where = f" in namespace {denied['namespace']}" if denied["namespace"] else " in all namespaces"
         return (
-            f"missing right: {denied['user']} may not {denied['verb']} {denied['resource']}{group}{where}; "
+            f"missing permission: {denied['user']} may not {denied['verb']} {denied['resource']}{group}{where}; "
             f"{RIGHTS_PAGE} lists what the commands need"
         )
     if error.code == 401:

@@ -1,7 +1,8 @@
-"""A command in a pod's container, with its standard input and output, through the API server.
+"""Execution of a command in a pod's container through the API server, with standard input and output.
 
-The WebSocket is Kubernetes' `v4.channel.k8s.io`, which every kubelet speaks: binary messages, the first byte of each
-the number of a stream.
+The WebSocket protocol is Kubernetes' `v4.channel.k8s.io`, which every kubelet supports: binary messages whose first
+byte
+is the number of a stream.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _MESSAGE_BYTES: Final = 16 << 20
 
 
 class StreamLost(Exception):
-    """The connection, or the command, has ended; whether all was received is for the protocol above to know.
+    """The connection or the command has ended; the caller knows whether everything was received.
 
     Attributes:
-        exit_code: Of the command, where it is known.
-        stderr: The last that it said on standard error.
+        exit_code: Exit code of the command; None if unknown.
+        stderr: End of its standard error.
     """
 
     def __init__(self, message: str, *, exit_code: int | None = None, stderr: str = "") -> None:
@@ -51,10 +52,10 @@ class Execution:
         self._words = ""
 
     async def send(self, data: bytes) -> None:
-        """Write to its standard input.
+        """Write to standard input.
 
         Raises:
-            StreamLost: Nobody reads it any more.
+            StreamLost: The command no longer reads it.
         """
         try:
             await self._socket.send_bytes(bytes([_STDIN]) + data)
@@ -62,16 +63,16 @@ class Execution:
             raise self._lost(str(error)) from error
 
     async def receive(self, seconds: float) -> bytes:
-        """The next bytes of its standard output.
+        """The next bytes of standard output.
 
         Raises:
-            StreamLost: There are no more, or none came within `seconds`.
+            StreamLost: The output has ended, or nothing arrived within `seconds`.
         """
         while True:
             try:
                 message = await self._socket.receive(timeout=seconds)
             except TimeoutError as error:
-                raise self._lost(f"nothing was heard for {seconds:.0f} s") from error
+                raise self._lost(f"no data for {seconds:.0f} s") from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._lost(str(error)) from error
             if message.type is not aiohttp.WSMsgType.BINARY:
@@ -101,11 +102,11 @@ class Execution:
 async def execution(
     access: Access, namespace: str, pod: str, container: str, command: Sequence[str]
 ) -> AsyncIterator[Execution]:
-    """A command, from its start until the block is left.
+    """Run a command until the block is left.
 
     Raises:
-        ConsoleError: One may not execute commands in pods.
-        StreamLost: It could not be started now.
+        ConsoleError: The user may not execute commands in pods.
+        StreamLost: It could not be started.
     """
     query = [
         ("container", container),
@@ -125,7 +126,7 @@ async def execution(
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 403:
                 raise ConsoleError(
-                    f"missing right: you may not get and create pods/exec in namespace {namespace}", code=2
+                    f"missing permission: you may not get and create pods/exec in namespace {namespace}", code=2
                 ) from error
             raise StreamLost(f"HTTP {error.status}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

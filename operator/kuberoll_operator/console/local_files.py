@@ -1,7 +1,7 @@
-"""A directory that output is copied into: what is there already, what may be written, and what earlier copies left.
+"""Local directory of a copy: existing files, partial files, and the record of earlier copies.
 
-A file grows under `NAME.partial` and takes its name when it is complete and on disk. Beside the files lies a record of
-what was copied while the run went on: those copies, as long as nobody has changed them, may be replaced by newer ones.
+A file is written as `NAME.partial` and renamed when it is complete and on disk. A record beside the files lists the
+copies that were made while the run went on: unless somebody has changed them, newer ones may replace them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 class Action(Enum):
-    """What becomes of a file."""
+    """What to do with a file."""
 
     SKIP = "skip"
-    """It is here as it is there."""
+    """The local file is equal to the remote one."""
     CONTINUE = "continue"
-    """What is here is the beginning of what is there."""
+    """The local file is the beginning of the remote one."""
     FETCH = "fetch"
-    """It is not here, or may be replaced."""
+    """There is no local file, or it may be replaced."""
     REFUSE = "refuse"
-    """Another file is here."""
+    """The local file is a different one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a local file holds.
+    """Size and digest of a local file.
 
     Attributes:
-        sha256: In hexadecimal digits.
+        sha256: SHA-256 as hexadecimal digits.
     """
 
     size: int
@@ -49,10 +49,10 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What an earlier copy wrote.
+    """Entry of the record: a file that an earlier copy wrote.
 
     Attributes:
-        snapshot: The run went on while it was copied.
+        snapshot: True if the run was still going on when it was copied.
     """
 
     size: int
@@ -61,14 +61,14 @@ class Copied:
 
 
 def decide(size: int, here: Contents | None, *, begins: bool, copied: Copied | None, force: bool) -> Action:
-    """What becomes of one file.
+    """Decide what to do with one file.
 
     Args:
-        size: Of the file there.
-        here: The file here.
-        begins: Whether the file there begins with what is here.
-        copied: What an earlier copy of the same run wrote under this name.
-        force: Whether other files may be replaced.
+        size: Size of the remote file.
+        here: The local file; None if it does not exist.
+        begins: True if the remote file begins with the local content.
+        copied: The record's entry for this name and run.
+        force: True if different files may be overwritten.
     """
     if here is None:
         return Action.FETCH
@@ -81,7 +81,7 @@ def decide(size: int, here: Contents | None, *, begins: bool, copied: Copied | N
 
 
 def contents_of(path: Path) -> Contents | None:
-    """What a file holds; None where there is none."""
+    """Size and digest of a file; None if it does not exist."""
     try:
         with path.open("rb") as file:
             digest, size = hashlib.sha256(), 0
@@ -94,10 +94,10 @@ def contents_of(path: Path) -> Contents | None:
 
 
 class Directory:
-    """The directory.
+    """The directory that is copied into.
 
     Args:
-        run: What tells the run from others; a record of another run counts for nothing.
+        run: Identity of the run; a record of another run is ignored.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -106,18 +106,18 @@ class Directory:
         self._copied = _read_record(path / RECORD, run)
 
     def copied(self, name: str) -> Copied | None:
-        """What an earlier copy of this run wrote under a name."""
+        """The record's entry for a name; None if there is none."""
         return self._copied.get(name)
 
     def partial(self, name: str) -> Path:
-        """Where a file grows."""
+        """Path of the partial file for a name."""
         return self.path / f"{name}{_PARTIAL}"
 
     def open_partial(self, name: str, begin: Path | None) -> BinaryIO:
-        """A growing file, opened to add to it.
+        """The partial file, opened for appending.
 
         Args:
-            begin: The file that it begins with, itself or another; None: it begins empty.
+            begin: File with its initial content, which may be itself; None to start empty.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.partial(name)
@@ -126,7 +126,7 @@ class Directory:
         return path.open("wb" if begin is None else "ab")
 
     def complete(self, name: str, file: BinaryIO, contents: Contents, *, snapshot: bool) -> None:
-        """Give a grown file its name, durably."""
+        """Rename a complete partial file, durably."""
         file.flush()
         os.fsync(file.fileno())
         file.close()
@@ -134,7 +134,7 @@ class Directory:
         self.record(name, contents, snapshot=snapshot)
 
     def record(self, name: str, contents: Contents, *, snapshot: bool) -> None:
-        """Remember that a file was copied."""
+        """Record that a file was copied."""
         entry = Copied(contents.size, contents.sha256, snapshot)
         if self._copied.get(name) == entry:
             return
@@ -147,7 +147,7 @@ class Directory:
 
 
 def _read_record(path: Path, run: str) -> dict[str, Copied]:
-    # A record that cannot be read only means that files are not replaced without being asked.
+    # Without a readable record, files are merely not replaced without --force.
     try:
         found: Mapping[str, Any] = json.loads(path.read_text())
         if found["run"] != run:

@@ -1,4 +1,4 @@
-"""Lines of logs: when they were written, by whom, and how they are shown. Pure."""
+"""Log lines: time, source and presentation. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _STAMP: Final = re.compile(
 )
 _COLORS: Final = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_COLORS: Final = {"warning": "yellow", "error": "red", "critical": "red"}
-# What a program prints is shown, not obeyed: no escape sequence reaches the terminal.
+# No escape sequence of a program's output reaches the terminal.
 _CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DURATION: Final = re.compile(r"(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m)?(?:(?P<s>\d+)s?)?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LogLine:
-    """One line.
+    """One log line.
 
     Attributes:
-        when: Nanoseconds since 1970.
-        source: Who wrote it, as it is shown.
-        text: As it was written, without its newline.
+        when: Time, in nanoseconds since 1970.
+        source: Name of its source, as it is displayed.
+        text: Text without the newline.
     """
 
     when: int
@@ -39,7 +39,7 @@ class LogLine:
 
 
 def nanoseconds(stamp: str) -> int | None:
-    """An RFC 3339 time, nine digits of the second at most, in nanoseconds since 1970; None if it is none."""
+    """An RFC 3339 time with at most nine fractional digits, in nanoseconds since 1970; None if it cannot be parsed."""
     found = _STAMP.fullmatch(stamp)
     if found is None:
         return None
@@ -52,10 +52,10 @@ def nanoseconds(stamp: str) -> int | None:
 
 
 def stamped_line(source: str, line: bytes, before: int) -> LogLine:
-    """A line as the kubelet gives it with `timestamps=true`.
+    """A line as the kubelet returns it with `timestamps=true`.
 
     Args:
-        before: When the line before it was written, for one without a time of its own.
+        before: Time of the previous line, for a line without a timestamp.
     """
     text = line.decode(errors="replace").rstrip("\r\n")
     stamp, separator, rest = text.partition(" ")
@@ -64,7 +64,7 @@ def stamped_line(source: str, line: bytes, before: int) -> LogLine:
 
 
 def event_line(event: Mapping[str, Any]) -> LogLine | None:
-    """An event of the operator's; None for one without a time."""
+    """An event of the operator as a line; None if it has no time."""
     series = event.get("series") or {}
     stamps = (
         series.get("lastObservedTime"),
@@ -81,11 +81,11 @@ def event_line(event: Mapping[str, Any]) -> LogLine | None:
 
 
 def shown(line: LogLine, *, width: int, raw: bool = False) -> str:
-    """A line for a terminal; several where it has a traceback.
+    """A line for a terminal; several lines if it has a traceback.
 
     Args:
-        width: Of the column of sources.
-        raw: JSON stays JSON.
+        width: Width of the column of sources.
+        raw: True to leave JSON as it is.
     """
     color = _COLORS[zlib.crc32(line.source.encode()) % len(_COLORS)]
     prefix = click.style(f"{line.source:<{width}} |", fg=color)
@@ -100,7 +100,7 @@ def shown(line: LogLine, *, width: int, raw: bool = False) -> str:
 
 
 def _plain(text: str) -> tuple[str, str]:
-    """Level and text of a line: KubeRoll's own are JSON, what others print is as it is."""
+    """Level and text of a line; KubeRoll's own lines are JSON, others are left unchanged."""
     if not text.startswith("{"):
         return "", text
     try:
@@ -124,10 +124,10 @@ def _short(value: Any) -> str:
 
 
 def seconds_of(text: str) -> int:
-    """Seconds of `90`, `90s`, `10m` or `1h30m`.
+    """Seconds in `90`, `90s`, `10m` or `1h30m`.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The text has another form.
     """
     found = _DURATION.fullmatch(text.strip())
     if found is None or not any(found.groups()):

@@ -1,4 +1,4 @@
-"""The logs of a job's pods and the operator's events about it, merged by time."""
+"""Logs of a job's pods and the operator's events about it, merged by time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATOR: Final = "operator"
 COMPONENTS: Final = (names.WORKERS, names.GENERATION, OPERATOR, names.CHECK, names.FINISH)
 
 POLL_SECONDS: Final = 2.0
-# Lines that come at about the same time from several pods are brought into order within this.
+# Lines that arrive from several pods within this time are sorted.
 _WINDOW_SECONDS: Final = 0.25
 _NANOSECONDS: Final = 1_000_000_000
 _QUEUED_LINES: Final = 10_000
@@ -35,13 +35,13 @@ _QUEUED_LINES: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for.
+    """Filter of the logs.
 
     Attributes:
-        components: Parts of the job.
-        since: Not before, in nanoseconds since 1970; None: from the beginning.
-        tail: Lines of each container at most; None: all.
-        previous: Whether logs of containers that crashed and were started again are wanted too.
+        components: Components of the job.
+        since: Earliest time, in nanoseconds since 1970; None for no limit.
+        tail: Maximum number of lines of each container; None for all.
+        previous: True to include logs of crashed containers that were restarted.
     """
 
     components: frozenset[str]
@@ -52,10 +52,10 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Source:
-    """One container's log, and how far it has been read.
+    """Log of one container, and the position up to which it has been read.
 
     Attributes:
-        last: When the newest line was written that was read, and how many lines have that time.
+        last: Time of the newest line that was read, and the number of lines with that time.
     """
 
     pod: str
@@ -69,10 +69,10 @@ class _Source:
 
 
 class JobLogs:
-    """The logs of one job.
+    """Logs of one job.
 
     Args:
-        note: Takes lines for the person.
+        note: Prints a line for the user.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class JobLogs:
         self._queue: asyncio.Queue[LogLine] = asyncio.Queue(_QUEUED_LINES)
 
     async def history(self) -> AsyncIterator[LogLine]:
-        """Everything that there is now, in order of time; memory is a line of each container."""
+        """All existing lines, sorted by time; holds one line of each container in memory."""
         async with self._connection.access.session() as session:
             await self._look()
             parts: list[AsyncIterator[LogLine]] = [_each(await self._events())]
@@ -98,17 +98,17 @@ class JobLogs:
                 yield line
 
     async def _readable(self, source: _Source, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
-        """The lines, and a word where they cannot be had: one node that does not answer hides no other's logs."""
+        """The lines, and a note if they cannot be read: one unreachable node does not hide other logs."""
         try:
             async for line in lines:
                 yield line
         except (TooMany, Unavailable) as error:
-            self._note(f"the log of {source.shown_as} cannot be read now: {error.message}")
+            self._note(f"cannot read the log of {source.shown_as} now: {error.message}")
 
     async def live(self) -> AsyncIterator[LogLine]:
-        """What comes after `history`, new pods included, until the job is over and all its containers have ended.
+        """Lines after `history`, including those of new pods, until the job is over and all its containers have ended.
 
-        Where the API server, or a kubelet behind it, does not answer for a while, it goes on when they do.
+        It continues after periods in which the API server or a kubelet does not answer.
         """
         async with self._connection.access.session() as session:
             try:
@@ -125,7 +125,7 @@ class JobLogs:
         while True:
             for source in self._sources.values():
                 if source.task is not None and source.task.done():
-                    # What cannot pass, a missing right for example, is raised here.
+                    # Permanent errors, such as a missing permission, are raised here.
                     source.task.result()
                     source.task = None
             for line in await self._window(looked + POLL_SECONDS):
@@ -143,7 +143,7 @@ class JobLogs:
                 away = False
             except (TooMany, Unavailable) as error:
                 if not away:
-                    self._note(f"the API server does not answer: {error.message}; trying again")
+                    self._note(f"the API server does not answer: {error.message}; retrying")
                 away = True
             looked = time.monotonic()
             for source in self._sources.values():
@@ -152,7 +152,7 @@ class JobLogs:
                     source.task = asyncio.create_task(following)
 
     async def _window(self, until: float) -> list[LogLine]:
-        """Lines that came within a moment, in order; none where none came in time."""
+        """Lines that arrived within a short window, sorted; empty if none arrived in time."""
         lines: list[LogLine] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
@@ -163,15 +163,15 @@ class JobLogs:
         return sorted(lines)
 
     async def _follow(self, session: aiohttp.ClientSession, source: _Source, *, ended: bool) -> None:
-        """Read a log to its present end, or on and on; once a container has ended, what is read to the end is all."""
-        # What the kubelet does not give now is read with the next look.
+        """Read a log to its current end, or follow it. The log of an ended container is complete after that."""
+        # Lines that the kubelet does not return now are read next time.
         with contextlib.suppress(TooMany, Unavailable):
             async for line in self._lines(session, source, follow=not ended):
                 await self._queue.put(line)
             source.over = ended
 
     async def _look(self) -> None:
-        """Bring the list of containers up to date."""
+        """Update the list of containers."""
         selector = f"{names.JOB_LABEL}={self._name}"
         async for pod in self._connection.client.items(PODS, self._namespace, selector):
             component = component_of(pod)
@@ -183,7 +183,7 @@ class JobLogs:
                     known.running = source.running
 
     async def _events(self) -> list[LogLine]:
-        """The operator's events that have not been told yet, in order."""
+        """New events of the operator, sorted."""
         if not self._events_readable:
             return []
         lines = []
@@ -200,7 +200,7 @@ class JobLogs:
                     lines.append(line)
         except Forbidden as error:
             self._events_readable = False
-            self._note(f"the operator's events are left out: {sentence_of(error)}")
+            self._note(f"the operator's events are not shown: {sentence_of(error)}")
         return sorted(lines)
 
     async def _is_over(self) -> bool:
@@ -220,7 +220,7 @@ class JobLogs:
         known_time, known_lines = source.last
         since = max(known_time, self._wanted.since or 0)
         if since:
-            # The API server takes whole seconds; what has been read is passed over below.
+            # The API server accepts whole seconds only; lines that were read already are skipped below.
             second = datetime.fromtimestamp(since // _NANOSECONDS, UTC)
             query["sinceTime"] = second.strftime("%Y-%m-%dT%H:%M:%SZ")
         if self._wanted.tail is not None and not known_time:
@@ -257,7 +257,7 @@ class JobLogs:
 
 
 async def merged(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLine]:
-    """Lines of sources that are each in order, in order."""
+    """Lines of sorted sources, merged into one sorted sequence."""
     heap: list[tuple[LogLine, int]] = []
 
     async def advance(number: int) -> None:
@@ -272,7 +272,7 @@ async def merged(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLi
 
 
 def _containers(pod: Object) -> list[_Source]:
-    """The containers of a pod whose logs there can be."""
+    """Containers of a pod that may have logs."""
     name, spec, status = pod["metadata"]["name"], pod["spec"], pod.get("status") or {}
     states = {
         item["name"]: item
@@ -292,7 +292,7 @@ def _containers(pod: Object) -> list[_Source]:
 
 
 def _raise_for(status: int, body: bytes, path: str) -> None:
-    """An error, unless it only says that there is no such log: the container has not begun, or its pod is gone."""
+    """Raise an error, unless it only means that there is no log: the container has not started, or its pod is gone."""
     try:
         said: Any = json.loads(body)
     except ValueError:

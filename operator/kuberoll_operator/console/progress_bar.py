@@ -1,4 +1,4 @@
-"""How far a copy is: a bar on a terminal, a line for each file elsewhere."""
+"""Progress of a copy: a bar on a terminal, otherwise a line for each file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_of(stream: TextIO) -> Iterator[Progress]:
-    """The progress of a copy, told on a stream."""
+    """Progress of a copy, shown on a stream."""
     if not stream.isatty():
         yield _Lines()
         return
@@ -38,7 +38,7 @@ def progress_of(stream: TextIO) -> Iterator[Progress]:
 
 class _Lines:
     def begin(self, name: str, size: int | None, done: int) -> None:
-        rest = f", {done} of them here already" if done else ""
+        rest = f", {done} of them copied before" if done else ""
         click.echo(f"{name}: {size} bytes{rest}", err=True)
 
     def advance(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What a job does at the moment: its status, and the counters of its worker pods between two looks. Pure."""
+"""Throughput of a job, from its status and its worker pods' counters at two moments. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ACTIVE: Final = "kuberoll_trajectories_active"
 
 @dataclass(frozen=True, slots=True)
 class PodCounts:
-    """What a worker pod's metrics say.
+    """Counters of a worker pod, from its metrics.
 
     Attributes:
-        turns: Finished since the pod began.
-        tokens: Generated since the pod began.
+        turns: Turns finished since the pod started.
+        tokens: Tokens generated since the pod started.
         active: Trajectories in flight now.
     """
 
@@ -32,11 +32,11 @@ class PodCounts:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A job at one moment.
+    """Sample of a job at one moment.
 
     Attributes:
-        seconds: Of a clock that never goes back.
-        pods: By uid; those that answered.
+        seconds: Time on a monotonic clock.
+        pods: Counters of the pods that answered, by uid.
     """
 
     job: Object
@@ -46,7 +46,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table; None: not known."""
+    """Row of the table; None for unknown values."""
 
     namespace: str
     name: str
@@ -61,14 +61,14 @@ class Row:
 
 
 def counts_of(text: str) -> PodCounts:
-    """The counts in a page of metrics in Prometheus' text format.
+    """The counters in a page of metrics in Prometheus' text format.
 
     Raises:
-        ValueError: It is no such page.
+        ValueError: The text cannot be parsed.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    # The page has hundreds of lines, and parsing takes its time.
+    # Parsing all of the page's hundreds of lines would be slow.
     wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith((TURNS, TOKENS, ACTIVE)))
     turns = tokens = active = 0.0
     for family in text_string_to_metric_families(wanted):
@@ -83,10 +83,10 @@ def counts_of(text: str) -> PodCounts:
 
 
 def row_of(look: Look, before: Look | None) -> Row:
-    """A job's line: by its pods where they answered both times, else by its status.
+    """Row of a job: rates from its pods if they answered both times, else from its status.
 
     Args:
-        before: The look before this one; for rates by status, the last whose status had other numbers.
+        before: The previous sample; for rates from the status, the last one with other numbers.
     """
     job = look.job
     status = job.get("status") or {}
@@ -112,7 +112,7 @@ def _rates(look: Look, before: Look | None) -> tuple[float | None, float | None]
     pairs = list(_same_pods(look, before))
     seconds = look.seconds - before.seconds
     if pairs and seconds > 0:
-        # A worker that began anew counts from 0.
+        # A restarted worker counts from 0.
         turns = sum(max(0.0, now.turns - then.turns) for now, then in pairs)
         tokens = sum(max(0.0, now.tokens - then.tokens) for now, then in pairs)
         return turns / seconds, tokens / seconds
@@ -130,7 +130,7 @@ def _same_pods(look: Look, before: Look) -> Iterator[tuple[PodCounts, PodCounts]
 
 
 def progress_of(job: Object) -> Mapping[str, Any]:
-    """`status.progress`; empty where there is none."""
+    """`status.progress`; empty if there is none."""
     found: Mapping[str, Any] = (job.get("status") or {}).get("progress") or {}
     return found
 

@@ -1,4 +1,4 @@
-"""A pod that reads a job's output: the job's own worker pod with another program, and nothing to write to."""
+"""Pod that reads a job's output: the job's own worker pod with another program, and read-only volumes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _RESOURCES: Final[Mapping[str, Any]] = {
     "requests": {"cpu": "100m", "memory": "256Mi"},
     "limits": {"cpu": "1", "memory": "1Gi"},
 }
-# What a worker's container has for its own program.
+# Fields of a worker's container that belong to its own program.
 _OF_THE_WORKER: Final = frozenset(
     {"args", "lifecycle", "livenessProbe", "ports", "readinessProbe", "resizePolicy", "startupProbe", "workingDir"}
 )
-# Of a pod's spec, what says where it may run, as whom, and with what.
+# Fields of a pod's spec that tell where, as which user and with which volumes it runs.
 _KEPT: Final = frozenset(
     {
         "automountServiceAccountToken",
@@ -43,17 +43,17 @@ _KEPT: Final = frozenset(
         "volumes",
     }
 )
-# Controllers would take the pod for one of theirs, and queues would hold it back.
+# With these labels, controllers would adopt the pod, and queues would hold it back.
 _FOREIGN_LABELS: Final = ("batch.kubernetes.io/", "kueue.x-k8s.io/", "controller-uid", "job-name")
 _TOKENS: Final = "KUBEROLL_TOKEN_"
 
 
 def reader_pod(job: Object, template: Mapping[str, Any], name: str) -> Object:
-    """The pod, owned by the job.
+    """The reader pod, owned by the job.
 
     Args:
         job: The RolloutJob, live.
-        template: Of the job's worker or finish pods; its first container is the one that is meant.
+        template: Template of the job's worker or finish pods; its first container is used.
     """
     given, metadata = template["spec"], template.get("metadata") or {}
     labels = {
@@ -82,14 +82,14 @@ def reader_pod(job: Object, template: Mapping[str, Any], name: str) -> Object:
             "affinity": affinity,
             "containers": [_container(_main(given["containers"]), _writable(given.get("volumes") or ()))],
             "restartPolicy": "Never",
-            # It has nothing to finish.
+            # There is nothing to finish.
             "terminationGracePeriodSeconds": 1,
         },
     }
 
 
 def pod_name(job: str) -> str:
-    """A name that no other reader has."""
+    """A unique name for a reader pod."""
     return f"{job}-{COMPONENT}-{secrets.token_hex(3)}"
 
 
@@ -122,7 +122,7 @@ def _container(worker: Object, writable: frozenset[str]) -> Object:
 
 
 def _writable(volumes: Any) -> frozenset[str]:
-    """Volumes that come and go with the pod; all others are for reading."""
+    """Volumes that live as long as the pod; all others are mounted read-only."""
     return frozenset(item["name"] for item in volumes if "emptyDir" in item)
 
 
@@ -131,13 +131,13 @@ def _mount(mount: Object, writable: frozenset[str]) -> Object:
 
 
 def _annotations(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The job's own; the operator's and the Job controller's say nothing of this pod."""
+    """The job's own annotations, without those of the operator and the Job controller."""
     found = metadata.get("annotations") or {}
     return {key: value for key, value in found.items() if not key.startswith(("batch.", "kuberoll.io/"))}
 
 
 def _near_the_workers(job: str) -> Object:
-    """A ReadWriteOnce claim is on one node at a time: that of the pods that write to it."""
+    """Affinity to the job's pods: a ReadWriteOnce claim is on one node at a time."""
     selector = {
         "matchExpressions": [
             {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.FINISH, names.WORKERS]},

@@ -1,4 +1,4 @@
-"""A reader pod, from its creation to its removal, however the command ends."""
+"""Lifetime of a reader pod, from its creation to its removal, however the command ends."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ RIGHTS: Final = (
     ("get", PODS, "exec"),
     ("create", PODS, "exec"),
 )
-"""What reading takes, besides `get` of RolloutJobs and Jobs."""
+"""Permissions that reading needs, besides `get` of RolloutJobs and Jobs."""
 
 _JOBS: Final = resource_of("batch/v1", "Job")
 
 
 class ReaderSession:
-    """The reader of one job; an async context manager. Leaving it removes the pod.
+    """Reader pod of one job; an async context manager that removes the pod at its end.
 
     Args:
         job: The RolloutJob, live.
-        spare: Gives the template of a job that has no Jobs to take it from.
-        start_seconds: That the pod may take to start.
-        note: Takes lines for the person.
+        spare: Returns the template for a job without Jobs to copy it from.
+        start_seconds: Time limit for the start of the pod.
+        note: Prints a line for the user.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ReaderSession:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Reader]:
-        """A conversation; the pod is made where there is none, or where the one there was has ended."""
+        """Open a session; creates the pod if there is none, or if the last one has ended."""
         try:
             name = await self._ready_pod()
         except (TooMany, Unavailable) as error:
@@ -92,8 +92,8 @@ class ReaderSession:
         ]
         if missing:
             raise ConsoleError(
-                f"missing right: you may not {', '.join(missing)} in namespace {self._namespace}; the output is read "
-                "through a pod there (docs/reading-output.md#rights)",
+                f"missing permission: you may not {', '.join(missing)} in namespace {self._namespace}; the output is "
+                "read through a pod there (docs/reading-output.md#rights)",
                 code=2,
             )
 
@@ -103,16 +103,16 @@ class ReaderSession:
             if pod is not None and _is_running(pod):
                 return self._name
             await self._remove(self._name)
-        # Before it is there: a request that is interrupted may have been carried out.
+        # Remembered first: an interrupted request may have been executed.
         self._name = pod_name(self._job["metadata"]["name"])
         pod = reader_pod(self._job, await self._template(), self._name)
         try:
             await self._connection.client.create(pod)
         except QuotaExceeded as error:
-            raise ConsoleError(f"the namespace's quota has no room for the reader pod: {error.message}") from error
+            raise ConsoleError(f"the namespace's quota does not allow the reader pod: {error.message}") from error
         except Forbidden as error:
-            # Rights were looked at before: an admission controller says no.
-            raise ConsoleError(f"the reader pod is refused: {error.message}") from error
+            # Permissions were checked before: this is an admission controller.
+            raise ConsoleError(f"the reader pod was rejected: {error.message}") from error
         await self._until_running(self._name)
         return self._name
 
@@ -148,7 +148,7 @@ class ReaderSession:
             raise ConsoleError(f"the reader pod did not start within {self._start_seconds:.0f} s: {words}") from None
 
     async def _last_event(self, name: str) -> str:
-        """The last warning about the pod, where it may be read."""
+        """The last warning about the pod; empty if there is none, or events may not be read."""
         notes: list[tuple[str, str]] = []
         try:
             async for event in self._connection.client.items(EVENTS, self._namespace, fields=f"regarding.name={name}"):
@@ -160,18 +160,18 @@ class ReaderSession:
         return max(notes)[1] if notes else ""
 
     async def _remove_ended(self) -> None:
-        """Remove readers whose commands were killed: their pods have ended, and lie there."""
+        """Remove ended reader pods of commands that were killed."""
         client, job = self._connection.client, self._job["metadata"]["name"]
         try:
             async for pod in client.items(PODS, self._namespace, names.selector_text(job, COMPONENT)):
                 if pod.get("status", {}).get("phase") in {"Failed", "Succeeded"}:
                     await _delete(client, pod)
         except ApiError:
-            # Listing pods is no right that reading takes.
+            # Reading does not require the permission to list pods.
             return
 
     async def _remove(self, name: str) -> None:
-        """Delete the pod, and go on deleting when the command is interrupted meanwhile."""
+        """Delete the pod, even if the command is interrupted in the meantime."""
         removal = asyncio.ensure_future(self._deletion(name))
         try:
             await asyncio.shield(removal)

@@ -1,4 +1,4 @@
-"""Jobs and what their workers do, looked at again and again."""
+"""Repeated sampling of jobs and their workers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kuberoll_operator.model import Object
 ANSWER_SECONDS: Final = 3.0
 CONCURRENCY: Final = 32
 
-_BY_STATUS: Final = "rates are those of the status, which is written every 15 s or so"
+_BY_STATUS: Final = "rates come from the status, which is updated about every 15 s"
 
 _Key = tuple[str, str]
 
 
 class Jobs:
-    """The jobs of a namespace.
+    """Jobs of a namespace.
 
     Args:
-        namespace: None: all namespaces.
+        namespace: None for all namespaces.
 
     Attributes:
-        notes: Why some numbers are missing or old, for the person; of the last look.
+        notes: Why some numbers of the last sample are missing or old, for the user.
     """
 
     def __init__(self, connection: Connection, namespace: str | None) -> None:
@@ -45,7 +45,7 @@ class Jobs:
         self.notes: list[str] = []
 
     async def look(self) -> list[Row]:
-        """The jobs now, with rates since the last look."""
+        """The jobs now, with rates since the last call."""
         client = self._connection.client
         jobs = [job async for job in client.items(ROLLOUT_JOBS, self._namespace)]
         counts, asked = await self._counts([job for job in jobs if (job.get("status") or {}).get("phase") == "Running"])
@@ -62,7 +62,7 @@ class Jobs:
         return rows
 
     def _before_of(self, look: Look) -> Look | None:
-        """The look to compare with: the last one, or by status the last with other numbers."""
+        """The sample to compare with: the last one, or for rates from the status the last with other numbers."""
         key = _key(look.job)
         last = self._before.get(key)
         if look.pods and last is not None and last.pods.keys() & look.pods.keys():
@@ -75,7 +75,7 @@ class Jobs:
         return earlier
 
     async def _counts(self, jobs: Sequence[Object]) -> tuple[dict[_Key, dict[str, PodCounts]], int]:
-        """What the jobs' workers say, and how many were asked."""
+        """Counters of the jobs' workers, and the number of workers that were asked."""
         wanted = {_key(job) for job in jobs}
         if self._refused or not wanted:
             return {}, 0
@@ -94,7 +94,7 @@ class Jobs:
             return {}, 0
         except _MayNotProxy:
             self._refused = (
-                f"{_BY_STATUS} (missing right: you may not get pods/proxy, by which workers are asked; "
+                f"{_BY_STATUS} (missing permission: you may not get pods/proxy, which reaches the workers; "
                 "docs/reading-output.md#rights)"
             )
             return {}, 0

@@ -1,4 +1,4 @@
-"""The way to the API server: its address, how it is trusted, and who one is; never a password in a log."""
+"""Access to the API server: address, trust and credentials. No password is ever logged."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class NoAccess(Exception):
 
 
 class Access:
-    """An API server that sessions can be opened to.
+    """Address and credentials of an API server; opens sessions to it.
 
-    Every request carries the credentials of that moment: service accounts' tokens are renewed on disk, those of
-    kubeconfig plug-ins by loading again when the API server answers 401.
+    Every request carries the current credentials: service accounts' tokens are renewed on disk; those of kubeconfig
+    plug-ins are loaded again when the API server answers 401.
     """
 
     def __init__(self, load: Callable[[], Awaitable[Configuration]], configuration: Configuration) -> None:
@@ -36,11 +36,11 @@ class Access:
 
     @property
     def server(self) -> str:
-        """Base URL."""
+        """Base URL of the API server."""
         return str(self._configuration.host).rstrip("/")
 
     def session(self, *, traces: Sequence[aiohttp.TraceConfig] = ()) -> aiohttp.ClientSession:
-        """A new session, for the caller to close; its requests need the whole URL."""
+        """A new session, for the caller to close; its requests need absolute URLs."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
             trace_configs=list(traces),
@@ -73,13 +73,13 @@ class Access:
 
 
 async def load_access(kubeconfig: Path | None = None, context: str | None = None) -> Access:
-    """Access by the given kubeconfig, KUBECONFIG, the pod's service account or ~/.kube/config: the first that is.
+    """Access by the given kubeconfig, KUBECONFIG, the pod's service account or ~/.kube/config: the first that exists.
 
     Args:
-        context: Of the kubeconfig; None: its current one.
+        context: Context of the kubeconfig; None for its current one.
 
     Raises:
-        NoAccess: There is none of them, or it cannot be read.
+        NoAccess: None of them exists, or it cannot be read.
     """
 
     async def load() -> Configuration:
@@ -97,7 +97,7 @@ async def load_access(kubeconfig: Path | None = None, context: str | None = None
                 )
         except (config.ConfigException, OSError) as error:
             raise NoAccess(
-                f"no way to an API server: {error} (looked at KUBECONFIG, the pod's service account, ~/.kube/config)"
+                f"no access to an API server: {error} (looked at KUBECONFIG, the pod's service account, ~/.kube/config)"
             ) from error
         return configuration
 
@@ -105,10 +105,10 @@ async def load_access(kubeconfig: Path | None = None, context: str | None = None
 
 
 def default_namespace(kubeconfig: Path | None = None, context: str | None = None) -> str:
-    """The namespace that is meant where none is named, as kubectl has it.
+    """Namespace to use if none is named, as kubectl chooses it.
 
     Args:
-        context: Of the kubeconfig; None: its current one.
+        context: Context of the kubeconfig; None for its current one.
 
     Raises:
         NoAccess: The kubeconfig cannot be read, or has no such context.
@@ -119,7 +119,7 @@ def default_namespace(kubeconfig: Path | None = None, context: str | None = None
             return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
         found, current = config.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
-        raise NoAccess(f"no namespace is named, and there is none to take: {error}; name one with -n") from error
+        raise NoAccess(f"no namespace is given, and there is no default: {error}; set one with -n") from error
     if context is not None:
         current = next((item for item in found if item["name"] == context), None)
         if current is None:
@@ -136,7 +136,7 @@ def _in_cluster(file: str | None) -> bool:
 
 
 def _proxy_of(server: str) -> str | None:
-    """The proxy of the environment, unless NO_PROXY has the server."""
+    """The environment's proxy, unless NO_PROXY excludes the server."""
     url = urlsplit(server)
     return None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
 
@@ -148,6 +148,6 @@ def _trust(configuration: Configuration) -> ssl.SSLContext:
     if not configuration.verify_ssl:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    # Authorities of clusters are often older than RFC 5280's last word; Python 3.13 is strict where others are not.
+    # Clusters' certificate authorities often violate RFC 5280 in details; Python 3.13 is stricter than other clients.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context

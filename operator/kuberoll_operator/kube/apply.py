@@ -1,4 +1,4 @@
-"""Server-side apply of children, with no write for one that is as it should be."""
+"""Server-side apply of children, without a write if nothing has changed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kuberoll_operator.kube.resources import RAY_SERVICES, SECRETS
 from kuberoll_operator.model import Key, Object
 
 FORCED = frozenset({RAY_SERVICES.kind})
-"""Kinds that are taken back from other field managers, and only written where the digest is another.
+"""Kinds whose fields are taken back from other field managers, and which are written only if their digest differs.
 
 KubeRay adds its finalizer and its defaults to a RayService by an update of the whole object, and owns the worker groups
-after that: without force every second apply is a conflict. What others add to it after that (Kueue its node selectors)
-is left alone, or both would write for ever.
+after that: without force every second apply is a conflict. Later additions of others (Kueue's node selectors) are left
+alone, or both would write forever.
 """
 
 CREATED_ONLY = frozenset({SECRETS.kind})
-"""Kinds that are created and neither read nor changed: their names say what is in them."""
+"""Kinds that are created and never read or changed: their names contain a digest of their content."""
 
 HASHED = "sha256:"
-"""What the cache has of a ConfigMap's values: this and a digest."""
+"""Prefix of the digests that the cache keeps instead of a ConfigMap's values."""
 
 
 class Applier:
-    """Writes children, and remembers how they were after that."""
+    """Writes children, and remembers their state after the write."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -36,10 +36,10 @@ class Applier:
         self._created: dict[Key, set[tuple[str, str]]] = {}
 
     async def apply(self, wanted: Object, live: Object | None) -> Object | None:
-        """Makes the live object what is wanted; None where it is so already, or the answer of the API server.
+        """Make the live object equal to the wanted one; returns the API server's answer, None if nothing was written.
 
         Args:
-            live: As it was last seen; None where it was not. Not another owner's.
+            live: The live object as it was last seen; None if it was not. Never another owner's.
 
         Raises:
             ApiError: As `Client.apply`.
@@ -54,15 +54,15 @@ class Applier:
         return found
 
     def forget(self, uid: str) -> None:
-        """The object is gone."""
+        """Forget a deleted object."""
         self._left.pop(uid, None)
 
     def forget_job(self, key: Key) -> None:
-        """The job is gone, or over."""
+        """Forget a job that is gone or has finished."""
         self._created.pop(key, None)
 
     def missing(self, key: Key, name: str) -> None:
-        """An object that was created for a job, and cannot be seen, is not there."""
+        """Note that an object that was created for a job, and is never read, does not exist."""
         for place in [place for place in self._created.get(key, ()) if place[1] == name]:
             self._created[key].discard(place)
 
@@ -70,7 +70,7 @@ class Applier:
         metadata = wanted["metadata"]
         key = Key(metadata["namespace"], metadata["labels"][names.JOB_LABEL])
         created = self._created.setdefault(key, set())
-        # A successor of the same name has another uid, and objects of its own.
+        # A successor of the same name has another uid and its own objects.
         place = (metadata["ownerReferences"][0]["uid"], metadata["name"])
         if place in created:
             return
@@ -82,17 +82,18 @@ class Applier:
         created.add(place)
 
     def _unchanged(self, wanted: Object, live: Object) -> bool:
-        # The digest says what was written last; whoever changed a field since then left the digest as it was.
+        # The digest tells what was written last; other writers change fields without it.
         if _digest(live) != _digest(wanted):
             return False
         if wanted["kind"] in FORCED:
             return True
-        # What the API server spells differently (quantities) is not covered for ever, and as it was left all the same.
+        # Values that the API server normalizes (quantities) never compare equal, but are unchanged since the last
+        # write.
         return covers(live, wanted) or self._left.get(live["metadata"]["uid"]) == (_digest(wanted), _mark(live))
 
 
 def covers(live: Any, wanted: Any) -> bool:
-    """Whether everything that is wanted is in the live value; more may be."""
+    """True if the live value contains everything that is wanted, and possibly more."""
     if isinstance(wanted, Mapping):
         return isinstance(live, Mapping) and all(key in live and covers(live[key], wanted[key]) for key in wanted)
     if isinstance(wanted, (list, tuple)):
@@ -105,7 +106,7 @@ def covers(live: Any, wanted: Any) -> bool:
 
 
 def hashed(text: str) -> str:
-    """A text as the cache keeps it."""
+    """A text as the cache keeps it: prefix and digest."""
     return HASHED + hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -114,5 +115,5 @@ def _digest(item: Object) -> str:
 
 
 def _mark(item: Object) -> object:
-    """What differs when somebody has written the object's spec since."""
+    """A value that changes whenever somebody writes the object's spec."""
     return item["metadata"].get("generation") or item["metadata"].get("resourceVersion")

@@ -1,4 +1,4 @@
-"""Requests to the API server, each with a deadline, errors as types, and writes only while one may write."""
+"""Requests to the API server, with deadlines and typed errors; writes only while this operator is the leader."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _JSON = "application/json"
 _REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview")
 
 Told = Callable[[str, str, int], None]
-"""Told of every answer: verb, kind, HTTP status (0: none)."""
+"""Callback for every answer: verb, kind, HTTP status (0: none)."""
 
 
 class Client:
     """A client of one API server; an async context manager.
 
-    Every method raises `kube.errors.ApiError`'s subclasses, and writes raise `NotLeader`.
+    Every method raises subclasses of `kube.errors.ApiError`; writes also raise `NotLeader`.
 
     Args:
-        remaining: Seconds in which a write must have ended, because the lease may be lost then; None: no limit.
+        remaining: Seconds until the lease may be lost, in which a write must end; None for no limit.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Client:
             await self._session.close()
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
-        """An object; None where there is none.
+        """An object; None if it does not exist.
 
         Args:
-            namespace: None: the kind is of the whole cluster.
+            namespace: None for cluster-scoped kinds.
         """
         try:
             return await self._request("get", resource, resource.path(namespace, name))
@@ -69,7 +69,7 @@ class Client:
             return None
 
     async def serves(self, resource: Resource) -> bool:
-        """Whether the API server knows a kind."""
+        """True if the API server serves a kind."""
         try:
             found = await self._request("list", resource, f"/apis/{resource.api_version}")
         except NotFound:
@@ -79,7 +79,7 @@ class Client:
     async def items(
         self, resource: Resource, namespace: str | None, selector: str = "", *, fields: str = ""
     ) -> AsyncIterator[Object]:
-        """All objects that a label selector and a field selector select, page by page."""
+        """All objects that match a label selector and a field selector, page by page."""
         query = {"limit": str(PAGE)}
         query |= ({"labelSelector": selector} if selector else {}) | ({"fieldSelector": fields} if fields else {})
         while True:
@@ -92,7 +92,7 @@ class Client:
             query["continue"] = token
 
     async def may(self, verb: str, resource: Resource, namespace: str, subresource: str | None = None) -> bool:
-        """Whether this user has a right in a namespace, as far as the API server says; if it does not, they may try."""
+        """True if this user has a permission in a namespace, or if the API server does not tell."""
         attributes = {"namespace": namespace, "verb": verb, "group": resource.group, "resource": resource.plural}
         attributes |= {"subresource": subresource} if subresource else {}
         review = {
@@ -107,20 +107,20 @@ class Client:
         return bool(found.get("status", {}).get("allowed"))
 
     async def create(self, item: Object) -> Object:
-        """A new object."""
+        """Create an object."""
         resource = resource_of_object(item)
         return await self._write("create", resource, resource.path(item["metadata"]["namespace"]), item)
 
     async def replace(self, item: Object) -> Object:
-        """An object in place of the one with its resource version."""
+        """Replace the object that has the same resource version."""
         resource, metadata = resource_of_object(item), item["metadata"]
         return await self._write("update", resource, resource.path(metadata["namespace"], metadata["name"]), item)
 
     async def apply(self, item: Object, manager: str, *, subresource: str | None = None, force: bool = False) -> Object:
-        """Server-side apply; the answer is the object as it is now.
+        """Apply an object on the server side; returns the result.
 
         Args:
-            force: Whether fields that others manage are taken from them; else they are a FieldConflict.
+            force: True to take fields from other managers; otherwise they raise FieldConflict.
         """
         resource, metadata = resource_of_object(item), item["metadata"]
         path = resource.path(metadata["namespace"], metadata["name"], subresource)
@@ -130,17 +130,17 @@ class Client:
     async def patch_status(
         self, resource: Resource, namespace: str, name: str, status: Mapping[str, Any], manager: str, *, version: str
     ) -> Object:
-        """Changes some of a status by a JSON merge patch, which can remove what others have set.
+        """Change parts of a status by a JSON merge patch, which can also remove fields of other managers.
 
         Args:
-            version: The resource version that the change was decided by; another one is a Conflict.
+            version: Resource version that the change is based on; raises Conflict at any other.
         """
         body = {"metadata": {"resourceVersion": version}, "status": status}
         path = resource.path(namespace, name, "status")
         return await self._write("patch", resource, path, body, query={"fieldManager": manager}, content=_MERGE)
 
     async def delete(self, resource: Resource, namespace: str, name: str, *, uid: str) -> bool:
-        """Deletes the object with this uid, what it owns in the background; False where it is gone already."""
+        """Delete the object with this uid, and its dependents in the background; False if it is gone already."""
         options = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -165,8 +165,8 @@ class Client:
     ) -> Object:
         remaining = self._remaining()
         if remaining is not None and remaining <= 0:
-            raise NotLeader(f"{verb} {path}: the lease may be another's")
-        # What is under way when the lease is lost must not come after the next leader's first write.
+            raise NotLeader(f"{verb} {path}: another operator may hold the lease")
+        # A write that is in flight when the lease is lost must end before the next leader's first write.
         seconds = self._seconds if remaining is None else min(self._seconds, remaining)
         return await self._request(verb, resource, path, body=body, query=query, content=content, seconds=seconds)
 
@@ -208,5 +208,5 @@ class Client:
         if code >= 300:
             raise error_of(code, found if isinstance(found, dict) else {}, request, retry_after)
         if not isinstance(found, dict):
-            raise Invalid(f"the answer is no JSON object: {received[:80]!r}", code=code, request=request)
+            raise Invalid(f"the answer is not a JSON object: {received[:80]!r}", code=code, request=request)
         return found

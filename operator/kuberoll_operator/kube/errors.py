@@ -1,4 +1,4 @@
-"""What an API server, or the way to it, answers instead of an object: one class per right reaction."""
+"""Errors of requests to the API server: one class for each reaction that is right."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MANAGER = re.compile(r'conflicts? with "([^"]+)"')
 
 
 class ApiError(Exception):
-    """A request that was not answered with what it asked for.
+    """A request that failed.
 
     Attributes:
-        code: HTTP status; 0 where there was no answer.
-        reason: Kubernetes' word for it, Forbidden or AlreadyExists for example; may be empty.
-        message: The API server's own words, at most 1,000 characters.
+        code: HTTP status; 0 if there was no answer.
+        reason: Kubernetes' reason, e.g. Forbidden or AlreadyExists; may be empty.
+        message: The API server's message, at most 1,000 characters.
         request: Verb and path, for the log.
     """
 
@@ -33,34 +33,34 @@ class ApiError(Exception):
 
 
 class NotFound(ApiError):
-    """404: it is not there, or its kind is not served."""
+    """404: the object does not exist, or its kind is not served."""
 
 
 class Unauthorized(ApiError):
-    """401, with fresh credentials too."""
+    """401, even with fresh credentials."""
 
 
 class Forbidden(ApiError):
-    """403: the operator's Role does not allow it; may be mended while the operator runs."""
+    """403: the role does not allow it; may be fixed while the operator runs."""
 
 
 class QuotaExceeded(Forbidden):
-    """403 of a ResourceQuota: room may come."""
+    """403 of a ResourceQuota: space may become free."""
 
 
 class Invalid(ApiError):
-    """400, 405, 413, 415 and 422: the same request will never be taken."""
+    """400, 405, 413, 415 and 422: the same request will never succeed."""
 
 
 class Conflict(ApiError):
-    """409: it exists already, has another resource version or uid, or is being changed."""
+    """409: the object exists already, has another resource version or uid, or is being changed."""
 
 
 class FieldConflict(Conflict):
-    """409 of server-side apply: fields belong to others.
+    """409 of server-side apply: fields belong to other managers.
 
     Attributes:
-        managers: Their field managers.
+        managers: Names of those field managers.
     """
 
     def __init__(self, message: str, *, managers: tuple[str, ...], code: int, reason: str, request: str) -> None:
@@ -73,21 +73,21 @@ class Gone(ApiError):
 
 
 class TooMany(ApiError):
-    """429.
+    """429: too many requests.
 
     Attributes:
-        retry_after: Seconds that the server asks to wait; None: it does not say.
+        retry_after: Seconds that the server asks to wait; None if it does not.
     """
 
     retry_after: float | None = None
 
 
 class Unavailable(ApiError):
-    """5xx, a time-out or a lost connection: whether the request was done is not known, and it may be done again."""
+    """5xx, a time-out or a lost connection: the request may or may not have been executed, and can be repeated."""
 
 
 class NotLeader(Exception):
-    """A write was held back: the lease could be somebody else's by now."""
+    """A write was withheld: another operator may hold the lease by now."""
 
 
 def error_of(code: int, status: Mapping[str, Any], request: str, retry_after: str | None = None) -> ApiError:
@@ -95,7 +95,7 @@ def error_of(code: int, status: Mapping[str, Any], request: str, retry_after: st
 
     Args:
         status: The answer's `Status` object; may be empty or anything else.
-        retry_after: The header, if there is one.
+        retry_after: Value of the Retry-After header, if there is one.
     """
     message = str(status.get("message") or f"HTTP {code}")
     reason = str(status.get("reason") or "")
@@ -129,7 +129,7 @@ def error_of(code: int, status: Mapping[str, Any], request: str, retry_after: st
 
 
 def _seconds(value: Any) -> float | None:
-    # A date is allowed in the header, too; no API server sends one.
+    # The header may also hold a date, but no API server sends one.
     try:
         return max(0.0, float(value))
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Events about a job, as `kubectl describe` shows them: one for every transition, at most once."""
+"""Events of a job, as `kubectl describe` shows them: one for every transition, at most once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Happening(Protocol):
-    """What an event says: `transitions.Event`."""
+    """Content of an event: `transitions.Event`."""
 
     @property
     def type(self) -> str: ...
@@ -34,16 +34,16 @@ class Happening(Protocol):
 
 
 class Recorder:
-    """Records events; what cannot be recorded is logged, and holds up nothing."""
+    """Creates Events; a failure is logged and blocks nothing."""
 
     def __init__(self, client: Client, identity: str) -> None:
         self._client, self._identity = client, identity
 
     async def record(self, job: Object, events: Sequence[Happening]) -> None:
-        """Record events about a job.
+        """Create events about a job.
 
         Args:
-            job: As it is after the status was written that tells of the same.
+            job: The job after the write of the status that the events describe.
         """
         for event in events:
             try:
@@ -56,7 +56,7 @@ class Recorder:
 
 
 def event_object(job: Object, event: Happening, identity: str, now: datetime) -> Object:
-    """An event as the API server takes it; its name is made of the state of the job that it tells of."""
+    """An Event for the API server; its name derives from the state of the job that it describes."""
     metadata = job["metadata"]
     state = (metadata["uid"], metadata.get("resourceVersion"), event.reason, event.action, event.note)
     mark = hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()[:_NAME_CHARACTERS]

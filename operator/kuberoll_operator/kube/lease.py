@@ -1,4 +1,4 @@
-"""Leader election by a Lease: of several operators one writes, and it stops before another could begin."""
+"""Leader election by a Lease: one of several operators writes, and it stops before another could start."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _log = logging.getLogger(__name__)
 
 
 class LeadershipLost(Exception):
-    """Another one has the lease."""
+    """Another operator holds the lease."""
 
 
 class Elector:
-    """Holds, or waits for, one Lease.
+    """Acquires and renews one Lease.
 
     The holder renews it every `retry_seconds`, by one request. It counts itself leader for `renew_seconds` from the
-    start of the last renewal that succeeded; others take the lease when they have seen no renewal for `lease_seconds`.
-    Both are measured on each one's own monotonic clock, so that clocks that differ do no harm; the difference between
-    the two is the time that writes under way have to end.
+    start of the last successful renewal; others take the lease when they have seen no renewal for `lease_seconds`. Each
+    operator measures on its own monotonic clock, so differing clocks do no harm. The difference of the two times is
+    left
+    for writes in flight to end.
 
-    A holder that was too late, because its process got no processor or the API server did not answer, writes nothing
-    until it has renewed the lease, and goes on where nobody else took it meanwhile.
+    A holder that was late, because its process got no CPU or the API server did not answer, writes nothing until it has
+    renewed the lease, and continues if no other operator has taken it in the meantime.
 
     Args:
-        client: Its requests must not depend on the leadership that is decided here.
-        owner: Owner reference of the lease, which goes with its owner; None: it stays.
+        client: Client whose writes do not depend on the leadership.
+        owner: Owner reference of the lease, so that it is deleted with its owner; None to keep it.
         clock: Monotonic seconds.
     """
 
@@ -59,33 +60,33 @@ class Elector:
         self._owner = owner
         self._clock = clock
         self._renewed: float | None = None
-        # As it was last read or written.
+        # The lease as it was last read or written.
         self._lease_object: Object | None = None
-        # The lease as another one left it, and since when it has been like this.
+        # State of another holder's lease, and the time since which it is unchanged.
         self._seen: tuple[object, float] = (None, 0.0)
         self._tried: float | None = None
 
     @property
     def leading(self) -> bool:
-        """Whether this one may write."""
+        """True if this operator may write."""
         return self.remaining() > 0
 
     def remaining(self) -> float:
-        """Seconds for which the leadership is sure; 0 where it is not."""
+        """Seconds for which the leadership is certain; 0 if it is not."""
         if self._renewed is None:
             return 0.0
         return max(0.0, self._renewed + self._renew - self._clock())
 
     def write_seconds(self) -> float:
-        """Seconds in which a write that begins now must have ended; 0: none may begin."""
+        """Seconds in which a write that starts now must end; 0 if none may start."""
         return self.remaining() and self.remaining() + (self._lease - self._renew) / 2
 
     def tried_age(self) -> float | None:
-        """Seconds since the lease was last asked for, with or without success; None: never."""
+        """Seconds since the last attempt to get the lease, successful or not; None if there was none."""
         return None if self._tried is None else self._clock() - self._tried
 
     async def acquire(self) -> None:
-        """Returns as the leader."""
+        """Return as soon as this operator is the leader."""
         while True:
             if await self._try():
                 break
@@ -93,10 +94,10 @@ class Elector:
         _log.info("leading as %s", self.identity)
 
     async def hold(self) -> None:
-        """Renews the lease until another one has it.
+        """Renew the lease until another operator holds it.
 
         Raises:
-            LeadershipLost: Always, when that is known.
+            LeadershipLost: Always, at that point.
         """
         while True:
             await asyncio.sleep(min(self._retry, self.remaining()) if self.leading else self._retry)
@@ -106,12 +107,12 @@ class Elector:
         raise LeadershipLost(f"the lease {self._namespace}/{self._name} is held by {self._holder()}")
 
     async def release(self) -> None:
-        """Gives the lease up, so that the next leader need not wait; nothing where it is not held."""
+        """Release the lease, so that the next leader need not wait; does nothing if it is not held."""
         leading, self._renewed = self.leading, None
         if not leading:
             return
         try:
-            # Read anew: the answer to the last renewal may not have been waited for.
+            # Read again: the last renewal may have been cancelled before its answer.
             lease = await self._client.get(LEASES, self._namespace, self._name)
             if lease is None or lease["spec"].get("holderIdentity") != self.identity:
                 return
@@ -123,14 +124,14 @@ class Elector:
             _log.info("released the lease")
 
     async def _try(self) -> bool:
-        """Gets or renews the lease, if it is to be had; errors are an answer of no."""
+        """Get or renew the lease if possible; False on errors, too."""
         start = self._tried = self._clock()
         try:
             held = self._holder() == self.identity and await self._renew_as_known()
             if not held and not await self._take(start):
                 return False
         except Conflict:
-            # Another one was faster; the next look says who.
+            # Another operator was faster; the next read shows which.
             return False
         except ApiError as error:
             _log.warning("the lease cannot be read or renewed: %s", error)
@@ -139,7 +140,7 @@ class Elector:
         return True
 
     async def _renew_as_known(self) -> bool:
-        """Renews the lease as it was left, without a look at it; False where somebody has written it since."""
+        """Renew the lease without reading it; False if somebody has written it since."""
         try:
             self._lease_object = await self._client.replace(self._wanted(self._lease_object))
         except (Conflict, NotFound):
@@ -147,7 +148,7 @@ class Elector:
         return True
 
     async def _take(self, now: float) -> bool:
-        """Looks at the lease and takes it where it is free, or this one's."""
+        """Read the lease, and take it if it is free or held by this operator."""
         lease = await self._client.get(LEASES, self._namespace, self._name)
         if lease is not None and not self._free(lease, now):
             return False

@@ -1,7 +1,7 @@
-"""Who owns the pod that the operator runs in, so that the lease goes when the operator is uninstalled.
+"""Owner of the operator's pod, so that the lease is deleted when the operator is uninstalled.
 
-Helm removes the operator's rights together with its Deployment: at its end the operator could not remove the lease
-itself. Kubernetes does, once the owner is gone.
+Helm removes the operator's role together with its Deployment, so the operator could not delete the lease itself when it
+stops. Kubernetes does so once the owner is gone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 async def owner_of_pod(client: Client, namespace: str, pod: str | None) -> Object | None:
-    """The owner reference of a pod's controller, its ReplicaSet; None where there is none, or it cannot be read.
+    """Owner reference of a pod's controller, its ReplicaSet; None if there is none, or it cannot be read.
 
     Args:
-        pod: Name; None: the operator does not run in a pod.
+        pod: Name of the pod; None if the operator does not run in a pod.
     """
     if pod is None:
         return None

@@ -1,4 +1,4 @@
-"""What Workloads refer to, of the whole cluster: read when it is needed, and remembered for a minute."""
+"""Cluster-wide objects that Workloads refer to, read when needed and cached for a minute."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class QuotaReader:
         self._known: dict[tuple[Resource, str], tuple[float, Object]] = {}
 
     async def read(self, flavors: Iterable[str], priority_class: str | None) -> ClusterQuota:
-        """These flavors, and the value of this class.
+        """These flavors, and the value of this priority class.
 
         Raises:
-            ApiError: They cannot be read.
+            ApiError: They could not be read.
         """
         found = {name: await self._get(RESOURCE_FLAVORS, name) for name in sorted(flavors)}
         priority = None if priority_class is None else await self._get(WORKLOAD_PRIORITY_CLASSES, priority_class)
@@ -38,7 +38,7 @@ class QuotaReader:
         if known is not None and self._clock() - known[0] < REMEMBER_SECONDS:
             return known[1]
         found = await self._client.get(resource, None, name)
-        # One that is not there may be made at any moment, and jobs wait for it.
+        # A missing one may be created at any moment, and jobs wait for it.
         if found is not None:
             self._known[resource, name] = self._clock(), found
         return found

@@ -1,4 +1,4 @@
-"""The kinds that the operator reads and writes, and where the API server has them."""
+"""Kinds that the operator reads and writes, with their API paths."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kuberoll_api.model.rolloutjob import API_VERSION, GROUP, KIND, VERSION
 
 
 class Resource(NamedTuple):
-    """A kind and its place.
+    """A kind and its API path.
 
     Attributes:
         group: Empty for the core group.
-        plural: Its name in addresses.
+        plural: Its name in paths.
     """
 
     group: str
@@ -22,11 +22,11 @@ class Resource(NamedTuple):
 
     @property
     def api_version(self) -> str:
-        """As objects have it."""
+        """`apiVersion` of its objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """Path of an object, or of a list; without a namespace: of all namespaces."""
+        """Path of an object, or of a list; namespace None: of all namespaces, or cluster-scoped."""
         parts = ["/apis", self.group] if self.group else ["/api"]
         parts.append(self.version)
         if namespace is not None:
@@ -38,7 +38,7 @@ ROLLOUT_JOBS: Final = Resource(GROUP, VERSION, "rolloutjobs", KIND)
 PODS: Final = Resource("", "v1", "pods", "Pod")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 SECRETS: Final = Resource("", "v1", "secrets", "Secret")
-"""Created, and never read: the operator may do nothing else with them."""
+"""Only ever created: the operator has no other permission for them."""
 
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 
@@ -49,24 +49,24 @@ CHILDREN: Final = (
     Resource("batch", "v1", "jobs", "Job"),
     Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
 )
-"""What the operator makes; all of them are watched."""
+"""Kinds of children in every cluster; all of them are watched."""
 
 RAY_SERVICES: Final = Resource("ray.io", "v1", "rayservices", "RayService")
-"""Made with backend KubeRay; watched where the cluster serves them."""
+"""Created with backend KubeRay; watched if the cluster serves them."""
 
 LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
-"""Made with backend Native for replicas that span pods; watched where the cluster serves them."""
+"""Created with backend Native for replicas that span pods; watched if the cluster serves them."""
 
 WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload")
-"""Kueue's requests for quota, one of every job in a queue; watched where the cluster serves them."""
+"""Kueue's requests for quota, one for each job in a queue; watched if the cluster serves them."""
 
 RESOURCE_FLAVORS: Final = Resource("kueue.x-k8s.io", "v1beta2", "resourceflavors", "ResourceFlavor")
-"""Which nodes a quota of Kueue's is for; of the whole cluster, and only read."""
+"""Kueue's description of the nodes that a quota is for; cluster-scoped, and only read."""
 
 WORKLOAD_PRIORITY_CLASSES: Final = Resource(
     "kueue.x-k8s.io", "v1beta2", "workloadpriorityclasses", "WorkloadPriorityClass"
 )
-"""Kueue's priorities; of the whole cluster, and only read."""
+"""Kueue's priorities; cluster-scoped, and only read."""
 
 _BY_KIND = {
     (item.api_version, item.kind): item
@@ -75,19 +75,19 @@ _BY_KIND = {
 
 
 def resource_of(api_version: str, kind: str) -> Resource:
-    """Where a kind is.
+    """The resource of a kind.
 
     Raises:
-        KeyError: The operator has nothing to do with it.
+        KeyError: The operator does not use this kind.
     """
     return _BY_KIND[api_version, kind]
 
 
 def resource_of_object(item: dict[str, Any]) -> Resource:
-    """Where an object is.
+    """The resource of an object's kind.
 
     Raises:
-        KeyError: The operator has nothing to do with its kind.
+        KeyError: The operator does not use its kind.
     """
     return resource_of(item["apiVersion"], item["kind"])
 

@@ -1,4 +1,4 @@
-"""The children of a job as objects: pure functions of the job and the settings, the same bytes for the same input."""
+"""Rendering of a job's children: pure functions of the job and the settings; equal input gives equal bytes."""
 
 from kuberoll_operator.render.check import build_check_job
 from kuberoll_operator.render.config import build_config

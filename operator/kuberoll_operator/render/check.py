@@ -1,7 +1,7 @@
-"""The Job before the engines: a worker pod that looks at everything it needs, and ends.
+"""The check Job: a worker pod that checks its inputs and exits, before any engine is started.
 
-Whatever keeps workers from starting (a claim or a Secret that is not there, a quota, an environment's type, a row of
-the dataset, an output that cannot be written) is known before a GPU is asked for.
+Whatever would keep workers from starting (a missing claim or Secret, a quota, an environment's type, a row of the
+dataset, an output that cannot be written) is found before a GPU is requested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RETRIES: Final = 3
 
 
 def build_check_job(subject: RenderContext, *, suspend: bool = False) -> Object:
-    """Job <job>-check: one pod, a worker's in everything but what it is told to do."""
+    """Job <job>-check: one pod, a worker's in everything but its arguments."""
     child = subject.child("batch/v1", "Job", names.check(subject.name), names.CHECK)
     child["spec"] = {
         "backoffLimit": RETRIES,

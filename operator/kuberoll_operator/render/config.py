@@ -25,24 +25,24 @@ def build_config(subject: RenderContext) -> Object:
     """ConfigMap <job>-config with the one key job.json.
 
     Raises:
-        OutputRefused: The output is nothing that pods can write to.
+        OutputRefused: Pods cannot write to the output.
     """
     child = subject.child("v1", "ConfigMap", names.config(subject.name), names.CONFIG)
     fields = dataclasses.asdict(pod_config(subject))
-    # Always there: `turns`, whose absence means something.
+    # `turns` is always written, because its absence has a meaning.
     given = {key: value for key, value in fields.items() if key == "turns" or value not in (None, [])}
     text = json.dumps(given, sort_keys=True, indent=1, ensure_ascii=False)
     return {**child, "data": {names.CONFIG_KEY: f"{text}\n"}}
 
 
 def pod_config(subject: RenderContext) -> PodConfig:
-    """The configuration that job.json holds.
+    """The configuration in job.json.
 
     Raises:
-        OutputRefused: The output is nothing that pods can write to.
+        OutputRefused: Pods cannot write to the output.
     """
     output = output_of(subject.job.spec.output.uri)
-    # Pods are not restarted in place: only a volume that outlives them is worth writing turns to.
+    # Pods are not restarted in place, so turns are only written to a volume that outlives them.
     kept = output.claim is not None and subject.job.spec.rollout.journal_turns
     return PodConfig(
         job=_for_pods(subject),

@@ -1,4 +1,4 @@
-"""The job that is rendered, and what has been settled about it."""
+"""Context of rendering: the job, and the decisions about it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kuberoll_operator.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the pods of a pod set are given when their quota is admitted.
+    """Constraints on the pods of a pod set, from the admission of their quota.
 
     Attributes:
-        count: The most pods that are paid for; None: as many as are wanted.
+        count: Maximum number of pods; None for as many as are wanted.
         node_selector: Labels of the nodes that the quota is for.
-        tolerations: Of those nodes' taints.
-        labels: Of the pods.
-        annotations: Of the pods.
+        tolerations: Tolerations of those nodes' taints.
+        labels: Labels of the pods.
+        annotations: Annotations of the pods.
     """
 
     count: int | None = None
@@ -34,14 +34,14 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderContext:
-    """What children are rendered from.
+    """Everything that children are rendered from.
 
     Attributes:
-        uid: Of the RolloutJob, for owner references.
-        hosting: Of the policy.
-        shards: Parts of the dataset.
-        tokens: Of the policy, by scope.
-        assignments: What the quota gives to pods, by pod set; empty where there is none.
+        uid: Uid of the RolloutJob, for owner references.
+        hosting: How the policy is hosted.
+        shards: Number of shards of the dataset.
+        tokens: Bearer tokens of the policy, by scope.
+        assignments: Constraints from the admission, by pod set; empty without a queue.
     """
 
     job: RolloutJob
@@ -55,7 +55,7 @@ class RenderContext:
 
     @property
     def name(self) -> str:
-        """Of the job."""
+        """Name of the job."""
         return self.job.metadata.name
 
     def metadata(self, name: str, component: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RenderContext:
         }
 
     def child(self, api_version: str, kind: str, name: str, component: str) -> Object:
-        """A child without its substance."""
+        """A child without its spec or data."""
         return {"apiVersion": api_version, "kind": kind, "metadata": self.metadata(name, component)}
 
     def _owner(self) -> dict[str, Any]:

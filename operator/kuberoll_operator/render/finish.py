@@ -1,4 +1,4 @@
-"""The Job at the end: it aggregates what the shards hold and writes the report."""
+"""The finish Job: it aggregates the shards and writes the report."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RETRIES: Final = 3
 
 
 def build_finish_job(subject: RenderContext, *, suspend: bool = False) -> Object:
-    """Job <job>-finish: a pod like the workers', made by their options.
+    """Job <job>-finish: one pod like a worker's, with the workers' options.
 
-    In `workers.podTemplate`, what is said of container "worker" is meant for this one's, too.
+    Fields of container "worker" in `workers.podTemplate` apply to container "finish", too.
     """
     spec = subject.job.spec.workers
     volumes = data_volumes(subject)

@@ -1,4 +1,4 @@
-"""The generation pods of backend Native: every replica is a Ray of its own.
+"""Generation pods of backend Native: every replica is a Ray cluster of its own.
 
 A replica is a pod of a Deployment, or a group of pods of a LeaderWorkerSet whose leader answers for all of them.
 """
@@ -18,12 +18,10 @@ from kuberoll_operator.render.pods import POD_IP, container, pod_template, stand
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
-"""What of the Deployment changes without a new engine."""
+"""Fields of the Deployment that may change without restarting engines."""
 
 GROUPS_MUTABLE: Final = frozenset({"replicas"})
-"""The same, of the LeaderWorkerSet."""
-
-"""KubeRay's: "true" on pods of engines, "false" on the head."""
+"""Fields of the LeaderWorkerSet that may change without restarting engines."""
 
 GRACE_SECONDS: Final = 60
 PROBE_SECONDS: Final = 10
@@ -32,8 +30,9 @@ PROBE_SECONDS: Final = 10
 def build_generation_deployment(subject: RenderContext, *, replicas: int) -> Object:
     """Deployment <job>-generation.
 
-    It never has more pods than replicas: an engine that waits for a second GPU would wait for ever. Weights are no part
-    of it: pods read them in the configuration that they have mounted, and go on.
+    It never has more pods than replicas: a surge pod could wait forever for a second GPU. Weights are not part of it:
+        pods
+    read them from their mounted configuration while they run.
     """
     spec = subject.job.spec
     child = subject.child("apps/v1", "Deployment", names.generation(subject.name), names.GENERATION)
@@ -49,12 +48,13 @@ def build_generation_deployment(subject: RenderContext, *, replicas: int) -> Obj
 
 
 def build_generation_groups(subject: RenderContext, *, replicas: int, size: int) -> Object:
-    """LeaderWorkerSet <job>-replicas, every group of which is one replica.
+    """LeaderWorkerSet <job>-replicas: every group of pods is one replica.
 
-    A group is made anew when one of its containers starts again: what was spread over its pods is gone with one part.
+    A group is recreated when one of its containers restarts: the model is spread over its pods and lost with one of
+        them.
 
     Args:
-        size: Pods of a group, the leader among them.
+        size: Pods of a group, including the leader.
     """
     name = names.leader_worker_set(subject.name)
     child = subject.child("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, names.GENERATION)
@@ -79,15 +79,16 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
     """Template of generation pods.
 
     Args:
-        env: Further variables.
-        answers: Whether the pod is ready when its replica is; else it belongs to one that another pod answers for.
+        env: Additional environment variables.
+        answers: True if the pod serves its replica; False if another pod of the group does.
     """
     spec = subject.job.spec
     options = spec.generation
     volumes = standard_volumes(subject)
     volumes.add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
-    # Serve's own paths on the port of the policy are right too early, or wait behind generation: the pod's process
-    # answers for itself.
+    # Serve's own paths on the policy's port succeed too early, or wait behind generation: the pod's main process
+    # answers
+    # instead.
     ready = {"httpGet": {"path": "/healthz", "port": "metrics"}, "timeoutSeconds": 5}
     alive = {"httpGet": {"path": "/livez", "port": "metrics"}, "timeoutSeconds": 10}
     probes: dict[str, Any] = {
@@ -97,7 +98,7 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
             "failureThreshold": -(-spec.startup_deadline_seconds // PROBE_SECONDS),
         },
         **({"readinessProbe": {**ready, "periodSeconds": 5, "failureThreshold": 2}} if answers else {}),
-        # An engine that does not come back is ended by its pod; this is for a process that hangs.
+        # The pod itself ends if its engine does not come back; this probe is for a main process that hangs.
         "livenessProbe": {**alive, "periodSeconds": PROBE_SECONDS, "failureThreshold": 6},
     }
     main = container(
@@ -133,12 +134,12 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
 
 
 def build_generation_services(subject: RenderContext, *, leaders: bool = False) -> list[Object]:
-    """Service <job>-generation, the endpoint, and <job>-generation-pods, each pod by itself.
+    """Service <job>-generation, the endpoint, and headless Service <job>-generation-pods.
 
-    The addresses of the second are the replicas that workers talk to: those of pods that are ready.
+    The addresses of the second one are the ready replicas, which workers call one by one.
 
     Args:
-        leaders: Replicas are groups of pods, of which the leader answers.
+        leaders: True if replicas are groups of pods, whose leaders answer.
     """
     http = {"name": "http", "port": contract.GENERATION_PORT, "targetPort": contract.GENERATION_PORT}
     metrics = {"name": "metrics", "port": contract.STATUS_PORT, "targetPort": contract.STATUS_PORT}

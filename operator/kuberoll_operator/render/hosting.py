@@ -1,4 +1,4 @@
-"""What the rest of a job's children need to know of its policy, whichever backend runs that."""
+"""Hosting of a job's policy, as the job's other children need to know it, whatever the backend."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kuberoll_operator.model import Object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosting:
-    """How a policy is run, found and entered.
+    """How a policy is run, found and reached.
 
     Attributes:
         endpoint: Base URL of the policy.
-        in_job: Whether the policy runs in pods of the job.
-        discovery: How workers find the replicas, which they talk to one by one; as in `PodConfig`.
+        in_job: True if the policy runs in pods of the job.
+        discovery: How workers find the replicas, which they call one by one; as in `PodConfig`.
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
         replicas: Base URLs of the replicas, with discovery `Static`.
-        replica_ports: First and last port of replicas, where they have others than the endpoint.
-        service_labels: Labels of the pods that the endpoint leads to, beside those of all generation pods.
-        visitors: Ingress rules for those who may enter generation pods beside the job's own pods.
+        replica_ports: First and last port of replicas; None if they use the endpoint's.
+        service_labels: Labels of the pods behind the endpoint, in addition to those of all generation pods.
+        visitors: Additional ingress rules of generation pods, for clients outside the job.
     """
 
     endpoint: str
@@ -35,10 +35,10 @@ class Hosting:
 
 
 def namespaced(name: str | None) -> dict[str, Any]:
-    """A peer of a NetworkPolicy: all pods of a namespace; None: of any."""
+    """Peer of a NetworkPolicy: all pods of a namespace; None: of any namespace."""
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}} if name else {}}
 
 
 def tcp(port: int, last: int | None = None) -> dict[str, Any]:
-    """A port of a NetworkPolicy, or all from one to the last."""
+    """Port of a NetworkPolicy, or a range of ports up to `last`."""
     return {"protocol": "TCP", "port": port, **({} if last is None else {"endPort": last})}

@@ -1,4 +1,4 @@
-"""NetworkPolicies: what a job's pods may talk to. Environments run code that nobody vouches for."""
+"""NetworkPolicies of a job's pods. Environments run code that nobody vouches for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_THE_WORKERS: Final = [names.CHECK, names.FINISH, names.READER, names.WORKERS
 
 
 def build_network_policies(subject: RenderContext) -> list[Object]:
-    """NetworkPolicy <job>-workers, of all pods made by the workers' options, and <job>-generation where it is ours."""
+    """NetworkPolicy <job>-workers for all pods with the workers' options, and <job>-generation for our own policy."""
     return [_workers(subject), *([_generation(subject)] if subject.hosting.in_job else [])]
 
 
@@ -38,7 +38,7 @@ def _workers(subject: RenderContext) -> Object:
     without = subject.settings.egress_except
     if without:
         egress.append({"ports": [tcp(port) for port in sorted(ports)], "to": _anywhere(without)})
-        # What the job names may be in the cluster: an object store, a tracker, an endpoint.
+        # Addresses that the job names may be in the cluster: an object store, a tracker, an endpoint.
         ports = named
     else:
         ports |= named
@@ -73,7 +73,7 @@ def _generation(subject: RenderContext) -> Object:
 
 
 def _anywhere(without: Collection[str]) -> list[Object]:
-    """All addresses but link-local ones and those of some networks."""
+    """All addresses but link-local ones and these networks."""
     return [
         {"ipBlock": {"cidr": cidr, "except": [*link_local, *(net for net in without if (":" in net) == (":" in cidr))]}}
         for cidr, link_local in _NOWHERE.items()
@@ -81,7 +81,7 @@ def _anywhere(without: Collection[str]) -> list[Object]:
 
 
 def _policy_ports(subject: RenderContext) -> list[Object]:
-    """Where workers reach the policy."""
+    """Ports on which workers reach the policy."""
     ports = subject.hosting.replica_ports
     return [tcp(contract.GENERATION_PORT), *([] if ports is None else [tcp(*ports)])]
 
@@ -91,7 +91,7 @@ def _policy(subject: RenderContext, name: str, component: str, spec: dict[str, A
 
 
 def _ports_of(subject: RenderContext) -> set[int]:
-    """Ports of what the job itself names: its dataset, its trackers, its endpoint and its object store."""
+    """Ports that the job itself names: of its dataset, trackers, endpoint and object store."""
     spec = subject.job.spec
     tracking, external = spec.output.tracking, spec.generation.external
     urls = [

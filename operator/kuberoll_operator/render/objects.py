@@ -1,4 +1,4 @@
-"""Digests of rendered objects, and what of a child stays as it is while it runs."""
+"""Digests of rendered objects, and preservation of the immutable part of running ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIGEST_CHARACTERS = 16
 
 
 def digest(value: Any) -> str:
-    """Of a JSON value, whatever the order of its keys."""
+    """Digest of a JSON value, independent of the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]
 
@@ -26,19 +26,19 @@ def seal(rendered: Object) -> Object:
 
 
 def ref(rendered: Object) -> Ref:
-    """What an object is known by."""
+    """Reference to an object."""
     return Ref(rendered["apiVersion"], rendered["kind"], rendered["metadata"]["name"])
 
 
 def shaped(rendered: Object, mutable: Collection[str]) -> Object:
-    """The object with the digest of its shape: its spec, without the fields that may change while it runs."""
+    """The object with a digest of its shape: its spec without the fields that may change while it runs."""
     return annotated(rendered, {names.SHAPE_DIGEST: digest(_shape(rendered, mutable))})
 
 
 def keep_shape(rendered: Object, live: Object | None, mutable: Collection[str]) -> Object:
-    """A shaped object over one that runs: its shape stays, only the mutable fields are as rendered.
+    """A rendered object with the shape of the live one: only the mutable fields are as rendered.
 
-    What runs is not rolled because the operator was given other default images, and a Job's template cannot change.
+    Running pods are not replaced because the operator has new default images, and a Job's template cannot change.
     """
     found = None if live is None else annotation(live, names.SHAPE_DIGEST)
     if live is None or found is None or found == annotation(rendered, names.SHAPE_DIGEST):
@@ -55,20 +55,20 @@ def keep_shape(rendered: Object, live: Object | None, mutable: Collection[str]) 
 
 
 def has_other_shape(rendered: Object, live: Object) -> bool:
-    """Whether a live object was made with a shape that the job no longer has."""
+    """True if a live object was created with a shape that the job no longer has."""
     return annotation(live, names.SHAPE_DIGEST) != annotation(rendered, names.SHAPE_DIGEST)
 
 
 def annotation(item: Mapping[str, Any], name: str) -> str | None:
-    """An annotation of an object, if it has it."""
+    """Value of an annotation; None if the object does not have it."""
     value = (item.get("metadata", {}).get("annotations") or {}).get(name)
     return None if value is None else str(value)
 
 
 def _without_generated_labels(template: Mapping[str, Any]) -> dict[str, Any]:
-    """A live Job's template without the labels that the API server has put there.
+    """A live Job's template without the labels that the API server added.
 
-    Whoever applies them owns them, and removes them with the first apply that has them not, which is refused.
+    A field manager that applies them owns them; its next apply without them would remove them, which is rejected.
     """
     metadata = template.get("metadata") or {}
     labels = {key: value for key, value in (metadata.get("labels") or {}).items() if not _is_generated(key)}
@@ -84,7 +84,7 @@ def _shape(rendered: Object, mutable: Collection[str]) -> dict[str, Any]:
 
 
 def annotated(item: Object, annotations: Mapping[str, str | None]) -> Object:
-    """The object with further annotations; None removes one."""
+    """The object with additional annotations; None removes one."""
     there = {**(item["metadata"].get("annotations") or {}), **annotations}
     kept = {key: value for key, value in sorted(there.items()) if value is not None}
     metadata = {key: value for key, value in item["metadata"].items() if key != "annotations"}

@@ -1,4 +1,4 @@
-"""Where a job's output goes in a cluster."""
+"""Location of a job's output in a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _REMEDY: Final = "name an object store (s3://bucket/run) or a volume of this nam
 
 
 class Output(NamedTuple):
-    """Where pods write.
+    """Location that pods write to.
 
     Attributes:
         location: Directory in the pod, or URI.
-        claim: The PersistentVolumeClaim that is mounted for it.
+        claim: PersistentVolumeClaim that is mounted for it; None for an object store.
     """
 
     location: str
@@ -25,14 +25,14 @@ class Output(NamedTuple):
 
 
 class OutputRefused(ValueError):
-    """An output that pods cannot write to; the message names the field and how to mend it."""
+    """An output that pods cannot write to; the message names the field and the remedy."""
 
 
 def output_of(uri: str | None) -> Output:
-    """Where the output of `spec.output.uri` is for pods.
+    """The output of `spec.output.uri`, as pods see it.
 
     Raises:
-        OutputRefused: It is a path, or no claim is named.
+        OutputRefused: It is a path, or names no claim.
     """
     if not uri:
         raise OutputRefused(f"spec.output.uri: missing; in a cluster, {_REMEDY}")

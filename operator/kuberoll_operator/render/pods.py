@@ -1,4 +1,4 @@
-"""What all pods of a job have in common."""
+"""Parts that all pods of a job have in common."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ POD_IP: Final[Mapping[str, Any]] = {"name": "POD_IP", "valueFrom": {"fieldRef": 
 
 
 class Volumes:
-    """The volumes of a pod, and where its container sees them."""
+    """Volumes of a pod, and their mounts in its container."""
 
     def __init__(self) -> None:
         self.volumes: list[Object] = []
         self.mounts: list[Object] = []
 
     def add(self, name: str, path: str, source: Mapping[str, Any], *, read_only: bool = False) -> None:
-        """One volume at a path."""
+        """Add a volume and mount it at a path."""
         self.volumes.append({"name": name, **source})
         self.mounts.append({"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})})
 
 
 def standard_volumes(subject: RenderContext) -> Volumes:
-    """The configuration, and two places to write to: for the program's state, and for everybody's scratch."""
+    """The configuration, the program's state directory, and /tmp."""
     volumes = Volumes()
     volumes.add("config", CONFIG_DIRECTORY, {"configMap": {"name": names.config(subject.name)}}, read_only=True)
     volumes.add("state", STATE_DIRECTORY, {"emptyDir": {}})
@@ -42,7 +42,7 @@ def standard_volumes(subject: RenderContext) -> Volumes:
 
 
 def data_volumes(subject: RenderContext) -> Volumes:
-    """The standard ones, the dataset's and the output's."""
+    """The standard volumes, and those of the dataset and the output."""
     volumes = standard_volumes(subject)
     source = subject.job.spec.dataset.source
     if source.config_map is not None:
@@ -69,15 +69,15 @@ def container(
     arguments: Sequence[str] = (),
     **fields: Any,
 ) -> Object:
-    """The one container of a pod, which runs a Python module.
+    """The single container of a pod, which runs a Python module.
 
     Args:
-        module: None: somebody else decides what it runs.
-        image: Where the job names none.
-        env: Variables, under those of the job.
-        read_only: Whether its root filesystem is.
-        arguments: Of the module, after the configuration.
-        fields: Further fields of the container: ports, probes.
+        module: Module to run; None if another controller sets the command.
+        image: Default, for jobs that name none.
+        env: Variables; those of the job take precedence.
+        read_only: True for a read-only root filesystem.
+        arguments: Arguments of the module, after --config.
+        fields: Additional fields of the container: ports, probes.
     """
     security: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     if read_only:
@@ -116,15 +116,15 @@ def pod_template(
     labels: Mapping[str, str] | None = None,
     pod_set: str | None = None,
 ) -> Object:
-    """A pod template; the job's own labels, by which its pods are found, prevail over everything.
+    """A pod template; the labels by which the job's pods are found override all others.
 
     Args:
-        labels: Those; None: the usual ones.
+        labels: These labels; None for the usual ones.
         over: The user's template, merged last.
-        pod_set: Whose quota pays for the pods; None: that of the component's.
+        pod_set: Pod set whose quota the pods use; None for the one named after the component.
     """
     security: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    # The kubelet takes the user from the image and leaves the group root's.
+    # The kubelet would take the user from the image and leave the group at root.
     user, group = subject.settings.run_as_user, subject.settings.run_as_group
     security |= {key: value for key, value in (("runAsUser", user), ("runAsGroup", group)) if value is not None}
     if subject.settings.fs_group is not None and any(item["name"] == "output" for item in volumes.volumes):
@@ -157,7 +157,7 @@ def pod_template(
 
 
 def _assigned(template: Object, assignment: Assignment | None) -> Object:
-    """A pod template for the nodes that its quota is for."""
+    """A pod template with the constraints of its quota's admission."""
     if assignment is None:
         return template
     metadata, spec = dict(template["metadata"]), dict(template["spec"])
@@ -173,5 +173,5 @@ def _assigned(template: Object, assignment: Assignment | None) -> Object:
 
 
 def _plain(items: Sequence[Any]) -> list[Any]:
-    """JSON of its own, that can be changed and handed on."""
+    """A deep copy of JSON values, safe to change and to pass on."""
     return json.loads(json.dumps(list(items)))  # type: ignore[no-any-return]

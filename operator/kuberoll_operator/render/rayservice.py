@@ -1,7 +1,8 @@
-"""The RayService of backend KubeRay: a head without GPU, one group of pods for the engines, and what Serve runs there.
+"""The RayService of backend KubeRay: a head without GPU, one group of engine pods, and Serve's configuration.
 
-A change of `rayClusterConfig` is a second cluster of GPUs beside the first, or none at all with upgrades off; only
-`serveConfigV2` changes in place. So these bytes depend on the job and the settings, and what runs keeps its own.
+A change of `rayClusterConfig` would start a second cluster of GPUs beside the first, or have no effect with upgrades
+off;
+only `serveConfigV2` changes in place. A running RayService therefore keeps its cluster as it was rendered at first.
 """
 
 from __future__ import annotations
@@ -34,31 +35,32 @@ from kuberoll_operator.render.tokens import token_variables
 GROUP: Final = "engines"
 
 INITIALIZING_TIMEOUT: Final = "ray.io/initializing-timeout"
-"""KubeRay's annotation: a RayService that is not ready by then never becomes so."""
+"""KubeRay's annotation: a RayService that is not ready after this time never becomes ready."""
 
 SERVE_ENVIRONMENT: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # A proxy that learns of another replica starts anew, and ends requests older than this.
+    # A proxy restarts when replicas are added or removed; requests older than this end then.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-    # Workers ask every few seconds which replicas there are, and know by then that this one goes.
+    # Workers refresh the list of replicas every few seconds, and have noticed by then that this one is leaving.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "10",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Read by Serve's controller on the head and its proxies everywhere: the same for all of them."""
+"""Variables for Serve's controller on the head and its proxies on all pods: the same everywhere."""
 
 BALANCE: Final = {"Session": "hdr(x-session-id)", "LeastLoaded": "leastconn"}
-"""How proxies choose for those who do not choose for themselves."""
+"""Load balancing of the proxies, for callers that do not choose a replica themselves."""
 
 HEAD_RESOURCES: Final = {"limits": {"memory": "4Gi"}, "requests": {"cpu": "500m", "memory": "2Gi"}}
 
-# Of which Serve keeps next to nothing, and /dev/shm is for the engines.
+
 HEALTH_PORT: Final = 52365
 """Port of Ray's dashboard agent, which has `/api/healthz` since Ray 2.53."""
 
-# KubeRay gives every container without a probe one of its own, and the one of an engine's readiness runs wget and bash
-# in the image. The numbers are KubeRay's (1.7), but for one failure that makes an engine unready: a proxy that is late
-# once, because the node is busy, is there all the same.
+# KubeRay adds probes to containers that have none, and its readiness probe of engines needs wget and bash in the image.
+# The numbers are those of KubeRay 1.7, except that an engine becomes unready after three failures instead of one: on a
+# busy
+# node a proxy may answer late once.
 _ALIVE: Final = {
     "httpGet": {"path": "/api/healthz", "port": HEALTH_PORT},
     "initialDelaySeconds": 30,
@@ -75,6 +77,7 @@ _ENGINE_READY: Final = {
     "failureThreshold": 3,
 }
 
+# Serve keeps next to nothing in the object store, and /dev/shm is for the engines.
 _OBJECT_STORE_BYTES: Final = 256 * 1024**2
 _TOKEN_SINCE: Final = (2, 52)
 
@@ -88,16 +91,16 @@ def build_rayservice(subject: RenderContext, placement: Placement) -> Object:
         "excludeHeadPodFromServeSvc": True,
         "rayClusterConfig": _cluster(subject, placement),
         "serveConfigV2": _text(serve_config(subject, placement)),
-        # A second cluster would wait for GPUs that the first has.
+        # A second cluster would wait for the GPUs of the first.
         "upgradeStrategy": {"type": "None"},
     }
     return annotated(made, {names.SHAPE_DIGEST: digest(_shape(made["spec"]))})
 
 
 def keep_cluster(rendered: Object, live: Object | None) -> Object:
-    """A RayService over one that runs: of it only the weights, and KubeRay's deadline, are as rendered.
+    """A rendered RayService with the cluster of the live one: only the weights and KubeRay's deadline are as rendered.
 
-    What runs is not started anew because the operator was given another default image.
+    A running cluster is not restarted because the operator has a new default image.
     """
     found = None if live is None else annotation(live, names.SHAPE_DIGEST)
     if live is None or found is None or found == annotation(rendered, names.SHAPE_DIGEST):
@@ -111,31 +114,31 @@ def keep_cluster(rendered: Object, live: Object | None) -> Object:
 
 
 def serve_config(subject: RenderContext, placement: Placement) -> dict[str, Any]:
-    """What Serve is told: `serveConfigV2` before it is a text."""
+    """Serve's configuration: `serveConfigV2` before it is written as text."""
     wanted = weights_source(subject.job.spec.weights)
     application = {
         "name": APPLICATION,
         "import_path": IMPORT_PATH,
         "route_prefix": "/",
         "args": serve_args(subject, placement),
-        # In place, in every replica, and in those that come later: another argument would load all engines anew.
+        # Changes in place, in every replica and in later ones; a changed argument would reload all engines.
         "deployments": [{"name": DEPLOYMENT, "user_config": user_config(wanted)}],
     }
     return {
         "applications": [application],
         "http_options": {"host": "0.0.0.0", "port": contract.GENERATION_PORT},
-        # KubeRay takes a pod without a proxy for one that is not ready.
+        # KubeRay considers a pod without a proxy not ready.
         "proxy_location": "EveryNode",
     }
 
 
 def serve_args(subject: RenderContext, placement: Placement) -> dict[str, Any]:
-    """The arguments of the Serve application; what is as by default is left out."""
+    """Arguments of the Serve application; defaults are left out."""
     generation = subject.job.spec.generation
     args = ServeArgs.of(generation, gpus=placement.gpus, bundles=placement.bundles(), tokens_required=True)
     fields = dataclasses.asdict(args)
     if generation.autoscaling is not None:
-        # Serve takes the one or the other.
+        # Serve accepts either replicas or autoscaling.
         del fields["replicas"]
     always = {"engine_args", "max_ongoing_requests", "replicas"}
     defaults = dataclasses.asdict(ServeArgs(model="", tokenizer="", engine=""))
@@ -150,7 +153,7 @@ def _cluster(subject: RenderContext, placement: Placement) -> dict[str, Any]:
         "headGroupSpec": {
             "rayStartParams": {
                 "dashboard-host": "0.0.0.0",
-                # Nothing but Serve's own actors, which ask for none.
+                # Only Serve's own actors run there, and they request no CPUs.
                 "num-cpus": "0",
                 "num-gpus": "0",
                 "object-store-memory": str(_OBJECT_STORE_BYTES),
@@ -179,7 +182,7 @@ def _group(subject: RenderContext, placement: Placement) -> dict[str, Any]:
         "minReplicas": placement.pods(fewest),
         "maxReplicas": placement.pods(most),
         "rayStartParams": {
-            # One for each replica, which asks for one, whatever the pod's CPU limit is.
+            # Each replica requests one, whatever the pod's CPU limit is.
             "num-cpus": str(placement.per_pod),
             "object-store-memory": str(_OBJECT_STORE_BYTES),
         },
@@ -189,7 +192,7 @@ def _group(subject: RenderContext, placement: Placement) -> dict[str, Any]:
 
 def _engines(subject: RenderContext, placement: Placement) -> Object:
     options = subject.job.spec.generation
-    # Each process of a model that is spread over GPUs hands the others its part through shared memory.
+    # The processes of a model that is spread over GPUs exchange data through shared memory.
     volumes = _volumes(shared_gib=1 + max(1, placement.pod_gpus))
     main = container(
         subject,
@@ -221,15 +224,16 @@ def _engines(subject: RenderContext, placement: Placement) -> Object:
 
 
 def _head(subject: RenderContext, *, service_account: bool) -> Object:
-    """The head, which holds no model: of the job's wishes for its pods only those that are about the image.
+    """Template of the head, which holds no model: of the job's pod options, only those that concern the image apply.
 
     Args:
-        service_account: Ray's autoscaler beside it talks to the API server, by an account that KubeRay makes.
+        service_account: True if Ray's autoscaler runs beside it, which calls the API server with an account that
+            KubeRay creates.
     """
     generation = subject.job.spec.generation
     fields = {"image", "image_pull_secrets", "priority_class_name", "env"}
     taken = generation.model_dump(mode="json", by_alias=True, include=fields, exclude_none=True)
-    # What Ray reads must be the same everywhere; nothing else of the engines' variables is needed here.
+    # Ray's variables must be the same on all nodes; the head needs no others of the engines'.
     taken["env"] = [item for item in taken["env"] if item["name"].startswith("RAY_")]
     options = PodOptions.model_validate(taken)
     volumes = _volumes(shared_gib=1)
@@ -268,7 +272,7 @@ def _head(subject: RenderContext, *, service_account: bool) -> Object:
 
 
 def _labels(subject: RenderContext) -> dict[str, str]:
-    """Ours, but for the name: KubeRay's own Services of the head select by the one that it gives."""
+    """Our labels without app.kubernetes.io/name: KubeRay's Services of the head select by its own value."""
     found = names.labels(subject.name, names.GENERATION)
     return {key: value for key, value in found.items() if key != "app.kubernetes.io/name"}
 
@@ -294,12 +298,12 @@ def _volumes(*, shared_gib: int) -> Volumes:
 
 
 def _text(config: dict[str, Any]) -> str:
-    """JSON, which is YAML: one order of keys, one way to write a number."""
+    """JSON, which is also YAML, with sorted keys."""
     return json.dumps(config, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
 
 
 def _shape(spec: dict[str, Any]) -> dict[str, Any]:
-    """Everything but what changes in place."""
+    """Everything that does not change in place."""
     config = json.loads(spec["serveConfigV2"])
     for application in config["applications"]:
         del application["deployments"]

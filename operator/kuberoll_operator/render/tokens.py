@@ -1,4 +1,4 @@
-"""The Secret of the policy's tokens, and how pods get them."""
+"""The Secret with the policy's tokens, and the environment variables that pods get from it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kuberoll_operator.render.objects import digest
 
 
 def build_token_secrets(subject: RenderContext) -> list[Object]:
-    """Secret <job>-tokens-<digest>, with a key for each scope; none for a policy that is somebody else's.
+    """Secret <job>-tokens-<digest>, with a key for each scope; none for an external policy.
 
-    It never changes, and its name says what is in it, so that the operator need not be allowed to read it.
+    It never changes and its name contains a digest of its content, so the operator needs no permission to read it.
     """
     if not subject.hosting.in_job:
         return []
@@ -23,7 +23,7 @@ def build_token_secrets(subject: RenderContext) -> list[Object]:
 
 
 def token_secret(subject: RenderContext) -> str:
-    """The name of the Secret."""
+    """Name of the Secret."""
     return names.tokens(subject.name, digest(dict(subject.tokens)))
 
 

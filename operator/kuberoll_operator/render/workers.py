@@ -1,4 +1,4 @@
-"""The Indexed Job of environment workers, one index per shard, and the Service of their metrics."""
+"""The Indexed Job of environment workers, one index per shard, and the Service for their metrics."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kuberoll_operator.render.pods import POD_IP, container, data_volumes, pod_t
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"parallelism", "suspend"})
-"""What of a Job changes while it is there."""
+"""Fields of the Job that may change while it runs."""
 
 GRACE_SECONDS: Final = 120
 
 
 def worker_template(subject: RenderContext, component: str, *, arguments: Sequence[str] = ()) -> Object:
-    """The template of a worker's pod.
+    """Template of a worker's pod.
 
     Args:
-        component: Of the job, for its labels.
-        arguments: Of the program, after those that every worker has.
+        component: Component of the job, for the pod's labels.
+        arguments: Additional arguments of the program.
     """
     spec = subject.job.spec.workers
     volumes = data_volumes(subject)
@@ -91,7 +91,7 @@ def build_workers_service(subject: RenderContext) -> Object:
 
 
 def failure_policy(container: str, *, ignored: tuple[int, ...] = ()) -> Mapping[str, Any]:
-    """A refusal fails the Job at once; disruptions, and a pod that was told to stop, are nobody's failure."""
+    """Pod failure policy: a refusal fails the Job at once; disruptions and `ignored` exit codes do not count."""
     rules: list[Object] = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
     codes = [("FailJob", (contract.EXIT_REFUSED,)), ("Ignore", ignored)]
     for action, values in codes:

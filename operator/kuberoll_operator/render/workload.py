@@ -1,4 +1,4 @@
-"""The Workload by which a job asks Kueue for its quota: engines, Ray's head and workers, together or not at all."""
+"""Kueue's Workload of a job: quota for engines, Ray's head and workers, granted together or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.workers import build_workers_job
 
-# What decides where a pod may go and what it holds there; variables and commands are of no concern to a queue.
+# Fields that decide on which nodes a pod may run and what it uses there; a queue ignores variables and commands.
 _OF_PODS: Final = (
     "affinity",
     "nodeSelector",
@@ -25,10 +25,10 @@ _OF_CONTAINERS: Final = ("name", "image", "resources", "restartPolicy")
 
 
 class PodSet(NamedTuple):
-    """Pods that are alike.
+    """A set of identical pods.
 
     Attributes:
-        pods: The most that there are at once.
+        pods: Maximum number of pods at the same time.
     """
 
     name: str
@@ -37,7 +37,7 @@ class PodSet(NamedTuple):
 
 
 class Priority(NamedTuple):
-    """A WorkloadPriorityClass, and what it comes to."""
+    """A WorkloadPriorityClass and its value."""
 
     name: str
     value: int
@@ -49,7 +49,7 @@ def build_workload(
     """Workload <job>-workload.
 
     Args:
-        engines: Pods of the policy; none where somebody else runs it.
+        engines: Pods of the policy; none for an external policy.
         queue: Name of the LocalQueue.
     """
     child = subject.child("kueue.x-k8s.io/v1beta2", "Workload", names.workload(subject.name), names.QUOTA)
@@ -67,13 +67,13 @@ def build_workload(
 
 
 def workers_pod_set(subject: RenderContext) -> PodSet:
-    """The environment workers, one of whom there is room for at the end, too: the finish pod takes its place."""
+    """Pod set of the environment workers. There is always room for one: the finish pod takes its place at the end."""
     job = build_workers_job(subject, suspend=True)
     return PodSet(names.WORKERS, max(1, job["spec"]["parallelism"]), job["spec"]["template"])
 
 
 def _demand(template: Mapping[str, Any]) -> Object:
-    """A pod template, less what a queue has nothing to do with."""
+    """A pod template reduced to the fields that matter to a queue."""
     spec = template["spec"]
     found: Object = {key: spec[key] for key in _OF_PODS if key in spec}
     for kind in ("initContainers", "containers"):

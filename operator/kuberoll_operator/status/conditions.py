@@ -1,4 +1,4 @@
-"""The conditions of a job: what is so, why, and in which words."""
+"""Conditions of a job: their status, reasons and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kuberoll_operator.model import Observed, condition, is_true, status_of
 
 Json = dict[str, Any]
 
-# Whether a condition is so, the reason, and the message.
+# Status, reason and message of a condition.
 Verdict = tuple[bool, str, str]
 
 # The version of the model's own weights.
@@ -31,7 +31,7 @@ _OWN_VERSION: Final = "0"
 
 
 def conditions_of(facts: Facts) -> dict[str, Verdict]:
-    """The conditions that are known now, by type."""
+    """Conditions that can be determined now, by type."""
     job, raw, observed = facts.job, facts.raw, facts.observed
     old = status_of(raw)
     found: dict[str, Verdict] = {}
@@ -64,27 +64,27 @@ def conditions_of(facts: Facts) -> dict[str, Verdict]:
         found[conditions.FAILURE_TARGET] = (True, facts.failure.reason, facts.failure.message)
         jobs = [observed.get("Job", part(job.metadata.name)) for part in (names.check, names.workers, names.finish)]
         stopped = all(live is None or not is_ours(live, job, raw) or is_at_rest(live) for live in jobs)
-        # Only what was recorded before is being cleaned up: what this reconcile has written is not observed yet.
+        # The cleanup starts only after the cause was recorded: what this reconcile writes is not observed yet.
         if facts.settled and stopped and is_true(old, conditions.FAILURE_TARGET):
             found[conditions.FAILED] = (True, facts.failure.reason, facts.failure.message)
     return found
 
 
 def _suspended(observed: Observed, *, settled: bool) -> Verdict:
-    """Whether a job that is to be suspended is: what was in flight is finished first."""
+    """Condition Suspended of a job that is to be suspended: workers finish their trajectories in flight first."""
     if settled:
-        return True, Reason.JOB_SUSPENDED, "no engine and no worker runs; everything finished is kept"
+        return True, Reason.JOB_SUSPENDED, "no engine or worker is running; everything finished is kept"
     workers = sum(any_active([pod]) for pod in pods_of(observed.pods, names.WORKERS))
-    waits = f"{workers} workers finish what is in flight" if workers else "the engines are ending"
+    waits = f"{workers} workers are finishing trajectories in flight" if workers else "the engines are stopping"
     return False, Reason.SUSPENDING, waits
 
 
 def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
-    """Whether workers will find what they need; None where nobody looks."""
+    """Condition WorkersChecked; None if no check runs."""
     job, observed = facts.job, facts.observed
     before = condition(old, conditions.WORKERS_CHECKED)
     if facts.stage is Stage.SUSPENDED:
-        return (False, Reason.JOB_SUSPENDED, "looked at again when the job is resumed") if before else None
+        return (False, Reason.JOB_SUSPENDED, "checked again when the job is resumed") if before else None
     if facts.stage is Stage.QUEUED:
         return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
     if facts.stage is Stage.CHECKING:
@@ -95,18 +95,18 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
             return False, blocked.reason, blocked.message
         if problem is not None:
             return False, *_kept(problem, before)
-        return False, Reason.CHECKING, "a pod looks at what workers need; engines start after that"
+        return False, Reason.CHECKING, "a pod is checking the workers' inputs; engines start after that"
     if facts.stage is Stage.FAILING:
         if facts.check.problem is not None:
             return False, facts.check.problem.reason, facts.check.problem.message
         return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
     if before.get("status") == "True" or (not before and facts.check.planned is None):
-        # Of a job that nobody looked at, nothing is said.
+        # A job without a check does not get the condition.
         return (True, before["reason"], before.get("message", "")) if before else None
     count = (
         "" if facts.check.planned is None else f": {facts.check.planned} trajectories in {facts.shards.count} shards"
     )
-    return True, Reason.CHECKED, f"workers have what they need{count}"
+    return True, Reason.CHECKED, f"the workers' inputs are in order{count}"
 
 
 def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
@@ -124,7 +124,7 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
     )
     if facts.stage is Stage.CHECKING and blocked is None:
-        return False, Reason.WAITING_FOR_CHECK, "engines start when workers have what they need"
+        return False, Reason.WAITING_FOR_CHECK, "engines start when the workers' inputs have been checked"
     count = f"{state.ready} of {state.desired} replicas are ready"
     cause = Cause(state.reason, state.message)
     if state.repeats and before.get("reason") == state.reason:
@@ -139,7 +139,7 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
 
 
 def _weights_served(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
-    """Whether all replicas have the weights that are wanted; None where nothing is to be said of it."""
+    """Condition WeightsServed; None if the job never asked for other weights."""
     job, observed = facts.job, facts.observed
     wanted = job.spec.weights
     if facts.stage is Stage.FAILING or (wanted is None and not condition(old, conditions.WEIGHTS_SERVED)):
@@ -156,7 +156,7 @@ def _weights_served(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
 
 
 def served_version(old: Mapping[str, Any], facts: Facts) -> str | None:
-    """The version that all replicas serve, as far as they are heard; None where they differ or none is known."""
+    """Version that all replicas serve, as far as they have reported; None if they differ or none is known."""
     observed = facts.observed
     if facts.stage not in UNDER_WAY:
         return None
@@ -167,7 +167,7 @@ def served_version(old: Mapping[str, Any], facts: Facts) -> str | None:
     version = found.pop()
     if found or version is None:
         return None
-    # A replica that is new is heard of later, and has begun with what was wanted.
+    # A new replica reports later, and has started with the wanted weights.
     heard = len(observed.served) >= max(1, facts.generation.ready) or version == before
     return version if heard else None
 
@@ -190,7 +190,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     if blocked and not shards.active:
         return False, blocked.reason, blocked.message
     if not shards.begun:
-        text = "its workers start next" if facts.ready else "workers start when generation is ready"
+        text = "the workers start next" if facts.ready else "workers start when generation is ready"
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
@@ -198,7 +198,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         (end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
     ]
     last = f"; shard {max(bad)[1]} was retried after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
-    text = redact(f"{running} workers run, {count}{last}")
+    text = redact(f"{running} workers are running, {count}{last}")
     problem = diagnose(living, "worker")
     if running or (before.get("status") == "True" and problem is None):
         return True, Reason.RUNNING, text
@@ -213,11 +213,15 @@ def _finishing(facts: Facts) -> Verdict:
     job, observed = facts.job, facts.observed
     problem = diagnose(pods_of(observed.pods, names.FINISH), "finish")
     found = facts.taken or _error(observed, job, names.config, names.finish) or problem
-    return (False, found.reason, found.message) if found else (False, Reason.SHARDS_DONE, "the shards are aggregated")
+    return (
+        (False, found.reason, found.message)
+        if found
+        else (False, Reason.SHARDS_DONE, "the shards are being aggregated")
+    )
 
 
 def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> Verdict:
-    """A part of a job that fails: what kept it from being ready goes on to be told."""
+    """Condition of a part of a failing job; the problem that kept it from being ready stays visible."""
     reason = facts.failure.reason if facts.failure else ""
     if not before:
         return False, reason, "not started: the job failed"
@@ -227,7 +231,7 @@ def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> Verdict:
 
 
 def _kept(problem: Problem, before: Mapping[str, Any]) -> tuple[str, str]:
-    """Of a problem that is told again in fewer words, the earlier ones."""
+    """Reason and message of a problem; the earlier message if the new one only repeats it."""
     if problem.repeats and before.get("reason") == problem.reason:
         return problem.reason, str(before.get("message", ""))
     return problem.reason, problem.message
@@ -241,7 +245,7 @@ def _outcome(facts: Facts) -> str:
 
 
 def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
-    """The first thing of these names that could not be written, or the Secret without which no pod starts."""
+    """The first failed write among these names, or that of the Secret without which no pod starts."""
     wanted = {part(job.metadata.name) for part in parts}
     for (kind, name), error in sorted(observed.errors.items()):
         if name in wanted or kind == "Secret":
@@ -251,7 +255,7 @@ def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:
 
 
 def merge_conditions(old: Json, found: Mapping[str, Verdict], time: str, generation: int) -> list[Json]:
-    """The conditions, in the order of `CONDITION_TYPES`; none that was there goes, and only a change moves its time."""
+    """Conditions in the order of `CONDITION_TYPES`; old ones stay, and the transition time changes with the status."""
     known = {item["type"]: item for item in old.get("conditions") or ()}
     for kind, (status, reason, message) in found.items():
         before = known.get(kind, {})

@@ -1,4 +1,4 @@
-"""The numbers of a job: trajectories and tokens from its pods' reports, the pace and the time that remains."""
+"""Counts of a job: trajectories and tokens from its pods' reports, pace, and remaining time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kuberoll_operator.model import Observed, condition, is_true
 
 Json = dict[str, Any]
 
-# The pace is a mean over so much of the past, in seconds.
+# The pace is a mean over this many seconds.
 _PACE_SECONDS: Final = 900.0
 
 _LARGEST: Final = 1e300
 
 
 def mean_reward(reward: float | None) -> Json:
-    """The field `meanReward`, rounded to six places; empty where there is no mean."""
+    """Field `meanReward`, rounded to six places; empty if there is no mean."""
     return {} if reward is None or abs(reward) > _LARGEST else {"meanReward": round(reward, 6)}
 
 
@@ -80,16 +80,16 @@ def _new_progress() -> Json:
 
 
 def _counted(before: Json, tallies: list[_Tally], planned: int | None, shards: int) -> Json:
-    """The sum of what is known of shards; what was told before, where a pod that is not heard makes it less.
+    """Sum of the shards' counts; the previous counts if missing reports would make the sum smaller.
 
     Args:
-        planned: Trajectories that the job comes to; None: not known, and estimated.
+        planned: Number of trajectories that the job will produce; None if unknown: it is estimated.
     """
     completed, failed = sum(tally.completed for tally in tallies), sum(tally.failed for tally in tallies)
     if not tallies or completed + failed < before["completed"] + before["failed"]:
         return dict(before)
     if planned is None:
-        # Shards that have not begun are taken to be as large as the others.
+        # Shards that have not started are assumed to be as large as the others.
         planned = round(sum(tally.planned for tally in tallies) / len(tallies) * shards)
     reward = sum(tally.reward for tally in tallies)
     return {
@@ -106,7 +106,7 @@ def _counted(before: Json, tallies: list[_Tally], planned: int | None, shards: i
 
 
 def _settled(before: Json, message: FinishMessage) -> Json:
-    """What the finish pod counted in the stored trajectories is the truth."""
+    """The final counts: those of the finish pod, taken from the stored trajectories."""
     ended = message.trajectories + message.failed + message.dropped
     return {
         **{key: value for key, value in before.items() if key != "meanReward"},
@@ -120,7 +120,7 @@ def _settled(before: Json, message: FinishMessage) -> Json:
 
 
 def _tallies(observed: Observed) -> list[_Tally]:
-    """Per shard the most that is known: of the pod that runs, or of the messages of those that have ended."""
+    """Largest known counts of each shard: of the running pod, or from the messages of pods that have ended."""
     known: dict[int, list[_Tally]] = {}
     for shard, live in observed.progress.items():
         known[shard] = [_tally(live)]
@@ -146,14 +146,15 @@ def _tally(counts: PodProgress | WorkerMessage, dropped: int = 0) -> _Tally:
 
 
 def _remaining(before: Mapping[str, Any], found: Json, running_since: datetime | None, now: datetime) -> int | None:
-    """Seconds until everything planned has ended, at the mean pace since workers run, of a quarter of an hour at most.
+    """Seconds until all planned trajectories have ended, at the mean pace of at most the last quarter of an hour.
 
-    What is averaged is the pace, which the old estimate tells, and not the estimate: the first trajectories, which come
-    late, would make that long for the rest of the run.
+    The pace is averaged, and recovered from the previous estimate. Averaging the estimates would overestimate for the
+    rest
+    of the run, because the first trajectories take long to come.
     """
     earlier, since = before.get("estimatedSecondsRemaining"), parse_time(before.get("lastUpdated"))
     if all(before.get(key) == value for key, value in found.items()):
-        # It is not written again by time alone.
+        # The passing of time alone is no reason to write a status.
         return None if earlier is None else int(earlier)
     seconds = (now - since).total_seconds() if since else 0.0
     if seconds <= 0 or running_since is None:

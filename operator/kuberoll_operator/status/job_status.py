@@ -1,4 +1,4 @@
-"""The status of a job: what it is doing and why, as one whole that is written only when it says something new."""
+"""The status of a job, computed as a whole and written only when it has changed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PHASES: Final[Mapping[Stage, str]] = {
 
 
 def compute_status(facts: Facts) -> Json:
-    """The whole status of a job.
+    """The complete status of a job.
 
-    It is the old one, unchanged, where nothing new is to be said, or only numbers and words that can wait: they are
-    written at most every `settings.progress_seconds`.
+    It is the old one, unchanged, if nothing has changed. Numbers and messages are updated at most every
+    `settings.progress_seconds`.
 
     Args:
-        facts: As they are after this reconcile has written: with what could not be written.
+        facts: The facts after the writes of this reconcile, including the failed ones.
     """
     job, raw, settings, now = facts.job, facts.raw, facts.settings, facts.now
     old = dict(status_of(raw))
@@ -78,10 +78,10 @@ def compute_status(facts: Facts) -> Json:
 
 
 def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, interval: float = 15.0) -> float | None:
-    """Seconds until something is due by time alone; None: nothing is.
+    """Seconds until something is due by time alone; None if nothing is.
 
     Args:
-        status: As `compute_status` gave it.
+        status: The status from `compute_status`.
         interval: Seconds between two writes of progress.
     """
     if is_true(status, conditions.COMPLETE) or is_true(status, conditions.FAILED):
@@ -90,7 +90,7 @@ def next_deadline(job: RolloutJob, status: Mapping[str, Any], now: datetime, *, 
         due = []
     else:
         written = _next_write(status, interval)
-        # Whatever was kept back is written by then; more to say comes with an event, or from the pods that are asked.
+        # Delayed numbers are written by then; anything new comes with an event or from polling.
         due = [] if written is None or written <= now else [written]
         if not is_true(status, conditions.SUCCESS_CRITERIA_MET):
             due += [active_deadline(job, status), *startup_deadlines(job, status).values()]
@@ -113,7 +113,7 @@ def _phase(facts: Facts, found: Mapping[str, Verdict]) -> str:
 
 
 def _start_time(facts: Facts, old: Json, time: str) -> str:
-    """Set when the job first runs, and anew when it is resumed or admitted again, as batch/v1 does."""
+    """Start time: set when the job first runs, and again when it is resumed or readmitted, as batch/v1 does."""
     before = condition(old, conditions.SUSPENDED)
     goes_on = {Reason.JOB_RESUMED, Reason.ADMITTED}
     resumed = bool(before) and before.get("reason") not in goes_on and facts.stage not in STOPPED
@@ -137,7 +137,7 @@ def _workers(old: Json, facts: Facts) -> Json:
         if pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
     ]
     there = shards.exists
-    # Until the Job is made, how many there are may still be edited.
+    # The number of shards can be edited until the Job is created.
     settled = there or shards.done or facts.stage is Stage.RUNNING or "shards" in before
     return {
         "desired": min(job.spec.workers.replicas, shards.count),
@@ -151,7 +151,7 @@ def _workers(old: Json, facts: Facts) -> Json:
 
 
 def _results(job: RolloutJob, message: FinishMessage | None) -> Json | None:
-    """The main numbers, as the finish pod has them."""
+    """Main results, as the finish pod reports them."""
     if message is None:
         return None
     listed = [
@@ -169,7 +169,7 @@ def _results(job: RolloutJob, message: FinishMessage | None) -> Json | None:
 
 
 def _summary(status: Json) -> Json:
-    """The columns of `kubectl get`."""
+    """Columns of `kubectl get`."""
     generation, workers, progress = status["generation"], status["workers"], status["progress"]
     results = status.get("results") or progress
     replicas = ratio_text(generation["readyReplicas"], generation["desiredReplicas"])
@@ -183,7 +183,7 @@ def _summary(status: Json) -> Json:
 
 
 def _telling(status: Json) -> str:
-    """The reason of the condition that says most: of the end, else of what is awaited."""
+    """The reason of the most informative condition: of the end, else of whatever the job waits for."""
     for kind in (conditions.COMPLETE, conditions.FAILED, conditions.FAILURE_TARGET, conditions.SUSPENDED):
         if is_true(status, kind):
             return str(condition(status, kind)["reason"])
@@ -206,7 +206,7 @@ def _without_time(status: Mapping[str, Any]) -> Json:
 
 
 def _pressing(status: Mapping[str, Any]) -> Json:
-    """What is written at once: everything but numbers that count up, and words under a reason that stays."""
+    """The part of the status that is written at once: everything but counters, and messages whose reason stays."""
     return {
         **_less(status, ("progress", "summary")),
         "conditions": [_less(item, ("message",)) for item in status.get("conditions") or ()],
@@ -217,7 +217,7 @@ def _pressing(status: Mapping[str, Any]) -> Json:
 
 
 def _begun(progress: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether it is known how many trajectories there will be, and whether one has ended."""
+    """Two flags: the number of trajectories is known, and the first one has ended."""
     return bool(progress.get("trajectories")), bool(progress.get("completed") or progress.get("failed"))
 
 
