@@ -96,7 +96,7 @@ def _same(parent: str, name: str) -> str:
 
 
 def _same_order(path: str, key: str) -> str:
-    """CEL for an unchanged order of a keyed list: such lists compare equal in any order, but rows and pods depend on it."""
+    """CEL for an unchanged order of a keyed list: such lists compare equal in any order, but rows depend on it."""
     return f"self.{path}.map(item, item.{key}) == oldSelf.{path}.map(item, item.{key})"
 
 
