@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from kuberoll_api.metrics import LABELS, Group, Histogram, Metric
+from kuberoll_api.metrics import LABELS, Histogram, Metric, MetricGroup
 from kuberoll_operator import metric_definitions as operator
 from kuberoll_workers.telemetry import definitions as workers
 
@@ -62,7 +62,7 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _tables(groups: Iterable[Group]) -> Iterator[str]:
+def _tables(groups: Iterable[MetricGroup]) -> Iterator[str]:
     for group in groups:
         yield f"### {group.title}\n"
         yield _table(("name", "type", "unit", "labels", "what"), (_row(metric) for metric in group.metrics))

@@ -98,14 +98,14 @@ class Histogram(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Group of metrics, under one heading of the reference."""
+class MetricGroup:
+    """MetricGroup of metrics, under one heading of the reference."""
 
     title: str
     metrics: tuple[Metric, ...]
 
 
-def every(groups: Iterable[Group]) -> dict[str, Metric]:
+def metrics_by_name(groups: Iterable[MetricGroup]) -> dict[str, Metric]:
     """All metrics of some groups, by name.
 
     Raises:

@@ -14,8 +14,8 @@ import click
 from pydantic import SecretStr
 
 from kuberoll_api.logs import log_to_stderr
-from kuberoll_operator.app import AGAIN, Operator
-from kuberoll_operator.kube.access import NoAccess
+from kuberoll_operator.app import RESTART, Operator
+from kuberoll_operator.kube.access import AccessError
 from kuberoll_operator.settings import ENVIRONMENT_PREFIX, Settings
 
 
@@ -40,11 +40,11 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     help="Instead of KUBECONFIG, the pod's service account or ~/.kube/config.",
 )
 @_options
-def main(kubeconfig: Path | None, **given: Any) -> None:
+def main(kubeconfig: Path | None, **options: Any) -> None:
     """Run the operator: watch RolloutJobs and create what they ask for."""
     try:
-        known = {name: value for name, value in given.items() if value not in (None, ())}
-        settings = Settings.from_environment(os.environ, **known)
+        given = {name: value for name, value in options.items() if value not in (None, ())}
+        settings = Settings.from_environment(os.environ, **given)
         log_to_stderr(settings.log_level)
         # One line per object and event; errors are logged elsewhere as well.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
@@ -53,13 +53,13 @@ def main(kubeconfig: Path | None, **given: Any) -> None:
         raise click.ClickException(str(error)) from error
     try:
         status = asyncio.run(_run(settings, kubeconfig))
-    except (NoAccess, OSError) as error:
+    except (AccessError, OSError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(status)
 
 
 async def _run(settings: Settings, kubeconfig: Path | None) -> int:
-    while (status := await Operator(settings, kubeconfig=kubeconfig).run()) == AGAIN:
+    while (status := await Operator(settings, kubeconfig=kubeconfig).run()) == RESTART:
         pass
     return status
 

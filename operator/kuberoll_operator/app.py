@@ -23,7 +23,7 @@ from kuberoll_operator.kube.lease import Elector, LeadershipLost
 from kuberoll_operator.kube.owner import owner_of_pod
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key
-from kuberoll_operator.progress import ProgressPoller
+from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
 from kuberoll_operator.settings import Settings
@@ -32,7 +32,7 @@ from kuberoll_operator.watches import WATCHED, Watches
 DRAIN_SECONDS = 20.0
 """Time that running reconciles have to finish when the operator stops; less than its pod's grace period."""
 
-AGAIN = -1
+RESTART = -1
 """Result of `Operator.run` when the kinds that the cluster serves have changed: a new Operator is to be started."""
 
 _log = logging.getLogger(__name__)
@@ -65,17 +65,19 @@ class Operator:
             serving_at: Called with the port of the probes.
 
         Returns:
-            The process's exit status: 0 after a signal; 1 after a fatal error; AGAIN if a new Operator is to take over.
+            The process's exit status: 0 after a signal; 1 after a fatal error; RESTART if a new Operator must follow.
 
         Raises:
-            NoAccess: No API server is configured.
+            AccessError: No API server is configured.
             OSError: The port of the probes is not available.
         """
         settings = self.settings
-        way = await load_access(self._kubeconfig)
+        access = await load_access(self._kubeconfig)
         async with AsyncExitStack() as stack:
             if settings.leader_election:
-                own = await stack.enter_async_context(Client(way, told=self.metrics.request, seconds=5.0))
+                own = await stack.enter_async_context(
+                    Client(access, on_answer=self.metrics.record_request, seconds=5.0)
+                )
                 seconds = settings.lease_seconds
                 owner = await owner_of_pod(own, settings.lease_namespace, settings.pod_name)
                 self._elector = Elector(
@@ -90,14 +92,18 @@ class Operator:
                 )
             elector = self._elector
             client = await stack.enter_async_context(
-                Client(way, remaining=elector.write_seconds if elector else lambda: None, told=self.metrics.request)
+                Client(
+                    access,
+                    remaining=elector.write_seconds if elector else lambda: None,
+                    on_answer=self.metrics.record_request,
+                )
             )
             health = Health(
                 watch=self._oldest_activity,
                 unsynced=self._unsynced,
                 queue=self.queue.oldest_age,
                 leading=self._leads,
-                lease_tried=elector.tried_age if elector else lambda: None,
+                lease_attempt_age=elector.attempt_age if elector else lambda: None,
                 lease_seconds=settings.lease_seconds,
             )
             self.metrics.watch(
@@ -111,14 +117,14 @@ class Operator:
                 serving(routes(health, self.metrics.registry), host=settings.http_host, port=settings.http_port)
             )
             serving_at(self.port)
-            asked = [name for name in discovery.OPTIONAL if getattr(settings, name) is None]
-            known = await self._discovered(client, asked)
+            undecided = [name for name in discovery.OPTIONAL if getattr(settings, name) is None]
+            known = await self._discover(client, undecided)
             if self.stop.is_set():
                 return 0
             settings = settings.model_copy(update=known)
             optional = [resource for name, resource in discovery.OPTIONAL.items() if getattr(settings, name)]
             poller = await stack.enter_async_context(
-                ProgressPoller(
+                ReportPoller(
                     self.queue.add, seconds=settings.progress_seconds, token=lambda uid: settings.token_of(uid, "read")
                 )
             )
@@ -165,22 +171,22 @@ class Operator:
             return [resource.plural for resource in discovery.OPTIONAL.values()]
         return self._watches.unsynced()
 
-    async def _discovered(self, client: Client, asked: Sequence[str]) -> dict[str, bool]:
+    async def _discover(self, client: Client, names: Sequence[str]) -> dict[str, bool]:
         """Setting name -> True if its kind is served; empty if the operator stops before the API server answers."""
         self._listen()
-        asking = asyncio.create_task(discovery.served(client, asked), name="discovery")
-        told = asyncio.create_task(self.stop.wait(), name="stop")
+        discovering = asyncio.create_task(discovery.served_kinds(client, names), name="discovery")
+        stop_requested = asyncio.create_task(self.stop.wait(), name="stop")
         try:
-            await asyncio.wait({asking, told}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else {}
+            await asyncio.wait({discovering, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
+            return discovering.result() if discovering.done() else {}
         finally:
-            for task in (asking, told):
+            for task in (discovering, stop_requested):
                 task.cancel()
-            await asyncio.gather(asking, told, return_exceptions=True)
+            await asyncio.gather(discovering, stop_requested, return_exceptions=True)
 
     async def _changes(self, client: Client, known: Mapping[str, bool]) -> None:
         """Return when the set of served kinds differs from the one at the start."""
-        found = await discovery.changes(client, known)
+        found = await discovery.wait_for_change(client, known)
         for name, resource in discovery.OPTIONAL.items():
             if found.get(name) != known.get(name):
                 change = "are served now" if found[name] else "are no longer served"
@@ -190,13 +196,15 @@ class Operator:
         self._listen()
         watching = asyncio.create_task(watches.run(self._listen), name="watches")
         leading = asyncio.create_task(self._lead(watches, pool), name="leading")
-        told = asyncio.create_task(self.stop.wait(), name="stop")
+        stop_requested = asyncio.create_task(self.stop.wait(), name="stop")
         changed = asyncio.create_task(changes, name="discovery")
         try:
-            done, _ = await asyncio.wait({watching, leading, told, changed}, return_when=asyncio.FIRST_COMPLETED)
-            asked = told in done or changed in done
-            if asked:
-                _log.info("stopping: %d jobs wait, reconciles under way are finished", self.queue.depth())
+            done, _ = await asyncio.wait(
+                {watching, leading, stop_requested, changed}, return_when=asyncio.FIRST_COMPLETED
+            )
+            wanted = stop_requested in done or changed in done
+            if wanted:
+                _log.info("stopping: %d jobs wait, reconciles under access are finished", self.queue.depth())
             else:
                 failed = leading if leading in done else watching
                 error = failed.exception()
@@ -205,14 +213,14 @@ class Operator:
             await pool.stop(0 if leading in done else DRAIN_SECONDS)
         finally:
             self._working = False
-            for task in (changed, leading, told, watching):
+            for task in (changed, leading, stop_requested, watching):
                 task.cancel()
-            await asyncio.gather(changed, leading, told, watching, return_exceptions=True)
+            await asyncio.gather(changed, leading, stop_requested, watching, return_exceptions=True)
             if self._elector is not None:
                 await self._elector.release()
-        if not asked:
+        if not wanted:
             return 1
-        return 0 if told in done else AGAIN
+        return 0 if stop_requested in done else RESTART
 
     async def _lead(self, watches: Watches, pool: Pool) -> None:
         """Reconcile for as long as this operator is the leader.
@@ -220,7 +228,7 @@ class Operator:
         Raises:
             LeadershipLost: Another operator may have become the leader.
         """
-        await watches.synced()
+        await watches.wait_synced()
         if self._elector is None:
             self._work(pool)
             await asyncio.Event().wait()

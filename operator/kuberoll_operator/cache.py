@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kuberoll_operator import names
-from kuberoll_operator.kube.apply import hashed
+from kuberoll_operator.kube.apply import hash_text
 from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS, Resource
 from kuberoll_operator.model import Key, Object
 
@@ -27,12 +27,12 @@ class Cache:
     def __init__(self, changed: Callable[[Key], None]) -> None:
         self._changed = changed
         self._objects: dict[Resource, dict[tuple[str, str], Object]] = {}
-        self._of: dict[Key, dict[tuple[str, str], Object]] = {}
+        self._children: dict[Key, dict[tuple[str, str], Object]] = {}
         self._departed: dict[Key, dict[str, Object]] = {}
         self._listed: dict[tuple[Resource, Scope], int] = {}
         self._pages: dict[tuple[Resource, Scope], set[tuple[str, str]]] = {}
 
-    def listed(self, resource: Resource, scope: Scope, items: Iterable[Object], version: str, *, last: bool) -> None:
+    def add_page(self, resource: Resource, scope: Scope, items: Iterable[Object], version: str, *, last: bool) -> None:
         """Add a page of a list; after the last page, cached objects that were on no page are dropped."""
         place = (resource, scope)
         seen = self._pages.setdefault(place, set())
@@ -51,7 +51,7 @@ class Cache:
                 self._drop(resource, name)
         self._listed[place] = listed
 
-    def seen(self, resource: Resource, item: Object, *, deleted: bool) -> None:
+    def add_event(self, resource: Resource, item: Object, *, deleted: bool) -> None:
         """Apply a watch event."""
         metadata = item["metadata"]
         name, version = (metadata["namespace"], metadata["name"]), _version_of(item)
@@ -67,7 +67,7 @@ class Cache:
             # An unknown object that is older than the list has been deleted since.
             self._put(resource, item, tell=True)
 
-    def written(self, resource: Resource, item: Object) -> None:
+    def add_written(self, resource: Resource, item: Object) -> None:
         """Add the API server's answer to a write of this operator, without calling `changed`."""
         self._put(resource, item, tell=False)
 
@@ -81,11 +81,11 @@ class Cache:
 
     def children(self, key: Key) -> Mapping[tuple[str, str], Object]:
         """Children of a job by (kind, name), including objects of other owners that have the job's label."""
-        return {place: item for place, item in self._of.get(key, {}).items() if place[0] != PODS.kind}
+        return {place: item for place, item in self._children.get(key, {}).items() if place[0] != PODS.kind}
 
     def pods(self, key: Key) -> list[Object]:
         """Pods of a job, sorted by name."""
-        found = self._of.get(key, {})
+        found = self._children.get(key, {})
         return [found[place] for place in sorted(found) if place[0] == PODS.kind]
 
     def departed(self, key: Key) -> list[Object]:
@@ -113,7 +113,7 @@ class Cache:
         if key is None:
             return
         if resource != ROLLOUT_JOBS:
-            self._of.setdefault(key, {})[resource.kind, name[1]] = trimmed
+            self._children.setdefault(key, {})[resource.kind, name[1]] = trimmed
         if tell:
             self._changed(key)
 
@@ -132,10 +132,10 @@ class Cache:
         key = _key(resource, item)
         if key is None or resource == ROLLOUT_JOBS:
             return
-        found = self._of.get(key, {})
+        found = self._children.get(key, {})
         found.pop((resource.kind, item["metadata"]["name"]), None)
         if not found:
-            self._of.pop(key, None)
+            self._children.pop(key, None)
 
 
 def _key(resource: Resource, item: Object) -> Key | None:
@@ -188,5 +188,5 @@ def _trim(resource: Resource, item: Object) -> Object:
         return head | {"spec": spec, "status": {key: status[key] for key in _POD_STATUS if key in status}}
     rest = {key: value for key, value in item.items() if key not in head}
     if resource.kind == "ConfigMap":
-        rest["data"] = {key: hashed(value) for key, value in (item.get("data") or {}).items()}
+        rest["data"] = {key: hash_text(value) for key, value in (item.get("data") or {}).items()}
     return head | rest

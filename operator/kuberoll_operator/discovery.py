@@ -27,7 +27,7 @@ OPTIONAL: Final[Mapping[str, Resource]] = {
 _log = logging.getLogger(__name__)
 
 
-async def served(
+async def served_kinds(
     client: Client, settings: Collection[str] = tuple(OPTIONAL), *, retry_seconds: float = RETRY_SECONDS
 ) -> dict[str, bool]:
     """Setting name -> True if its kind is served; waits while the API server cannot be reached.
@@ -46,9 +46,11 @@ async def served(
     return found
 
 
-async def changes(client: Client, known: Mapping[str, bool], *, seconds: float = ASK_SECONDS) -> dict[str, bool]:
+async def wait_for_change(
+    client: Client, known: Mapping[str, bool], *, seconds: float = ASK_SECONDS
+) -> dict[str, bool]:
     """Wait until one of the kinds is installed or removed; returns what is served then."""
     while True:
         await asyncio.sleep(seconds)
-        if (found := await served(client, tuple(known))) != dict(known):
+        if (found := await served_kinds(client, tuple(known))) != dict(known):
             return found

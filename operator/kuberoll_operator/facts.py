@@ -17,7 +17,7 @@ from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backe
 from kuberoll_operator.backends.pods import (
     ContainerExit,
     any_active,
-    how_it_ended,
+    describe_exit,
     is_disrupted,
     last_exit,
     pods_of,
@@ -29,7 +29,7 @@ from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
-from kuberoll_operator.render.output import OutputRefused, output_of
+from kuberoll_operator.render.output import InvalidOutput, output_of
 from kuberoll_operator.settings import Settings
 
 FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
@@ -72,23 +72,23 @@ class Shards:
     Attributes:
         count: Number of shards of the dataset.
         exists: True if the Job exists and is not being deleted.
-        begun: True if it may run pods: it is not suspended.
+        started:True if it may run pods: it is not suspended.
         succeeded: Number of shards that are done.
         failed: Shards that failed permanently.
         active: Number of running pods.
         done: True if no shard needs the policy any more.
-        ended: Last exit of a worker container, by shard.
+        exits:Last exit of a worker container, by shard.
         problem: Why the job fails; None if it does not.
     """
 
     count: int
     exists: bool = False
-    begun: bool = False
+    started: bool = False
     succeeded: int = 0
     failed: Sequence[int] = ()
     active: int = 0
     done: bool = False
-    ended: Mapping[int, ContainerExit]
+    exits: Mapping[int, ContainerExit]
     problem: Cause | None = None
 
 
@@ -134,9 +134,9 @@ class Facts:
         hosting: How the policy is hosted.
         ready: True if generation is ready: from when all replicas are, for as long as one is.
         failure: First cause for which the job fails or has failed.
-        taken: Why a child cannot be written: an object of another owner has its name.
+        name_conflict:Why a child cannot be written: an object of another owner has its name.
         quota: The job's share of a queue's quota.
-        settled: True if no pod of the job holds resources any more.
+        released: True if no pod of the job holds resources any more.
     """
 
     job: RolloutJob
@@ -153,9 +153,9 @@ class Facts:
     check: Check
     finish: Finish
     failure: Cause | None
-    taken: Cause | None
+    name_conflict: Cause | None
     quota: Quota
-    settled: bool
+    released: bool
 
 
 def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Settings, now: datetime) -> Facts:
@@ -203,9 +203,9 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         check=check,
         finish=end,
         failure=failure,
-        taken=_taken(job, raw, observed, backend),
+        name_conflict=_name_conflict(job, raw, observed, backend),
         quota=quota,
-        settled=generation.gone and not any_active(observed.pods),
+        released=generation.released and not any_active(observed.pods),
     )
 
 
@@ -213,7 +213,7 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
     """Why a valid job cannot run in this cluster, with the field and the remedy; None if it can."""
     try:
         output_of(job.spec.output.uri)
-    except OutputRefused as error:
+    except InvalidOutput as error:
         return str(error)
     return BACKENDS[backend].problem(job, settings)
 
@@ -246,11 +246,11 @@ def _stage(
         return Stage.FINISHING
     if not check.done:
         return Stage.CHECKING
-    return Stage.RUNNING if ready or shards.begun else Stage.STARTING
+    return Stage.RUNNING if ready or shards.started else Stage.STARTING
 
 
 def _is_ready(state: GenerationState, status: Mapping[str, Any]) -> bool:
-    if state.reason == Reason.EXTERNAL or (state.settled and 0 < state.desired <= state.ready):
+    if state.reason == Reason.EXTERNAL or (state.stable and 0 < state.desired <= state.ready):
         return True
     return state.ready > 0 and is_true(status, conditions.GENERATION_READY)
 
@@ -371,7 +371,7 @@ def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
     return refs
 
 
-def _taken(job: RolloutJob, raw: Object, observed: Observed, backend: Backend) -> Cause | None:
+def _name_conflict(job: RolloutJob, raw: Object, observed: Observed, backend: Backend) -> Cause | None:
     for kind, name in sorted((item.kind, item.name) for item in child_refs(job, backend)):
         live = observed.get(kind, name)
         if live is None or is_ours(live, job, raw):
@@ -395,10 +395,10 @@ def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
     count = recorded.get("shards") or spec.shards or max(1, spec.replicas)
     # Shards that were done stay done, whatever happens to the Job.
     done_before = condition(status, conditions.WORKERS_READY).get("reason") == Reason.SHARDS_DONE
-    ends = _ends(observed)
+    ends = _last_exits(observed)
     if live is None:
         return Shards(
-            count=count, succeeded=recorded.get("succeeded", 0) if done_before else 0, done=done_before, ended=ends
+            count=count, succeeded=recorded.get("succeeded", 0) if done_before else 0, done=done_before, exits=ends
         )
     found = live.get("status") or {}
     count = int(live["spec"].get("completions") or count)
@@ -408,12 +408,12 @@ def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
     return Shards(
         count=count,
         exists=True,
-        begun=not live["spec"].get("suspend", False),
+        started=not live["spec"].get("suspend", False),
         succeeded=succeeded,
         failed=failed,
         active=int(found.get("active") or 0),
         done=done_before or ended_well,
-        ended=ends,
+        exits=ends,
         problem=None if done_before else problem,
     )
 
@@ -430,12 +430,12 @@ def _verdict(
         return None, False
     reason, words = verdict.get("reason", ""), str(verdict.get("message", ""))
     if reason == "PodFailurePolicy":
-        refused = _first(ends, lambda end: end.exit_code == contract.EXIT_REFUSED)
+        refused = _first_failure(ends, lambda end: end.exit_code == contract.EXIT_REFUSED)
         return Cause(Reason.REFUSED, refused or redact(words)), False
     if reason == "FailedIndexes" and 0 < len(failed) <= budget:
         return None, True
     guilty = {shard: end for shard, end in ends.items() if shard in failed} or ends
-    first = _first(guilty, lambda end: end.exit_code not in {0, contract.EXIT_DRAINED}) or redact(words)
+    first = _first_failure(guilty, lambda end: end.exit_code not in {0, contract.EXIT_DRAINED}) or redact(words)
     if not failed:
         return Cause(Reason.FAILED_SHARDS, redact(f"the workers' Job failed ({reason}): {first}")), False
     listed = ", ".join(map(str, failed[:_SHARDS_NAMED])) + (", ..." if len(failed) > _SHARDS_NAMED else "")
@@ -446,16 +446,16 @@ def _verdict(
     return Cause(Reason.FAILED_SHARDS, redact(text)), False
 
 
-def _first(ends: Mapping[int, ContainerExit], wanted: Callable[[ContainerExit], bool]) -> str | None:
+def _first_failure(ends: Mapping[int, ContainerExit], wanted: Callable[[ContainerExit], bool]) -> str | None:
     """Cause of the shard that failed first, among those whose exit matches."""
     found = sorted((end.finished, shard) for shard, end in ends.items() if wanted(end))
     if not found:
         return None
     shard = found[0][1]
-    return redact(f"shard {shard}: {how_it_ended(ends[shard])}")
+    return redact(f"shard {shard}: {describe_exit(ends[shard])}")
 
 
-def _ends(observed: Observed) -> dict[int, ContainerExit]:
+def _last_exits(observed: Observed) -> dict[int, ContainerExit]:
     """Last exit of a worker container, by shard; a disruption or a drain only counts if there is no other exit."""
     found: dict[int, tuple[tuple[bool, str, str], ContainerExit]] = {}
     for pod in pods_of(observed.pods, names.WORKERS):
@@ -475,7 +475,7 @@ def _check(
     recorded = condition(status, conditions.WORKERS_CHECKED)
     # With an external policy no GPUs of ours wait for workers. A job that an older operator started was never checked,
     # and continues.
-    needless = not runs_in_job(backend) or (not recorded and (shards.exists or not generation.gone))
+    needless = not runs_in_job(backend) or (not recorded and (shards.exists or not generation.released))
     if needless or shards.done or recorded.get("status") == "True":
         return Check(done=True)
     live = observed.get("Job", names.check(job.metadata.name))
@@ -495,7 +495,7 @@ def _check(
         return Check(done=False)
     bad = [end for end in ends if end.exit_code not in {0, contract.EXIT_DRAINED}]
     refused = verdict.get("reason") == "PodFailurePolicy"
-    text = how_it_ended(bad[-1]) if bad else str(verdict.get("message", ""))
+    text = describe_exit(bad[-1]) if bad else str(verdict.get("message", ""))
     return Check(done=False, problem=Cause(Reason.REFUSED if refused else Reason.CHECK_FAILED, redact(text)))
 
 
@@ -508,7 +508,7 @@ def _finish(job: RolloutJob, raw: Object, observed: Observed) -> Finish:
     ends = sorted((end for pod in pods if (end := last_exit(pod, "finish")) is not None), key=lambda end: end.finished)
     status = live.get("status") or {}
     if is_true(status, "Failed") or is_true(status, "FailureTarget"):
-        bad = [how_it_ended(end) for end in ends if end.exit_code != 0]
+        bad = [describe_exit(end) for end in ends if end.exit_code != 0]
         words = condition(status, "Failed").get("message") or condition(status, "FailureTarget").get("message", "")
         text = redact(f"aggregation failed: {bad[-1] if bad else words}")
         return Finish(problem=None if recorded else Cause(Reason.FINISH_FAILED, text), done=recorded)

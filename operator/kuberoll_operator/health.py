@@ -30,11 +30,11 @@ class Health:
         unsynced: Callable[[], list[str]],
         queue: Callable[[], float],
         leading: Callable[[], bool],
-        lease_tried: Callable[[], float | None],
+        lease_attempt_age: Callable[[], float | None],
         lease_seconds: float,
     ) -> None:
         self._watch, self._unsynced, self._queue = watch, unsynced, queue
-        self._leading, self._lease_tried, self._lease_seconds = leading, lease_tried, lease_seconds
+        self._leading, self._lease_attempt_age, self._lease_seconds = leading, lease_attempt_age, lease_seconds
 
     def live_problems(self) -> list[str]:
         """Reasons to restart the process; empty if it is healthy."""
@@ -53,7 +53,7 @@ class Health:
         return found + self._lease_problems()
 
     def _lease_problems(self) -> list[str]:
-        age = self._lease_tried()
+        age = self._lease_attempt_age()
         if age is None or age <= 2 * self._lease_seconds:
             return []
         return [f"lease: neither renewed nor requested for {age:.0f} s"]

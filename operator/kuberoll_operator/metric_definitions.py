@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kuberoll_api.metrics import Counter, Gauge, Group, Histogram, every
+from kuberoll_api.metrics import Counter, Gauge, Histogram, MetricGroup, metrics_by_name
 
 _RECONCILE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MILESTONE_SECONDS = (5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400, 259200, 604800)
@@ -88,12 +88,12 @@ CACHED_OBJECTS: Final = Gauge(
 LEADER: Final = Gauge(name="kuberoll_operator_leader", unit="0 or 1", help="1 while this operator holds the lease.")
 
 GROUPS: Final = (
-    Group("Jobs", (JOBS, GENERATION_REPLICAS, GENERATION_GPUS, SCALINGS, MILESTONE_SECONDS)),
-    Group(
+    MetricGroup("Jobs", (JOBS, GENERATION_REPLICAS, GENERATION_GPUS, SCALINGS, MILESTONE_SECONDS)),
+    MetricGroup(
         "Reconciling",
         (RECONCILES, RECONCILE_SECONDS, ERRORS, QUEUE_DEPTH, QUEUE_WAIT_SECONDS, QUEUE_OLDEST_SECONDS),
     ),
-    Group("The operator itself", (API_REQUESTS, CACHED_OBJECTS, LEADER)),
+    MetricGroup("The operator itself", (API_REQUESTS, CACHED_OBJECTS, LEADER)),
 )
 
-METRICS: Final = every(GROUPS)
+METRICS: Final = metrics_by_name(GROUPS)

@@ -62,26 +62,26 @@ class Metrics:
         cached: Callable[[], Mapping[str, int]],
     ) -> None:
         """Add gauges whose values are read at every scrape."""
-        self.registry.register(_Now(jobs, depth, oldest, leading, cached))
+        self.registry.register(_LiveGauges(jobs, depth, oldest, leading, cached))
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """Record how long a key waited in the queue."""
         self._waits.observe(seconds)
 
-    def reconciled(self, result: str, seconds: float) -> None:
+    def record_reconcile(self, result: str, seconds: float) -> None:
         """Record a reconcile and its result: success, retry (may be transient) or error (an unexpected exception)."""
         self._reconciles.labels(result).inc()
         self._durations.observe(seconds)
 
-    def error(self, reason: str) -> None:
+    def record_error(self, reason: str) -> None:
         """Count an error; the reason is a word of Kubernetes or of this package, never free text."""
         self._errors.labels(reason).inc()
 
-    def request(self, verb: str, kind: str, code: int) -> None:
+    def record_request(self, verb: str, kind: str, code: int) -> None:
         """Count a request to the API server; code 0: no answer."""
         self._requests.labels(verb, kind, str(code)).inc()
 
-    def status_written(self, raw: Object, old: Mapping[str, Any], new: Mapping[str, Any], now: datetime) -> None:
+    def record_status(self, raw: Object, old: Mapping[str, Any], new: Mapping[str, Any], now: datetime) -> None:
         """Record the scalings and milestones that a change of a job's status shows."""
         if (direction := scaling(old, new)) is not None:
             self._scalings.labels(direction).inc()
@@ -126,7 +126,7 @@ def _turned(old: Mapping[str, Any], new: Mapping[str, Any], kind: str) -> bool:
 _UNDER_WAY = frozenset({"Starting", "Running"})
 
 
-class _Now(Collector):
+class _LiveGauges(Collector):
     """Gauges that are read at every scrape."""
 
     def __init__(

@@ -21,7 +21,7 @@ def observe(cache: Cache, key: Key, raw: Object, progress: Progress) -> Observed
 
     Args:
         raw: The job, live.
-        progress: Reports of its pods: `ProgressPoller.latest`.
+        progress: Reports of its pods: `ReportPoller.latest`.
     """
     born = raw["metadata"].get("creationTimestamp") or ""
     # Pods of a deleted job of the same name may still be terminating; they report on that job's shards.

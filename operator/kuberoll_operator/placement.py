@@ -14,7 +14,7 @@ GPU: Final = "nvidia.com/gpu"
 _PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
-class CannotPlace(ValueError):
+class PlacementError(ValueError):
     """Replicas do not fit into pods; the message names the fields and shows the arithmetic."""
 
 
@@ -63,17 +63,17 @@ def gpus_of(generation: Mapping[str, Any]) -> float:
     return float(generation.get("gpusPerReplica") or math.prod(sizes))
 
 
-def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Placement:
+def place(generation: Generation, *, one_per_pod: bool, may_span: bool = False) -> Placement:
     """Place the replicas of a job.
 
     If its pods have no GPUs, every replica is one pod.
 
     Args:
-        one_each: A pod holds at most one replica (backend Native); otherwise replicas may share pods or span them.
-        spans: A replica may span pods even if `one_each`.
+        one_per_pod: A pod holds at most one replica (backend Native); otherwise replicas may share pods or span them.
+        may_span: A replica may span pods even if `one_per_pod`.
 
     Raises:
-        CannotPlace: The replicas do not fit into the pods.
+        PlacementError: The replicas do not fit into the pods.
     """
     pod_gpus = _pod_gpus(generation)
     gpus, shown = _replica_gpus(generation, pod_gpus)
@@ -81,11 +81,11 @@ def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Pla
         return Placement(gpus=0, pod_gpus=pod_gpus)
     if gpus == pod_gpus:
         return Placement(gpus=gpus, pod_gpus=pod_gpus)
-    if one_each and not (spans and gpus > pod_gpus):
+    if one_per_pod and not (may_span and gpus > pod_gpus):
         remedy = f'set spec.generation.resources.limits."{GPU}" to {gpus:g}' if gpus >= 1 else "use backend KubeRay"
-        if gpus > pod_gpus and not spans:
+        if gpus > pod_gpus and not may_span:
             remedy += ", use backend KubeRay, or install LeaderWorkerSet (leaderworkerset.x-k8s.io/v1)"
-        raise CannotPlace(
+        raise PlacementError(
             f"{shown}; pods have {pod_gpus}, and with backend Native every pod is one replica: {remedy}, or "
             f"{_fewer(generation, pod_gpus)}"
         )
@@ -97,21 +97,21 @@ def place(generation: Generation, *, one_each: bool, spans: bool = False) -> Pla
     if whole % pod_gpus == 0:
         return Placement(gpus=gpus, pod_gpus=pod_gpus, pods_per_replica=whole // pod_gpus)
     fitting = ", ".join(str(count) for count in range(1, whole + 1) if whole % count == 0)
-    raise CannotPlace(
+    raise PlacementError(
         f"{shown}; pods have {pod_gpus}, which is neither a multiple nor a divisor of it: set "
         f'spec.generation.resources.limits."{GPU}" to one of {fitting}, or a multiple of {whole}'
     )
 
 
-def misplacement(generation: Generation, *, one_each: bool, spans: bool = False) -> str | None:
+def placement_problem(generation: Generation, *, one_per_pod: bool, may_span: bool = False) -> str | None:
     """Why a job's replicas cannot be placed; None if they can.
 
     Args:
-        one_each, spans: As in `place`.
+        one_per_pod, may_span: As in `place`.
     """
     try:
-        place(generation, one_each=one_each, spans=spans)
-    except CannotPlace as error:
+        place(generation, one_per_pod=one_per_pod, may_span=may_span)
+    except PlacementError as error:
         return str(error)
     return None
 
@@ -128,18 +128,18 @@ def _replica_gpus(generation: Generation, pod_gpus: int) -> tuple[float, str]:
         return float(world), f"spec.generation.engineArgs: {factors} GPU{'s' * (world > 1)} a replica"
     path = "spec.generation.gpusPerReplica"
     if pod_gpus == 0:
-        raise CannotPlace(f'{path}: {given:g}; pods have 0: set spec.generation.resources.limits."{GPU}"')
+        raise PlacementError(f'{path}: {given:g}; pods have 0: set spec.generation.resources.limits."{GPU}"')
     if given > 1 and not given.is_integer():
-        raise CannotPlace(f"{path}: {given:g}; more than one GPU must be a whole number of them")
+        raise PlacementError(f"{path}: {given:g}; more than one GPU must be a whole number of them")
     if given < world and world > 1:
-        raise CannotPlace(f"{path}: {given:g} is less than {factors}: remove it, or set it to {world}")
+        raise PlacementError(f"{path}: {given:g} is less than {factors}: remove it, or set it to {world}")
     return given, f"{path}: {given:g} GPU{'s' * (given > 1)} a replica"
 
 
 def _size(arguments: Mapping[str, Any], name: str) -> int:
     value = arguments.get(name, 1)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CannotPlace(f"spec.generation.engineArgs.{name}: found {value!r}; a number of GPUs is 1 or more")
+        raise PlacementError(f"spec.generation.engineArgs.{name}: found {value!r}; a number of GPUs is 1 or more")
     return value
 
 
@@ -153,7 +153,7 @@ def _pod_gpus(generation: Generation) -> int:
             limits |= (item.get("resources") or {}).get("limits") or {}
     value = limits.get(GPU) or 0
     if not str(value).isdecimal():
-        raise CannotPlace(f"{path}: found {value!r}; Kubernetes gives whole GPUs only")
+        raise PlacementError(f"{path}: found {value!r}; Kubernetes gives whole GPUs only")
     return int(str(value))
 
 

@@ -48,12 +48,12 @@ def plan(facts: Facts) -> Plan:
     if facts.stage is Stage.UNMANAGED:
         return Plan()
     if facts.stage is Stage.OVER:
-        return Plan(delete_job=_outlived(facts), patch=_quota_news(facts))
+        return Plan(delete_job=_ttl_has_passed(facts), patch=_workload_patches(facts))
     if facts.stage is Stage.FAILING:
         # The cause must be recorded first: the objects that show it are about to be deleted.
         if not is_true(status_of(raw), conditions.FAILURE_TARGET):
             return Plan()
-        stopped, unstoppable = _stopped(facts)
+        stopped, unstoppable = _suspended_jobs(facts)
         return Plan(
             apply=tuple(render.seal(child) for child in stopped),
             delete=_deletable([*_engine_refs(job), *unstoppable], facts),
@@ -71,19 +71,19 @@ def plan(facts: Facts) -> Plan:
         # A resumed job may have another spec, and is checked again.
         delete.append(Ref("batch/v1", "Job", names.check(job.metadata.name)))
     if spec_problem(job, facts.backend, facts.settings) is None:
-        wanted, outdated = _wanted(facts)
+        wanted, outdated = _desired_children(facts)
         delete += outdated
-        apply = [] if facts.taken else [render.seal(child) for child in wanted]
-    if _quota_is_of_no_use(facts):
+        apply = [] if facts.name_conflict else [render.seal(child) for child in wanted]
+    if _workload_is_unneeded(facts):
         delete.append(workload_ref(job))
     return Plan(
         apply=tuple(apply),
-        patch=_quota_news(facts),
+        patch=_workload_patches(facts),
         delete=_deletable(delete, facts),
     )
 
 
-def subject_of(facts: Facts) -> RenderContext:
+def render_context(facts: Facts) -> RenderContext:
     """The context that children are rendered from."""
     job, raw, settings = facts.job, facts.raw, facts.settings
     return RenderContext(
@@ -98,34 +98,34 @@ def subject_of(facts: Facts) -> RenderContext:
     )
 
 
-def _outlived(facts: Facts) -> bool:
+def _ttl_has_passed(facts: Facts) -> bool:
     end = end_of_life(facts.job, status_of(facts.raw))
     return end is not None and facts.now >= end
 
 
-def _wanted(facts: Facts) -> tuple[list[Object], list[Ref]]:
+def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
     """The children that are wanted, in the order in which they are written, and those that are outdated."""
     job, raw, observed, now = facts.job, facts.raw, facts.observed, facts.now
     backend = BACKENDS[facts.backend]
-    subject = subject_of(facts)
+    context = render_context(facts)
     children = [
         # First: others refer to it.
-        *render.build_token_secrets(subject),
-        render.build_config(subject),
-        *render.build_network_policies(subject),
-        *backend.fixtures(subject),
-        render.build_workers_service(subject),
+        *render.build_token_secrets(context),
+        render.build_config(context),
+        *render.build_network_policies(context),
+        *backend.fixtures(context),
+        render.build_workers_service(context),
     ]
     outdated: list[Ref] = []
     if facts.stage in {Stage.STARTING, Stage.RUNNING}:
-        children += backend.engines(subject, observed, now)
+        children += backend.engines(context, observed, now)
         outdated += backend.outdated(job, observed)
     if facts.stage is Stage.CHECKING:
-        live = observed.get("Job", names.check(subject.name))
-        children += [] if is_dying(live) else [keep_shape(render.build_check_job(subject), live, MUTABLE_CHECK)]
+        live = observed.get("Job", names.check(context.name))
+        children += [] if is_dying(live) else [keep_shape(render.build_check_job(context), live, MUTABLE_CHECK)]
     if not facts.shards.done:
-        live = observed.get("Job", names.workers(subject.name))
-        wanted = render.build_workers_job(subject, suspend=facts.stage is not Stage.RUNNING)
+        live = observed.get("Job", names.workers(context.name))
+        wanted = render.build_workers_job(context, suspend=facts.stage is not Stage.RUNNING)
         # Two pods of one shard would write to the same files: no new Job while pods of an old one exist.
         settled = not any_active(pods_of(observed.pods, names.WORKERS))
         if live is None:
@@ -140,15 +140,15 @@ def _wanted(facts: Facts) -> tuple[list[Object], list[Ref]]:
             outdated += [ref(wanted)] if settled and not is_dying(live) else []
         elif not is_dying(live):
             children.append(keep_shape(wanted, live, MUTABLE_WORKERS))
-    end = observed.get("Job", names.finish(subject.name))
+    end = observed.get("Job", names.finish(context.name))
     if facts.shards.done and (facts.stage is Stage.FINISHING or end is not None):
-        wanted = render.build_finish_job(subject, suspend=facts.stage is not Stage.FINISHING)
+        wanted = render.build_finish_job(context, suspend=facts.stage is not Stage.FINISHING)
         children += [] if is_dying(end) else [keep_shape(wanted, end, MUTABLE_FINISH)]
-    if facts.stage is Stage.QUEUED and facts.quota.makeable and facts.quota.queue is not None:
+    if facts.stage is Stage.QUEUED and facts.quota.writable and facts.quota.queue is not None:
         children.append(
             render.build_workload(
-                subject,
-                backend.pod_sets(subject),
+                context,
+                backend.pod_sets(context),
                 queue=facts.quota.queue,
                 priority=_priority(job, observed),
             )
@@ -161,14 +161,14 @@ def _priority(job: RolloutJob, observed: Observed) -> render.Priority | None:
     return None if name is None or value is None else render.Priority(name, value)
 
 
-def _quota_is_of_no_use(facts: Facts) -> bool:
+def _workload_is_unneeded(facts: Facts) -> bool:
     """True if the Workload is to be deleted. Quota is held as long as a pod exists."""
     if facts.stage is Stage.SUSPENDED or facts.quota.outdated:
-        return facts.settled
+        return facts.released
     return facts.quota.queue is None
 
 
-def _quota_news(facts: Facts) -> tuple[StatusPatch, ...]:
+def _workload_patches(facts: Facts) -> tuple[StatusPatch, ...]:
     """The next patch of the status of the job's Workload, for Kueue."""
     job, raw, observed, now = facts.job, facts.raw, facts.observed, facts.now
     live, status = workload_of(job, raw, observed), status_of(raw)
@@ -178,20 +178,20 @@ def _quota_news(facts: Facts) -> tuple[StatusPatch, ...]:
     if facts.stage is Stage.OVER:
         succeeded = is_true(status, conditions.COMPLETE)
         words = condition(status, conditions.COMPLETE if succeeded else conditions.FAILED).get("message", "")
-        patch = queueing.finished(live, succeeded=succeeded, message=str(words), now=now)
-    elif facts.stage is Stage.QUEUED and facts.settled:
-        patch = queueing.given_back(live, now)
+        patch = queueing.finished_patch(live, succeeded=succeeded, message=str(words), now=now)
+    elif facts.stage is Stage.QUEUED and facts.released:
+        patch = queueing.release_patch(live, now)
     elif facts.stage in {Stage.STARTING, Stage.RUNNING, Stage.FINISHING}:
         done = facts.stage is Stage.FINISHING
         running = facts.stage is Stage.RUNNING and is_true(status, conditions.WORKERS_READY)
-        patch = queueing.progressed(live, ready=done or running, unneeded=_unneeded(live, facts), now=now)
+        patch = queueing.progress_patch(live, ready=done or running, unneeded=_reclaimable_pods(live, facts), now=now)
     version = str(live["metadata"].get("resourceVersion", ""))
     return () if patch is None else (StatusPatch(workload_ref(job), version, patch),)
 
 
-def _unneeded(live: Object, facts: Facts) -> dict[str, int]:
+def _reclaimable_pods(live: Object, facts: Facts) -> dict[str, int]:
     """Pods whose quota is no longer needed: once all shards are done, all but the one that aggregates."""
-    if facts.stage is not Stage.FINISHING or not facts.generation.gone:
+    if facts.stage is not Stage.FINISHING or not facts.generation.released:
         return {}
     counts = {item["name"]: int(item.get("count", 1)) for item in live.get("spec", {}).get("podSets") or ()}
     return {name: count - (name == names.WORKERS) for name, count in counts.items()}
@@ -202,7 +202,7 @@ def _engine_refs(job: RolloutJob) -> list[Ref]:
     return [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
 
 
-def _stopped(facts: Facts) -> tuple[list[Object], list[Ref]]:
+def _suspended_jobs(facts: Facts) -> tuple[list[Object], list[Ref]]:
     """The Jobs of a failing job, suspended: this keeps their ended pods and the logs.
 
     Returns:
@@ -220,11 +220,11 @@ def _stopped(facts: Facts) -> tuple[list[Object], list[Ref]]:
     ]
     if not under_way or spec_problem(job, facts.backend, settings) is not None:
         return [], [Ref("batch/v1", "Job", name) for name in under_way]
-    subject = subject_of(facts)
+    context = render_context(facts)
     wanted = [
-        (render.build_check_job(subject, suspend=True), MUTABLE_CHECK),
-        (render.build_workers_job(subject, suspend=True), MUTABLE_WORKERS),
-        (render.build_finish_job(subject, suspend=True), MUTABLE_FINISH),
+        (render.build_check_job(context, suspend=True), MUTABLE_CHECK),
+        (render.build_workers_job(context, suspend=True), MUTABLE_WORKERS),
+        (render.build_finish_job(context, suspend=True), MUTABLE_FINISH),
     ]
     return [
         keep_shape(item, observed.get("Job", item["metadata"]["name"]), mutable)

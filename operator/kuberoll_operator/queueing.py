@@ -36,18 +36,18 @@ class Quota:
     Attributes:
         queue: Name of its LocalQueue; None if it needs no quota.
         granted: True if its pods may run.
-        held: True if its Workload holds quota, which it does until the quota is released.
+        reserved: True if its Workload holds quota, which it does until the quota is released.
         outdated: True if its Workload must be replaced by a new one once its pods have ended.
-        makeable: True if its Workload can be written.
+        writable: True if its Workload can be written.
         message: Why it may run or not, in Kueue's own words if it has any.
         assignments: Node selectors, tolerations and metadata that the admission gives to the pods of each pod set.
     """
 
     queue: str | None = None
     granted: bool = True
-    held: bool = False
+    reserved: bool = False
     outdated: bool = False
-    makeable: bool = False
+    writable: bool = False
     message: str = ""
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, sett
     """
     queue = queue_of(job, settings)
     if queue is None:
-        return Quota(held=_holds(workload))
+        return Quota(reserved=_has_reservation(workload))
     if settings.kueue is False:
         return _waiting(
             queue,
@@ -87,46 +87,48 @@ def quota_of(job: RolloutJob, workload: Object | None, found: ClusterQuota, sett
         name = priority_class_of(job)
         if name is not None and found.priority is None:
             return _waiting(queue, f"WorkloadPriorityClass {name} does not exist")
-        return _waiting(queue, "not requested yet", makeable=True)
+        return _waiting(queue, "not requested yet", writable=True)
     if workload["metadata"].get("deletionTimestamp"):
         return _waiting(queue, "its Workload is being deleted")
     status = workload.get("status") or {}
-    held = _holds(workload)
-    asked_in = (workload.get("spec") or {}).get("queueName")
+    reserved = _has_reservation(workload)
+    current_queue = (workload.get("spec") or {}).get("queueName")
     if is_true(status, FINISHED):
         words = condition(status, FINISHED).get("message", "")
         return _waiting(
-            queue, f"its Workload is finished ({words}) and is being created again", held=held, outdated=True
+            queue, f"its Workload is finished ({words}) and is being created again", reserved=reserved, outdated=True
         )
-    if held and asked_in != queue:
-        return _waiting(queue, f"moving from queue {asked_in}", held=True, outdated=True)
+    if reserved and current_queue != queue:
+        return _waiting(queue, f"moving from queue {current_queue}", reserved=True, outdated=True)
     if is_true(status, EVICTED):
-        return _evicted(job, queue, workload, found, held=held)
+        return _evicted(job, queue, workload, found, reserved=reserved)
     if is_true(status, ADMITTED):
         by = (status.get("admission") or {}).get("clusterQueue", "")
         return Quota(
             queue=queue,
-            held=held,
+            reserved=reserved,
             message=f"admitted by ClusterQueue {by}",
             assignments=_assignments(workload, found),
         )
-    return _waiting(queue, _words(workload), held=held, makeable=_makeable(job, found, held=held))
+    return _waiting(
+        queue, _pending_reason(workload), reserved=reserved, writable=_is_writable(job, found, reserved=reserved)
+    )
 
 
-def finished(workload: Object, *, succeeded: bool, message: str, now: datetime) -> Mapping[str, Any] | None:
+def finished_patch(workload: Object, *, succeeded: bool, message: str, now: datetime) -> Mapping[str, Any] | None:
     """Status patch for the Workload of a finished job, which frees its quota; None if it is applied already."""
     if is_true(workload.get("status") or {}, FINISHED):
         return None
     return {"conditions": _with(workload, now, (FINISHED, True, "Succeeded" if succeeded else "Failed", message))}
 
 
-def given_back(workload: Object, now: datetime) -> Mapping[str, Any] | None:
+def release_patch(workload: Object, now: datetime) -> Mapping[str, Any] | None:
     """Status patch for an evicted Workload whose last pod has ended; None if it holds no quota.
 
     Kueue leaves this to the controller that runs the pods, and admits no other workload in their place until then.
     """
     status = workload.get("status") or {}
-    if not is_true(status, EVICTED) or not _holds(workload):
+    if not is_true(status, EVICTED) or not _has_reservation(workload):
         return None
     evicted = condition(status, EVICTED)
     reason, message = str(evicted.get("reason", "")), str(evicted.get("message", ""))
@@ -141,7 +143,7 @@ def given_back(workload: Object, now: datetime) -> Mapping[str, Any] | None:
     return {"admission": None, "conditions": conditions}
 
 
-def progressed(
+def progress_patch(
     workload: Object, *, ready: bool, unneeded: Mapping[str, int], now: datetime
 ) -> Mapping[str, Any] | None:
     """Status patch for an admitted Workload; None if nothing changes.
@@ -152,10 +154,10 @@ def progressed(
     """
     status = workload.get("status") or {}
     patch: dict[str, Any] = {}
-    told_of = condition(status, PODS_READY).get("status")
-    if ready and told_of != "True":
+    pods_ready = condition(status, PODS_READY).get("status")
+    if ready and pods_ready != "True":
         patch["conditions"] = _with(workload, now, (PODS_READY, True, "Started", "All pods are ready"))
-    elif told_of is None:
+    elif pods_ready is None:
         patch["conditions"] = _with(workload, now, (PODS_READY, False, "WaitForStart", "Not all pods are ready"))
     before = {item["name"]: int(item["count"]) for item in status.get("reclaimablePods") or ()}
     counts = {item["name"]: int(item.get("count", 1)) for item in (workload.get("spec") or {}).get("podSets") or ()}
@@ -169,33 +171,35 @@ def progressed(
     return patch or None
 
 
-def _waiting(queue: str, words: str, *, held: bool = False, outdated: bool = False, makeable: bool = False) -> Quota:
+def _waiting(
+    queue: str, words: str, *, reserved: bool = False, outdated: bool = False, writable: bool = False
+) -> Quota:
     return Quota(
         queue=queue,
         granted=False,
-        held=held,
+        reserved=reserved,
         outdated=outdated,
-        makeable=makeable,
+        writable=writable,
         message=redact(f"waiting for quota in queue {queue}: {words}"),
     )
 
 
-def _evicted(job: RolloutJob, queue: str, workload: Object, found: ClusterQuota, *, held: bool) -> Quota:
+def _evicted(job: RolloutJob, queue: str, workload: Object, found: ClusterQuota, *, reserved: bool) -> Quota:
     evicted = condition(workload["status"], EVICTED)
     why = f"{evicted.get('reason', '')}: {evicted.get('message', '')}".rstrip(": ")
-    if held:
+    if reserved:
         message = redact(f"evicted ({why}); its quota is released when its last pod has ended")
-        return Quota(queue=queue, granted=False, held=True, message=message)
-    makeable = _makeable(job, found, held=False)
-    return _waiting(queue, f"{_words(workload)}; it was evicted ({why})", makeable=makeable)
+        return Quota(queue=queue, granted=False, reserved=True, message=message)
+    writable = _is_writable(job, found, reserved=False)
+    return _waiting(queue, f"{_pending_reason(workload)}; it was evicted ({why})", writable=writable)
 
 
-def _makeable(job: RolloutJob, found: ClusterQuota, *, held: bool) -> bool:
+def _is_writable(job: RolloutJob, found: ClusterQuota, *, reserved: bool) -> bool:
     """True if the Workload may be written; nothing in it may change while it holds quota."""
-    return not held and (priority_class_of(job) is None or found.priority is not None)
+    return not reserved and (priority_class_of(job) is None or found.priority is not None)
 
 
-def _words(workload: Object) -> str:
+def _pending_reason(workload: Object) -> str:
     """Why a Workload is not admitted, in Kueue's words."""
     status = workload.get("status") or {}
     if (workload.get("spec") or {}).get("active") is False:
@@ -211,7 +215,7 @@ def _words(workload: Object) -> str:
     return str(reserved.get("message") or "Kueue has not processed it yet")
 
 
-def _holds(workload: Object | None) -> bool:
+def _has_reservation(workload: Object | None) -> bool:
     return bool(((workload or {}).get("status") or {}).get("admission"))
 
 

@@ -21,7 +21,7 @@ from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.facts import compute_facts
-from kuberoll_operator.kube.apply import CREATED_ONLY, Applier
+from kuberoll_operator.kube.apply import CREATE_ONLY_KINDS, Applier
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import (
     ApiError,
@@ -33,14 +33,14 @@ from kuberoll_operator.kube.errors import (
     QuotaExceeded,
     TooMany,
 )
-from kuberoll_operator.kube.events import Happening, Recorder
+from kuberoll_operator.kube.events import EventContent, Recorder
 from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true, status_of
 from kuberoll_operator.observe import observe
 from kuberoll_operator.plan import plan
-from kuberoll_operator.progress import ProgressPoller
+from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.status.job_status import compute_status, format_time, next_deadline
@@ -59,7 +59,7 @@ class Reconciler:
         self,
         client: Client,
         cache: Cache,
-        progress: ProgressPoller,
+        progress: ReportPoller,
         recorder: Recorder,
         metrics: Metrics,
         settings: Settings,
@@ -93,18 +93,18 @@ class Reconciler:
         try:
             job = RolloutJob.model_validate(raw)
         except ValidationError as error:
-            return await self._refuse(raw, error)
+            return await self._reject(raw, error)
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
         for name in missing_secrets(observed.pods):
-            self._applier.missing(key, name)
+            self._applier.mark_missing(key, name)
         planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
-        if strangers := await self._unseen(key, planned, observed):
-            observed = replace(observed, children={**observed.children, **strangers})
+        if existing := await self._existing_children(key, planned, observed):
+            observed = replace(observed, children={**observed.children, **existing})
             planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
         if planned.delete_job:
             await self._client.delete(ROLLOUT_JOBS, *key, uid=raw["metadata"]["uid"])
             return None
-        observed = await self._carry_out(key, planned, observed)
+        observed = await self._execute(key, planned, observed)
         now = self._now()
         old, new = status_of(raw), compute_status(compute_facts(job, raw, observed, self._settings, now))
         if new != old:
@@ -113,7 +113,7 @@ class Reconciler:
             self._progress.forget(key)
             self._applier.forget_job(key)
         # The next steps depend on the recorded status, and our own writes trigger no event.
-        if _lasting(new) != _lasting(old):
+        if _without_counts(new) != _without_counts(old):
             return 0.0
         due = next_deadline(job, new, now, interval=self._settings.progress_seconds)
         # Some things that a queued job waits for are not watched, such as its priority class.
@@ -130,7 +130,7 @@ class Reconciler:
         flavors = queueing.flavors_of(observed.get("Workload", names.workload(job.metadata.name)))
         return replace(observed, quota=await self._quota.read(flavors, queueing.priority_class_of(job)))
 
-    async def _unseen(self, key: Key, planned: Plan, observed: Observed) -> dict[tuple[str, str], Object]:
+    async def _existing_children(self, key: Key, planned: Plan, observed: Observed) -> dict[tuple[str, str], Object]:
         """Existing objects with the names of children that are about to be created.
 
         Only objects with the job's label are watched. Without this check, an apply would overwrite fields of another
@@ -139,7 +139,7 @@ class Reconciler:
         new = [
             item
             for item in planned.apply
-            if item["kind"] not in CREATED_ONLY and observed.get(item["kind"], item["metadata"]["name"]) is None
+            if item["kind"] not in CREATE_ONLY_KINDS and observed.get(item["kind"], item["metadata"]["name"]) is None
         ]
         found = await asyncio.gather(
             *(self._client.get(resource_of_object(item), key.namespace, item["metadata"]["name"]) for item in new),
@@ -152,7 +152,7 @@ class Reconciler:
             if isinstance(live, dict)
         }
 
-    async def _carry_out(self, key: Key, planned: Plan, observed: Observed) -> Observed:
+    async def _execute(self, key: Key, planned: Plan, observed: Observed) -> Observed:
         """Execute a plan.
 
         Returns:
@@ -164,18 +164,18 @@ class Reconciler:
             try:
                 found = await self._applier.apply(wanted, children.get(place))
             except ApiError as error:
-                errors[place] = self._refusal(error)
+                errors[place] = self._write_error(error)
                 continue
             if found is not None:
                 resource = resource_of_object(wanted)
-                self._cache.written(resource, found)
+                self._cache.add_written(resource, found)
                 children[place] = found
         for change in planned.patch:
             resource = resource_of(change.ref.api_version, change.ref.kind)
             found = await self._client.patch_status(
                 resource, key.namespace, change.ref.name, change.status, names.STATUS_MANAGER, version=change.version
             )
-            self._cache.written(resource, found)
+            self._cache.add_written(resource, found)
             children[change.ref.kind, change.ref.name] = found
         for item in planned.delete:
             live = children.get((item.kind, item.name))
@@ -187,11 +187,11 @@ class Reconciler:
             except ApiError as error:
                 # A successor with another uid was created after the decision.
                 if not isinstance(error, Conflict):
-                    errors[item.kind, item.name] = self._refusal(error)
+                    errors[item.kind, item.name] = self._write_error(error)
             self._applier.forget(uid)
         return replace(observed, children=children, errors=errors)
 
-    def _refusal(self, error: ApiError) -> WriteError:
+    def _write_error(self, error: ApiError) -> WriteError:
         """The error as it is recorded in the status.
 
         Raises:
@@ -201,7 +201,7 @@ class Reconciler:
         if found is None:
             raise error
         _log.warning("rejected: %s", error)
-        self._metrics.error(found.reason)
+        self._metrics.record_error(found.reason)
         return found
 
     async def _write_status(
@@ -212,12 +212,12 @@ class Reconciler:
         kept = {name: metadata[name] for name in ("namespace", "name", "uid", "resourceVersion")}
         item = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": kept, "status": dict(new)}
         found = await self._client.apply(item, names.STATUS_MANAGER, subresource="status", force=True)
-        self._cache.written(ROLLOUT_JOBS, found)
-        self._metrics.status_written(raw, old, new, now)
-        happenings: list[Happening] = list(events)
-        await self._recorder.record(found, happenings)
+        self._cache.add_written(ROLLOUT_JOBS, found)
+        self._metrics.record_status(raw, old, new, now)
+        contents: list[EventContent] = list(events)
+        await self._recorder.record(found, contents)
 
-    async def _refuse(self, raw: Object, error: ValidationError) -> float | None:
+    async def _reject(self, raw: Object, error: ValidationError) -> float | None:
         """Handle an object that the API server accepted and the model rejects.
 
         A job that has not started fails. A job that has started was valid then: this operator is older or newer than
@@ -233,11 +233,11 @@ class Reconciler:
                     raw["metadata"]["name"],
                     mistakes,
                 )
-                self._metrics.error(Reason.INVALID_SPEC)
+                self._metrics.record_error(Reason.INVALID_SPEC)
             return None
         now = self._now()
-        new = refused_status(raw, mistakes, now)
-        self._metrics.error(Reason.INVALID_SPEC)
+        new = invalid_status(raw, mistakes, now)
+        self._metrics.record_error(Reason.INVALID_SPEC)
         await self._write_status(raw, old, new, transitions(old, new), now)
         return None
 
@@ -257,7 +257,7 @@ def write_error(error: ApiError) -> WriteError | None:
     return None
 
 
-def refused_status(raw: Object, message: str, now: datetime) -> dict[str, Any]:
+def invalid_status(raw: Object, message: str, now: datetime) -> dict[str, Any]:
     """Status of a job with an invalid spec: Failed, with all mistakes."""
     time, generation = format_time(now), raw["metadata"].get("generation", 0)
     told = message[:1000]
@@ -275,7 +275,7 @@ def refused_status(raw: Object, message: str, now: datetime) -> dict[str, Any]:
     return {"observedGeneration": generation, "phase": "Failed", "conditions": failed}
 
 
-def _lasting(status: Mapping[str, Any]) -> dict[str, Any]:
+def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in status.items() if key not in {"progress", "summary"}}
 
 
@@ -332,30 +332,30 @@ class Pool:
     async def _handle(self, key: Key) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        self._metrics.waited(self._queue.age(key))
+        self._metrics.record_wait(self._queue.age(key))
         result, at_least = "retry", 0.0
         try:
             async with asyncio.timeout(self._seconds):
                 again = await self._reconcile(key)
         except (NotLeader, TimeoutError) as error:
-            self._metrics.error(type(error).__name__)
+            self._metrics.record_error(type(error).__name__)
             _log.warning("%s/%s: %s", *key, str(error) or f"not done within {self._seconds:.0f} s")
         except ApiError as error:
-            self._metrics.error(error.reason or type(error).__name__)
+            self._metrics.record_error(error.reason or type(error).__name__)
             at_least = _pause(error)
             _log.warning("%s/%s: %s", *key, error)
         except Exception:
             result = "error"
-            self._metrics.error("Exception")
+            self._metrics.record_error("Exception")
             _log.exception("%s/%s: reconcile failed", *key)
         else:
-            self._metrics.reconciled("success", loop.time() - start)
+            self._metrics.record_reconcile("success", loop.time() - start)
             self._queue.forget(key)
             # Spread, so that jobs that were all listed at the start are not always reconciled at the same time.
             resync = self._resync * (0.8 + 0.4 * random.random())
             self._queue.add_after(key, resync if again is None else min(again, resync))
             return
-        self._metrics.reconciled(result, loop.time() - start)
+        self._metrics.record_reconcile(result, loop.time() - start)
         self._queue.failed(key, at_least)
 
 

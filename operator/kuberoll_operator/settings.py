@@ -22,11 +22,11 @@ def _image(role: str) -> str:
     return f"kuberoll/{role}:{version('kuberoll')}"
 
 
-class SettingsRefused(ValueError):
+class InvalidSettings(ValueError):
     """Settings are invalid; the message names each of them and its mistake."""
 
 
-class NoTokenKey(ValueError):
+class MissingTokenKey(ValueError):
     """The operator has no key to derive the policies' tokens from."""
 
 
@@ -120,7 +120,7 @@ class Settings(BaseModel):
         """The bearer token of a scope, for the policy of the job with this uid.
 
         Raises:
-            NoTokenKey: No key is set.
+            MissingTokenKey: No key is set.
         """
         return hmac.new(self.signing_key(), f"{uid}/{scope}".encode(), "sha256").hexdigest()
 
@@ -128,22 +128,22 @@ class Settings(BaseModel):
         """The key that tokens are derived from.
 
         Raises:
-            NoTokenKey: No key is set.
+            MissingTokenKey: No key is set.
         """
         key = "" if self.token_key is None else self.token_key.get_secret_value().strip()
         if not key:
-            raise NoTokenKey(
+            raise MissingTokenKey(
                 f"{ENVIRONMENT_PREFIX}TOKEN_KEY: not set or empty, and without a key anybody who can read a RolloutJob "
                 "could derive the tokens of its policy; set it to a random text (the chart does so, see jobs.tokenKey)"
             )
         return key.encode()
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], **given: Any) -> Self:
-        """Settings from environment variables; explicitly given values take precedence.
+    def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
+        """Settings from environment variables; explicitly overrides values take precedence.
 
         Raises:
-            SettingsRefused: A value is invalid; the message names the variable or the setting.
+            InvalidSettings: A value is invalid; the message names the variable or the setting.
         """
         found: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
@@ -156,14 +156,14 @@ class Settings(BaseModel):
             listed = isinstance(field.default, tuple)
             found[name] = [item for item in map(str.strip, text.split(",")) if item] if listed else text
         try:
-            return cls.model_validate({**found, **given})
+            return cls.model_validate({**found, **overrides})
         except ValidationError as error:
-            raise SettingsRefused("; ".join(_mistakes(error, given))) from error
+            raise InvalidSettings("; ".join(_mistakes(error, overrides))) from error
 
 
-def _mistakes(error: ValidationError, given: Mapping[str, Any]) -> Iterator[str]:
+def _mistakes(error: ValidationError, overrides: Mapping[str, Any]) -> Iterator[str]:
     for item in error.errors(include_url=False):
         name, *path = map(str, item["loc"])
-        shown = name if name in given else f"environment variable {ENVIRONMENT_PREFIX}{name.upper()}"
+        shown = name if name in overrides else f"environment variable {ENVIRONMENT_PREFIX}{name.upper()}"
         found = "" if name == "token_key" else f", found {item['input']!r}"
         yield f"{'.'.join([shown, *path])}: {item['msg']}{found}"

@@ -29,13 +29,13 @@ class Event(NamedTuple):
     note: str
 
 
-class Rule(NamedTuple):
+class EventRule(NamedTuple):
     """Trigger of an event: a condition gets this status, with one of these reasons.
 
     Attributes:
         reasons: None for any reason.
         name: The event's reason; None for the condition's.
-        again: True if a change of the reason alone is an event, too.
+        on_reason_change: True if a change of the reason alone is an event, too.
     """
 
     condition: str
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
     type: EventType
     name: str | None
     action: str
-    again: bool = False
+    on_reason_change: bool = False
 
 
 PROBLEMS: Final = frozenset(
@@ -64,65 +64,67 @@ PROBLEMS: Final = frozenset(
 """Reasons for waiting that somebody may have to resolve."""
 
 
-def _is(kind: str, status: Literal["True", "False"], reason: str, name: str, action: str) -> Rule:
-    return Rule(kind, status, frozenset({reason}), "Normal", name, action, again=True)
+def _is(kind: str, status: Literal["True", "False"], reason: str, name: str, action: str) -> EventRule:
+    return EventRule(kind, status, frozenset({reason}), "Normal", name, action, on_reason_change=True)
 
 
-RULES: Final[tuple[Rule, ...]] = (
+RULES: Final[tuple[EventRule, ...]] = (
     _is(conditions.SUSPENDED, "True", Reason.JOB_SUSPENDED, "Suspended", "Suspend"),
     _is(conditions.SUSPENDED, "True", Reason.QUEUED, "Queued", "WaitForQuota"),
     _is(conditions.SUSPENDED, "False", Reason.SUSPENDING, "Suspending", "Suspend"),
     _is(conditions.SUSPENDED, "False", Reason.EVICTED, "Evicted", "GiveBackQuota"),
     _is(conditions.SUSPENDED, "False", Reason.JOB_RESUMED, "Resumed", "Resume"),
     _is(conditions.SUSPENDED, "False", Reason.ADMITTED, "Admitted", "Resume"),
-    Rule(conditions.WORKERS_CHECKED, "False", PROBLEMS, "Warning", None, "CheckWorkers", again=True),
-    Rule(conditions.WORKERS_CHECKED, "True", None, "Normal", "WorkersChecked", "StartGeneration"),
-    Rule(
+    EventRule(conditions.WORKERS_CHECKED, "False", PROBLEMS, "Warning", None, "CheckWorkers", on_reason_change=True),
+    EventRule(conditions.WORKERS_CHECKED, "True", None, "Normal", "WorkersChecked", "StartGeneration"),
+    EventRule(
         conditions.GENERATION_READY,
         "False",
         frozenset({Reason.STARTING}),
         "Normal",
         "GenerationStarting",
         "StartGeneration",
-        again=True,
+        on_reason_change=True,
     ),
-    Rule(conditions.GENERATION_READY, "False", PROBLEMS, "Warning", None, "StartGeneration", again=True),
-    Rule(conditions.GENERATION_READY, "True", None, "Normal", "GenerationReady", "StartWorkers"),
-    Rule(
+    EventRule(
+        conditions.GENERATION_READY, "False", PROBLEMS, "Warning", None, "StartGeneration", on_reason_change=True
+    ),
+    EventRule(conditions.GENERATION_READY, "True", None, "Normal", "GenerationReady", "StartWorkers"),
+    EventRule(
         conditions.GENERATION_READY,
         "False",
         frozenset({Reason.RELEASED}),
         "Normal",
         "GenerationReleased",
         "ReleaseGeneration",
-        again=True,
+        on_reason_change=True,
     ),
-    Rule(conditions.WORKERS_READY, "False", PROBLEMS, "Warning", None, "StartWorkers", again=True),
-    Rule(conditions.WORKERS_READY, "True", None, "Normal", "WorkersRunning", "RunWorkers"),
-    Rule(
+    EventRule(conditions.WORKERS_READY, "False", PROBLEMS, "Warning", None, "StartWorkers", on_reason_change=True),
+    EventRule(conditions.WORKERS_READY, "True", None, "Normal", "WorkersRunning", "RunWorkers"),
+    EventRule(
         conditions.WORKERS_READY,
         "False",
         frozenset({Reason.SHARDS_DONE}),
         "Normal",
         "ShardsDone",
         "Aggregate",
-        again=True,
+        on_reason_change=True,
     ),
-    Rule(
+    EventRule(
         conditions.WEIGHTS_SERVED,
         "False",
         frozenset({Reason.WEIGHTS_LOADING}),
         "Normal",
         "WeightsChanged",
         "LoadWeights",
-        again=True,
+        on_reason_change=True,
     ),
-    Rule(conditions.WEIGHTS_SERVED, "True", None, "Normal", "WeightsServed", "ServeWeights"),
-    Rule(conditions.SUCCESS_CRITERIA_MET, "False", PROBLEMS, "Warning", None, "Aggregate", again=True),
-    Rule(conditions.SUCCESS_CRITERIA_MET, "True", None, "Normal", "TrajectoriesDone", "ReleaseGeneration"),
-    Rule(conditions.FAILURE_TARGET, "True", None, "Warning", None, "StopJob"),
-    Rule(conditions.COMPLETE, "True", None, "Normal", "Completed", "Complete"),
-    Rule(conditions.FAILED, "True", None, "Warning", "Failed", "Fail"),
+    EventRule(conditions.WEIGHTS_SERVED, "True", None, "Normal", "WeightsServed", "ServeWeights"),
+    EventRule(conditions.SUCCESS_CRITERIA_MET, "False", PROBLEMS, "Warning", None, "Aggregate", on_reason_change=True),
+    EventRule(conditions.SUCCESS_CRITERIA_MET, "True", None, "Normal", "TrajectoriesDone", "ReleaseGeneration"),
+    EventRule(conditions.FAILURE_TARGET, "True", None, "Warning", None, "StopJob"),
+    EventRule(conditions.COMPLETE, "True", None, "Normal", "Completed", "Complete"),
+    EventRule(conditions.FAILED, "True", None, "Warning", "Failed", "Fail"),
 )
 """All events, in the order in which those of one change are sent."""
 
@@ -137,19 +139,19 @@ def transitions(old_status: Mapping[str, Any] | None, new_status: Mapping[str, A
     ]
 
 
-def _holds(rule: Rule, found: Mapping[str, Any]) -> bool:
+def _holds(rule: EventRule, found: Mapping[str, Any]) -> bool:
     matches = rule.reasons is None or found.get("reason") in rule.reasons
     return found.get("status") == rule.status and matches
 
 
-def _is_new(rule: Rule, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _is_new(rule: EventRule, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     before, after = condition(old, rule.condition), condition(new, rule.condition)
     if before.get("status") != after.get("status"):
         return True
-    return rule.again and before.get("reason") != after.get("reason")
+    return rule.on_reason_change and before.get("reason") != after.get("reason")
 
 
-def _event(rule: Rule, found: Mapping[str, Any]) -> Event:
+def _event(rule: EventRule, found: Mapping[str, Any]) -> Event:
     note = str(found.get("message") or found.get("reason", ""))
     clipped = note if len(note) <= NOTE_CHARACTERS else f"{note[: NOTE_CHARACTERS - 1]}…"
     return Event(rule.type, rule.name or str(found.get("reason", "")), rule.action, clipped)

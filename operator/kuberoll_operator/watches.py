@@ -94,7 +94,7 @@ class Watches:
             for session in self._sessions:
                 await session.close()
 
-    async def synced(self) -> None:
+    async def wait_synced(self) -> None:
         """Return when everything has been listed once."""
         await self._synced.wait()
 
@@ -137,7 +137,7 @@ class Watches:
             self._activity[resource, scope] = self._clock()
             # Listed objects are in the cache already.
             if event["type"] is not None:
-                self._cache.seen(resource, item, deleted=event["type"] == "DELETED")
+                self._cache.add_event(resource, item, deleted=event["type"] == "DELETED")
 
         seen.__name__ = f"seen_{resource.plural}"
         return seen
@@ -174,7 +174,7 @@ class Watches:
             return
         metadata = page.get("metadata") or {}
         last = not metadata.get("continue")
-        self._cache.listed(*place, page.get("items") or (), metadata.get("resourceVersion", ""), last=last)
+        self._cache.add_page(*place, page.get("items") or (), metadata.get("resourceVersion", ""), last=last)
         if last and not self.unsynced():
             self._synced.set()
 
@@ -200,7 +200,7 @@ def _file_of(task: asyncio.Task[Any]) -> str:
     return "" if code is None else str(code.co_filename)
 
 
-class _ForEver:
+class _EndlessBackoff:
     """Pauses between attempts of kopf's requests: it waits for an unreachable API server without limit."""
 
     def __iter__(self) -> Iterator[float]:
@@ -233,7 +233,7 @@ def operator_settings(resources: tuple[Resource, ...] = WATCHED) -> kopf.Operato
     settings.watching.chunk_size = PAGE
     settings.networking.request_timeout = 60
     settings.networking.connect_timeout = 5
-    settings.networking.error_backoffs = _ForEver()
+    settings.networking.error_backoffs = _EndlessBackoff()
     settings.persistence.diffbase_storage = _NoDifferences()
     settings.posting.enabled = False
     settings.scanning.disabled = True

@@ -283,7 +283,7 @@ MISTAKES = {
         "engineArgs:\n      max_model_len: 1024",
         "engineArgs: &loop\n      again: *loop",
         "spec.generation.engineArgs.again",
-        ["the alias leads back to itself"],
+        ["the alias refers to itself"],
     ),
     "half a character": (
         "max_model_len: 1024",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kuberoll_api.paths import Path
-from kuberoll_api.schema.lookup import alternatives, description, fields, in_words, places
+from kuberoll_api.schema.lookup import alternatives, description, field_paths, fields, in_words
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_fields_and_their_descriptions() -> None:
 
 
 def test_places_begin_with_the_shallowest() -> None:
-    assert list(places("repeats")) == ["spec.dataset.repeats", "spec.environments[].repeats"]
-    assert list(places("nowhere")) == []
+    assert list(field_paths("repeats")) == ["spec.dataset.repeats", "spec.environments[].repeats"]
+    assert list(field_paths("nowhere")) == []

@@ -140,7 +140,9 @@ def test_a_mistake_in_an_overridden_value_names_the_override() -> None:
     assert (mistake.line, mistake.field) == (None, "spec.rollout.maxTurns")
     assert str(mistake).startswith('--set spec.rollout.maxTurns=many: spec.rollout.maxTurns: found the text "many"')
     inside = only_mistake(VALID, ["spec.rollout={maxTurns: 1, maxTurn: 2}"])
-    assert str(inside).startswith("--set spec.rollout={maxTurns: 1, maxTurn: 2}: spec.rollout.maxTurn: there is no")
+    assert str(inside).startswith(
+        "--set spec.rollout={maxTurns: 1, maxTurn: 2}: spec.rollout.maxTurn: this field does not exist"
+    )
     slip = only_mistake(VALID, ["spec.rolout.maxTurns=3"])
     assert str(slip).startswith(
         "--set spec.rolout.maxTurns=3: spec.rolout: this field does not exist; did you mean rollout?"

@@ -158,10 +158,10 @@ def make_certificates(directory: Path, address: str = "127.0.0.1") -> Certificat
     server_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kube-apiserver")])
     now = datetime.datetime.now(datetime.UTC)
 
-    def certificate(subject: x509.Name, public: rsa.RSAPublicKey, *, is_authority: bool) -> x509.CertificateBuilder:
+    def certificate(context: x509.Name, public: rsa.RSAPublicKey, *, is_authority: bool) -> x509.CertificateBuilder:
         return (
             x509.CertificateBuilder()
-            .subject_name(subject)
+            .subject_name(context)
             .issuer_name(authority_name)
             .public_key(public)
             .serial_number(x509.random_serial_number())

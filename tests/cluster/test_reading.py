@@ -65,13 +65,13 @@ async def person(api: Api, server: ApiServer, namespace: str, directory: Path, r
     group = "rbac.authorization.k8s.io"
     await api.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "name": name}})
     role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {**meta, "name": name}, "rules": rules}
-    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    context = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
     binding = {
         "apiVersion": f"{group}/v1",
         "kind": "RoleBinding",
         "metadata": {**meta, "name": name},
         "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-        "subjects": [subject],
+        "subjects": [context],
     }
     await api.apply(role)
     await api.apply(binding)

@@ -259,12 +259,12 @@ def _let_the_operator_work(metrics: Metrics) -> None:
     created = {"metadata": {"creationTimestamp": (now - timedelta(seconds=70)).strftime("%Y-%m-%dT%H:%M:%SZ")}}
     ready = {"conditions": [{"type": conditions.GENERATION_READY, "status": "True"}]}
     for _ in range(5):
-        metrics.waited(0.01)
-        metrics.request("patch", "Deployment", 200)
-        metrics.reconciled("success", 0.02)
-    metrics.error("Conflict")
-    metrics.reconciled("retry", 0.1)
-    metrics.status_written(created, {}, ready, now)
+        metrics.record_wait(0.01)
+        metrics.record_request("patch", "Deployment", 200)
+        metrics.record_reconcile("success", 0.02)
+    metrics.record_error("Conflict")
+    metrics.record_reconcile("retry", 0.1)
+    metrics.record_status(created, {}, ready, now)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from kuberoll_operator.__main__ import main
-from kuberoll_operator.app import AGAIN, Operator
-from kuberoll_operator.discovery import changes
+from kuberoll_operator.app import RESTART, Operator
+from kuberoll_operator.discovery import wait_for_change
 from kuberoll_operator.kube.resources import RAY_SERVICES
 from kuberoll_operator.model import Object, status_of
 from kuberoll_operator.settings import Settings
@@ -88,7 +88,7 @@ async def test_a_job_is_reconciled_from_its_events_and_the_probes_are_well(tmp_p
 async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kuberoll_operator.discovery.changes", partial(changes, seconds=0.05))
+    monkeypatch.setattr("kuberoll_operator.discovery.wait_for_change", partial(wait_for_change, seconds=0.05))
     server = Emulator()
     server.put(checked_manifest(generation={"backend": "Auto"}))
     async with server.running(tmp_path) as kubeconfig:
@@ -96,7 +96,7 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
             await server.until(lambda: server.get("deployments", NAMESPACE, "puzzle-generation"))
             server.serves.add(RAY_SERVICES)
             # Not as an error: whoever ran it goes on with another one.
-            assert await task == AGAIN
+            assert await task == RESTART
         async with operator(kubeconfig) as (_, task):
             server.put(checked_manifest("late", generation={"backend": "Auto"}))
             await server.until(lambda: server.get("rayservices", NAMESPACE, "late-gen"))
@@ -107,7 +107,7 @@ async def test_kuberay_is_found_used_and_noticed_when_it_comes_and_goes(
             # It is watched.
             await server.until(lambda: server.get("rayservices", NAMESPACE, "late-gen"))
             server.serves.discard(RAY_SERVICES)
-            assert await task == AGAIN
+            assert await task == RESTART
 
 
 @pytest.mark.slow

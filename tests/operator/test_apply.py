@@ -20,7 +20,7 @@ from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.access import load_access
-from kuberoll_operator.kube.apply import Applier, covers, hashed
+from kuberoll_operator.kube.apply import Applier, covers, hash_text
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import Conflict, FieldConflict, Forbidden, Invalid, NotFound
 from kuberoll_operator.kube.events import Recorder
@@ -55,8 +55,8 @@ def test_more_is_covered_and_less_is_not(wanted: dict[str, Any], more: dict[str,
 
 
 def test_a_hashed_text_covers_the_text_that_it_was_made_of() -> None:
-    assert covers({"data": {"job.json": hashed("{}")}}, {"data": {"job.json": "{}"}})
-    assert not covers({"data": {"job.json": hashed("{ }")}}, {"data": {"job.json": "{}"}})
+    assert covers({"data": {"job.json": hash_text("{}")}}, {"data": {"job.json": "{}"}})
+    assert not covers({"data": {"job.json": hash_text("{ }")}}, {"data": {"job.json": "{}"}})
 
 
 @pytest_asyncio.fixture
@@ -104,7 +104,7 @@ def cached(raw: Object, items: list[Object]) -> dict[tuple[str, str], Object]:
 
     cache = Cache(lambda _: None)
     for item in items:
-        cache.written(resource_of_object(item), item)
+        cache.add_written(resource_of_object(item), item)
     return dict(cache.children(Key(raw["metadata"]["namespace"], raw["metadata"]["name"])))
 
 

@@ -14,7 +14,7 @@ from kuberoll_api.contract import PodProgress, fewest_replicas
 from kuberoll_api.model.generation import Autoscaling
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS, autoscaling
-from kuberoll_operator.backends.autoscaling import Decision, Intent, Load, called_for, decide, described
+from kuberoll_operator.backends.autoscaling import Decision, Intent, Load, decide, describe, replicas_for
 from kuberoll_operator.backends.native import load_of
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object
@@ -30,12 +30,12 @@ SPEC = Autoscaling.model_validate({"minReplicas": 1, "maxReplicas": 8, "targetOn
     ("generating", "expected"), [(0, 1), (1, 1), (64, 1), (65, 2), (128, 2), (512, 8), (10_000, 8)]
 )
 def test_what_a_load_calls_for(generating: int, expected: int) -> None:
-    assert called_for(SPEC, Load(generating, True)) == expected
+    assert replicas_for(SPEC, Load(generating, True)) == expected
 
 
 def test_a_job_that_goes_on_always_has_a_replica() -> None:
     none = Autoscaling.model_validate({"minReplicas": 0, "maxReplicas": 4})
-    assert fewest_replicas(none) == called_for(none, Load(0, True)) == 1
+    assert fewest_replicas(none) == replicas_for(none, Load(0, True)) == 1
 
 
 def test_more_after_the_delay_and_not_before() -> None:
@@ -89,10 +89,10 @@ class Scaled(RuleBasedStateMachine):
         before = self.current
         found = decide(self.spec, load, before, self.intent, self.now)
         # What is waited with survives a restart of the operator.
-        text = {} if found.intent is None else {names.AUTOSCALING: autoscaling.written(found.intent)}
+        text = {} if found.intent is None else {names.AUTOSCALING: autoscaling.intent_annotation(found.intent)}
         self.intent = autoscaling.read_intent({"metadata": {"annotations": text}})
         assert self.intent == found.intent
-        self.looks.append((self.now, called_for(self.spec, load), before, known))
+        self.looks.append((self.now, replicas_for(self.spec, load), before, known))
         self.current = found.replicas
         if found.replicas == before:
             return
@@ -182,4 +182,4 @@ def test_what_is_decided_can_be_read() -> None:
     state = BACKENDS["Native"].state(scaled_job(), observed(deployment, pods=pods, progress={0: told(0, 97)}))
     assert (state.ready, state.desired) == (2, 2)
     assert state.note == "97 turns at 64 per replica call for 2, within 1 to 8"
-    assert "not all workers" in described(SPEC, Load(0, False))
+    assert "not all workers" in describe(SPEC, Load(0, False))

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
-from kuberoll_operator.console.connection import Place, connected, find_job, job_name, run
-from kuberoll_operator.console.errors import ConsoleError, sentence_of
-from kuberoll_operator.kube.access import NoAccess, default_namespace
+from kuberoll_operator.console.connection import ClusterOptions, find_job, job_name, open_connection, run
+from kuberoll_operator.console.errors import ConsoleError, describe_error
+from kuberoll_operator.kube.access import AccessError, default_namespace
 from kuberoll_operator.kube.errors import error_of
 from kuberoll_operator.kube.resources import PODS
 from tests.operator.emulator import Emulator, Fault
@@ -48,19 +48,19 @@ def test_the_namespace_is_the_contexts(tmp_path: Path, monkeypatch: pytest.Monke
     file = kubeconfig(tmp_path)
     assert default_namespace(file) == "default"
     assert default_namespace(file, "team") == "team"
-    assert Place("named", "team", file).resolved_namespace() == "named"
+    assert ClusterOptions("named", "team", file).resolved_namespace() == "named"
     monkeypatch.setenv("KUBECONFIG", str(file))
-    assert Place(None, "team", None).resolved_namespace() == "team"
-    with pytest.raises(NoAccess, match="no context 'none'"):
+    assert ClusterOptions(None, "team", None).resolved_namespace() == "team"
+    with pytest.raises(AccessError, match="no context 'none'"):
         default_namespace(file, "none")
-    with pytest.raises(NoAccess, match="set one with -n"):
+    with pytest.raises(AccessError, match="set one with -n"):
         default_namespace(tmp_path / "missing")
 
 
 async def test_a_job_that_is_not_there_is_named(tmp_path: Path) -> None:
     emulator = Emulator()
     emulator.put(manifest())
-    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
         assert (await find_job(connection.client, NAMESPACE, "puzzle"))["kind"] == "RolloutJob"
         with pytest.raises(ConsoleError, match=f"no RolloutJob none in namespace {NAMESPACE}") as missing:
             await find_job(connection.client, NAMESPACE, "none")
@@ -72,8 +72,8 @@ async def test_rights_are_asked_for(allowed: bool, tmp_path: Path) -> None:
     emulator = Emulator()
     body = {"kind": "SelfSubjectAccessReview", "status": {"allowed": allowed}}
     emulator.faults.append(Fault(lambda request: "selfsubjectaccessreviews" in request.path, 201, body, times=None))
-    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
-        assert await connection.client.may("create", PODS, NAMESPACE, "exec") is allowed
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+        assert await connection.client.is_allowed("create", PODS, NAMESPACE, "exec") is allowed
     (asked,) = emulator.requests
     attributes = asked.body["spec"]["resourceAttributes"]
     expected = {"namespace": NAMESPACE, "verb": "create", "group": "", "resource": "pods", "subresource": "exec"}
@@ -83,8 +83,8 @@ async def test_rights_are_asked_for(allowed: bool, tmp_path: Path) -> None:
 async def test_an_api_server_that_does_not_say_lets_one_try(tmp_path: Path) -> None:
     emulator = Emulator()
     emulator.faults.append(Fault(lambda request: "selfsubjectaccessreviews" in request.path, 404, times=None))
-    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
-        assert await connection.client.may("create", PODS, NAMESPACE)
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+        assert await connection.client.is_allowed("create", PODS, NAMESPACE)
 
 
 def test_refusals_in_words() -> None:
@@ -93,12 +93,12 @@ def test_refusals_in_words() -> None:
         '"kuberoll.io" at the cluster scope'
     )
     refused = error_of(403, {"message": message, "reason": "Forbidden"}, "list /x")
-    assert sentence_of(refused).startswith(
+    assert describe_error(refused).startswith(
         "missing permission: jane may not list rolloutjobs.kuberoll.io in all namespaces; docs/reading-output.md#rights"
     )
     denied = error_of(403, {"message": 'admission webhook "w" denied the request'}, "create /x")
-    assert 'admission webhook "w" denied' in sentence_of(denied)
-    assert "log in" in sentence_of(error_of(401, {"message": "Unauthorized"}, "get /x"))
+    assert 'admission webhook "w" denied' in describe_error(denied)
+    assert "log in" in describe_error(error_of(401, {"message": "Unauthorized"}, "get /x"))
 
 
 def code_of(work: object) -> int | str | None:
@@ -116,7 +116,7 @@ def test_the_ends_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert code_of(give(0)) == 0
     assert code_of(refuse(ConsoleError("nothing there"))) == 1
-    assert code_of(refuse(NoAccess("no kubeconfig"))) == 2
+    assert code_of(refuse(AccessError("no kubeconfig"))) == 2
     assert code_of(refuse(error_of(403, {"message": "no"}, "x"))) == 2
     assert code_of(refuse(error_of(503, {"message": "away"}, "x"))) == 1
     said = capsys.readouterr().err.splitlines()

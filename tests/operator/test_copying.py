@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kuberoll_operator.console import copying
 from kuberoll_operator.console.copying import Copy, Outcome, Stream
 from kuberoll_operator.console.errors import ConsoleError
-from kuberoll_operator.console.local_files import RECORD, Action, Contents, Copied, contents_of, decide
+from kuberoll_operator.console.local_files import RECORD, Action, Contents, CopyRecord, contents_of, decide
 from kuberoll_workers.data.record import encode_line
 from kuberoll_workers.output.storage import open_storage
 from tests.operator.readers import Readers
@@ -29,7 +29,9 @@ __all__ = ["s3", "s3_server"]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are tried again without waiting."""
-    monkeypatch.setattr(copying.persistently, "__kwdefaults__", {"attempts": copying.ATTEMPTS, "retry_seconds": 0.0})
+    monkeypatch.setattr(
+        copying.retry_connection, "__kwdefaults__", {"attempts": copying.ATTEMPTS, "retry_seconds": 0.0}
+    )
 
 
 class Notes:
@@ -342,11 +344,11 @@ contents = st.builds(Contents, st.integers(0, 5), st.sampled_from("ab"))
     size=st.integers(0, 5),
     here=st.none() | contents,
     begins=st.booleans(),
-    copied=st.none() | st.builds(Copied, st.integers(0, 5), st.sampled_from("ab"), st.booleans()),
+    copied=st.none() | st.builds(CopyRecord, st.integers(0, 5), st.sampled_from("ab"), st.booleans()),
     force=st.booleans(),
 )
 def test_what_is_here_is_replaced_only_where_that_loses_nothing(
-    size: int, here: Contents | None, begins: bool, copied: Copied | None, force: bool
+    size: int, here: Contents | None, begins: bool, copied: CopyRecord | None, force: bool
 ) -> None:
     begins = begins and here is not None and here.size <= size
     action = decide(size, here, begins=begins, copied=copied, force=force)

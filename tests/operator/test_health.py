@@ -19,7 +19,7 @@ from kuberoll_api.http_server import serving
 from kuberoll_operator.health import QUEUE_SECONDS, WATCH_SECONDS, Health, routes
 from kuberoll_operator.metrics import Metrics, milestones, scaling
 from kuberoll_operator.model import Key, Object, PodReports, ServedWeights
-from kuberoll_operator.progress import ANSWER_BYTES, FIRST_SECONDS, ProgressPoller
+from kuberoll_operator.polling import ANSWER_BYTES, FIRST_SECONDS, ReportPoller
 from tests.operator.support import START, condition, raw
 
 KEY = Key("rollouts", "puzzle")
@@ -31,7 +31,7 @@ class State:
 
     def __init__(self) -> None:
         self.watch, self.unsynced, self.queue = (1.0, "pods"), list[str](), 0.0
-        self.leading, self.lease_tried = True, 1.0
+        self.leading, self.lease_attempt_age = True, 1.0
 
     def health(self) -> Health:
         return Health(
@@ -39,7 +39,7 @@ class State:
             unsynced=lambda: self.unsynced,
             queue=lambda: self.queue,
             leading=lambda: self.leading,
-            lease_tried=lambda: self.lease_tried,
+            lease_attempt_age=lambda: self.lease_attempt_age,
             lease_seconds=15,
         )
 
@@ -64,8 +64,8 @@ async def test_an_operator_that_is_well_says_so(path: str) -> None:
     [
         ({"watch": (WATCH_SECONDS + 1, "jobs")}, "/healthz", "no activity of jobs"),
         ({"queue": QUEUE_SECONDS + 1}, "/healthz", "a job has waited"),
-        ({"lease_tried": 31.0}, "/healthz", "lease"),
-        ({"lease_tried": 31.0}, "/readyz", "lease"),
+        ({"lease_attempt_age": 31.0}, "/healthz", "lease"),
+        ({"lease_attempt_age": 31.0}, "/readyz", "lease"),
         ({"unsynced": ["jobs", "pods"]}, "/readyz", "not yet listed completely: jobs, pods"),
     ],
 )
@@ -96,12 +96,12 @@ async def test_metrics_are_shown() -> None:
     metrics.watch(
         jobs=lambda: jobs, depth=lambda: 3, oldest=lambda: 2.5, leading=lambda: True, cached=lambda: {"Pod": 9}
     )
-    metrics.reconciled("success", 0.02)
-    metrics.error("Forbidden")
-    metrics.request("patch", "Deployment", 200)
+    metrics.record_reconcile("success", 0.02)
+    metrics.record_error("Forbidden")
+    metrics.record_request("patch", "Deployment", 200)
     new = {"conditions": [condition(conditions.GENERATION_READY, True, "Ready")]}
     created = raw(creationTimestamp=START.strftime("%Y-%m-%dT%H:%M:%SZ"))
-    metrics.status_written(created, {}, new, START + timedelta(seconds=42))
+    metrics.record_status(created, {}, new, START + timedelta(seconds=42))
     value = metrics.registry.get_sample_value
     assert value("kuberoll_operator_jobs", {"phase": "Running"}) == 2
     assert value("kuberoll_operator_jobs", {"phase": "Pending"}) == 1
@@ -142,16 +142,16 @@ class Pauses:
     """The time between polls, which passes when a test says so."""
 
     def __init__(self) -> None:
-        self.begun: asyncio.Queue[float] = asyncio.Queue()
+        self.started: asyncio.Queue[float] = asyncio.Queue()
         self._over: asyncio.Queue[None] = asyncio.Queue()
 
     async def sleep(self, seconds: float) -> None:
-        self.begun.put_nowait(seconds)
+        self.started.put_nowait(seconds)
         await self._over.get()
 
     async def end(self) -> float:
         """Ends the next pause, when it has begun; its length."""
-        seconds = await self.begun.get()
+        seconds = await self.started.get()
         self._over.put_nowait(None)
         return seconds
 
@@ -166,7 +166,7 @@ class Pods:
         self.pauses = Pauses()
 
     @asynccontextmanager
-    async def poller(self) -> AsyncIterator[ProgressPoller]:
+    async def poller(self) -> AsyncIterator[ReportPoller]:
         async def progress(_: web.Request) -> web.Response:
             self.asked.put_nowait(None)
             if isinstance(self.answer, bytes):
@@ -174,7 +174,7 @@ class Pods:
             return web.json_response(self.answer)
 
         async with serving([web.get("/progress", progress)], host="127.0.0.1", port=0) as port:  # noqa: SIM117
-            async with ProgressPoller(self.told.put_nowait, seconds=15, sleep=self.pauses.sleep, port=port) as poller:
+            async with ReportPoller(self.told.put_nowait, seconds=15, sleep=self.pauses.sleep, port=port) as poller:
                 yield poller
 
 
@@ -192,7 +192,7 @@ async def test_pods_are_asked_in_the_background_whether_or_not_anybody_looks() -
         assert poller.latest(KEY, RAW, [worker(3)]).progress[3].trajectories == 6
         # The same again is no news.
         assert await pods.pauses.end() == 15
-        assert await pods.pauses.begun.get() == 15
+        assert await pods.pauses.started.get() == 15
         assert pods.told.empty()
         # Gone with the pod.
         assert poller.latest(KEY, RAW, []) == PodReports()
@@ -206,7 +206,7 @@ async def test_a_worker_that_has_just_started_is_asked_again_soon() -> None:
         assert await pods.told.get() == KEY
         pods.answer = {"shard": 3, "planned": 16, "turns": 1}
         assert await pods.pauses.end() == FIRST_SECONDS
-        assert await pods.pauses.begun.get() == 15
+        assert await pods.pauses.started.get() == 15
 
 
 async def test_nobody_is_asked_when_there_is_nobody_left() -> None:
@@ -239,7 +239,7 @@ async def test_what_cannot_be_believed_is_not(answer: Any) -> None:
     pods.answer = answer
     async with pods.poller() as poller:
         poller.latest(KEY, RAW, [worker(0)])
-        await pods.pauses.begun.get()
+        await pods.pauses.started.get()
         assert pods.asked.qsize() == 1
         assert pods.told.empty()
         assert poller.latest(KEY, RAW, [worker(0)]) == PodReports()
@@ -292,7 +292,7 @@ class Replicas:
         self.pauses = Pauses()
 
     @asynccontextmanager
-    async def poller(self) -> AsyncIterator[tuple[ProgressPoller, int]]:
+    async def poller(self) -> AsyncIterator[tuple[ReportPoller, int]]:
         async def answer(request: web.Request) -> web.Response:
             self.shown.append(request.headers.get("authorization"))
             return web.json_response(self.answers[request.path])
@@ -300,7 +300,7 @@ class Replicas:
         routes = [web.get("/weights", answer), web.get("/v1/weights", answer)]
         async with (
             serving(routes, host="127.0.0.1", port=0) as port,
-            ProgressPoller(
+            ReportPoller(
                 self.told.put_nowait,
                 seconds=15,
                 sleep=self.pauses.sleep,

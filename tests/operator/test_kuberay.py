@@ -25,7 +25,7 @@ from kuberoll_workers.serving.engines.registry import placed_engine_args
 from kuberoll_workers.serving.ray_settings import serve_environment
 from tests.operator import support
 from tests.operator.support import at, child, condition, job, observed, pod, raw, terminated, unschedulable
-from tests.operator.test_render import CASES, children, subject
+from tests.operator.test_render import CASES, children, context
 
 KUBERAY = BACKENDS["KubeRay"]
 READY = {"type": "Ready", "status": "True", "reason": "NonZeroServeEndpoints"}
@@ -76,7 +76,7 @@ def state_of(live: Object | None, *pods: Object, **generation: Any) -> Generatio
 
 def test_ready_is_when_all_that_was_asked_for_is_there() -> None:
     found = state_of(service(application()), engine("a"), engine("b"))
-    assert (found.ready, found.desired, found.settled, found.gone) == (2, 2, True, False)
+    assert (found.ready, found.desired, found.stable, found.released) == (2, 2, True, False)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_ready_is_when_all_that_was_asked_for_is_there() -> None:
 )
 def test_a_proxy_that_answers_is_not_enough(live: Object) -> None:
     found = state_of(live, engine("a"), engine("b"))
-    assert not found.settled
+    assert not found.stable
     status = compute_status(
         compute_facts(ray_job(), raw(), observed(live, pods=[engine("a"), engine("b")]), support.SETTINGS, at(0))
     )
@@ -169,9 +169,9 @@ def test_what_kuberay_gave_up_is_made_anew() -> None:
 
 
 def test_it_is_gone_when_its_pods_are() -> None:
-    assert not state_of(None, engine("a")).gone
-    assert state_of(None, engine("a", phase="Succeeded")).gone
-    assert state_of(None).gone
+    assert not state_of(None, engine("a")).released
+    assert state_of(None, engine("a", phase="Succeeded")).released
+    assert state_of(None).released
 
 
 def test_without_kuberay_its_jobs_are_refused() -> None:
@@ -194,8 +194,8 @@ def test_replicas_that_ray_scales_are_those_it_has_pods_for() -> None:
 
 
 def build(**spec: Any) -> Object:
-    made = subject("KubeRay", **{"generation": {"backend": "KubeRay"}, **spec})
-    return rayservice.build_rayservice(made, place(made.job.spec.generation, one_each=False))
+    made = context("KubeRay", **{"generation": {"backend": "KubeRay"}, **spec})
+    return rayservice.build_rayservice(made, place(made.job.spec.generation, one_per_pod=False))
 
 
 def test_weights_change_serves_configuration_and_nothing_of_the_cluster() -> None:
@@ -280,9 +280,9 @@ def test_the_cluster_is_rendered_for_the_ray_that_is_installed() -> None:
 
 
 def test_an_old_ray_has_no_tokens() -> None:
-    made = subject("KubeRay", generation={"backend": "KubeRay"})
+    made = context("KubeRay", generation={"backend": "KubeRay"})
     old = made.settings.model_copy(update={"ray_version": "2.9.1"})
-    found = rayservice.build_rayservice(replace(made, settings=old), place(made.job.spec.generation, one_each=False))
+    found = rayservice.build_rayservice(replace(made, settings=old), place(made.job.spec.generation, one_per_pod=False))
     assert "authOptions" not in found["spec"]["rayClusterConfig"]
 
 

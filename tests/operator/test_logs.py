@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kuberoll_operator import names
 from kuberoll_operator.console import pod_logs
-from kuberoll_operator.console.connection import Place, connected
-from kuberoll_operator.console.log_lines import LogLine, event_line, nanoseconds, seconds_of, shown, stamped_line
-from kuberoll_operator.console.pod_logs import COMPONENTS, JobLogs, Wanted, merged
+from kuberoll_operator.console.connection import ClusterOptions, open_connection
+from kuberoll_operator.console.log_lines import LogLine, event_line, format_line, nanoseconds, seconds_of, stamped_line
+from kuberoll_operator.console.pod_logs import COMPONENTS, JobLogs, LogFilter, merge_lines
 from kuberoll_operator.kube.errors import Forbidden
 from kuberoll_operator.model import Object
 from tests.operator.emulator import Emulator, Fault
@@ -29,7 +29,7 @@ ALL = frozenset(COMPONENTS)
 def plain(source: str, text: str, *, when: int = 0, width: int = 1, raw: bool = False) -> str:
     import click
 
-    return click.unstyle(shown(LogLine(when, source, text), width=width, raw=raw))
+    return click.unstyle(format_line(LogLine(when, source, text), width=width, raw=raw))
 
 
 # Lines.
@@ -114,7 +114,7 @@ def test_lines_of_sources_that_are_in_order_come_in_order(times: list[list[int]]
             yield LogLine(time, str(number), str(count))
 
     async def collect() -> list[LogLine]:
-        return [line async for line in merged([source(number, when) for number, when in enumerate(times)])]
+        return [line async for line in merge_lines([source(number, when) for number, when in enumerate(times)])]
 
     found = asyncio.run(collect())
     assert [line.when for line in found] == sorted(time for when in times for time in when)
@@ -173,9 +173,12 @@ def emulator() -> Emulator:
 
 @asynccontextmanager
 async def logs(
-    emulator: Emulator, directory: Path, wanted: Wanted, notes: list[str] | None = None
+    emulator: Emulator, directory: Path, wanted: LogFilter, notes: list[str] | None = None
 ) -> AsyncIterator[JobLogs]:
-    async with emulator.running(directory) as file, connected(Place(NAMESPACE, None, file)) as connection:
+    async with (
+        emulator.running(directory) as file,
+        open_connection(ClusterOptions(NAMESPACE, None, file)) as connection,
+    ):
         yield JobLogs(connection, NAMESPACE, "puzzle", wanted, note=(notes if notes is not None else []).append)
 
 
@@ -183,13 +186,13 @@ def said(lines: list[LogLine]) -> list[str]:
     return [plain("x", line.text).split(" ", 3)[-1] for line in lines]
 
 
-async def history(emulator: Emulator, directory: Path, wanted: Wanted, notes: list[str] | None = None) -> list[str]:
+async def history(emulator: Emulator, directory: Path, wanted: LogFilter, notes: list[str] | None = None) -> list[str]:
     async with logs(emulator, directory, wanted, notes) as found:
         return said([line async for line in found.history()])
 
 
 async def test_all_that_there_is_in_order_of_time(emulator: Emulator, tmp_path: Path) -> None:
-    assert await history(emulator, tmp_path, Wanted(ALL)) == [
+    assert await history(emulator, tmp_path, LogFilter(ALL)) == [
         "info Starting: now",
         *("w11", "g11", "w13"),
         "info Running: now",
@@ -199,18 +202,18 @@ async def test_all_that_there_is_in_order_of_time(emulator: Emulator, tmp_path: 
 
 async def test_parts_times_and_tails(emulator: Emulator, tmp_path: Path) -> None:
     workers = frozenset({names.WORKERS})
-    assert await history(emulator, tmp_path, Wanted(workers)) == ["w11", "w13", "w15"]
+    assert await history(emulator, tmp_path, LogFilter(workers)) == ["w11", "w13", "w15"]
     since = int(13.1e9)
-    assert await history(emulator, tmp_path, Wanted(ALL, since=since)) == ["info Running: now", "g13", "w15", "g15"]
-    assert await history(emulator, tmp_path, Wanted(workers, tail=1)) == ["w15"]
+    assert await history(emulator, tmp_path, LogFilter(ALL, since=since)) == ["info Running: now", "g13", "w15", "g15"]
+    assert await history(emulator, tmp_path, LogFilter(workers, tail=1)) == ["w15"]
 
 
 async def test_predecessors_that_crashed(emulator: Emulator, tmp_path: Path) -> None:
     emulator.put(pod("g", names.GENERATION, "generation", restarts=1))
     emulator.log("g", "generation previous", f"{stamp(10.9)} crashed")
     generation = frozenset({names.GENERATION})
-    assert await history(emulator, tmp_path, Wanted(generation)) == ["g11", "g13", "g15"]
-    assert await history(emulator, tmp_path, Wanted(generation, previous=True)) == ["crashed", "g11", "g13", "g15"]
+    assert await history(emulator, tmp_path, LogFilter(generation)) == ["g11", "g13", "g15"]
+    assert await history(emulator, tmp_path, LogFilter(generation, previous=True)) == ["crashed", "g11", "g13", "g15"]
 
 
 async def test_a_kubelet_that_does_not_answer_hides_no_other_log(emulator: Emulator, tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ async def test_a_kubelet_that_does_not_answer_hides_no_other_log(emulator: Emula
     )
     emulator.faults.append(away)
     notes: list[str] = []
-    assert await history(emulator, tmp_path, Wanted(frozenset({names.WORKERS, names.GENERATION})), notes) == [
+    assert await history(emulator, tmp_path, LogFilter(frozenset({names.WORKERS, names.GENERATION})), notes) == [
         "w11",
         "w13",
         "w15",
@@ -232,7 +235,7 @@ async def test_a_log_that_may_not_be_read_is_an_error(emulator: Emulator, tmp_pa
     body = {"message": message, "reason": "Forbidden"}
     emulator.faults.append(Fault(lambda request: request.path.endswith("/log"), 403, body, times=None))
     with pytest.raises(Forbidden):
-        await history(emulator, tmp_path, Wanted(ALL))
+        await history(emulator, tmp_path, LogFilter(ALL))
 
 
 async def test_events_that_may_not_be_read_are_left_out_with_a_word(emulator: Emulator, tmp_path: Path) -> None:
@@ -243,7 +246,7 @@ async def test_events_that_may_not_be_read_are_left_out_with_a_word(emulator: Em
     body = {"reason": "Forbidden", "message": message}
     emulator.faults.append(Fault(lambda request: request.plural == "events", 403, body, times=None))
     notes: list[str] = []
-    assert "w11" in await history(emulator, tmp_path, Wanted(ALL), notes)
+    assert "w11" in await history(emulator, tmp_path, LogFilter(ALL), notes)
     (note,) = notes
     assert "the operator's events are not shown: missing permission: jane may not list events.events.k8s.io" in note
 
@@ -257,7 +260,7 @@ async def test_following_tells_each_line_once_and_finds_new_pods(
     came = asyncio.Event()
 
     async def follow() -> None:
-        async with logs(emulator, tmp_path, Wanted(ALL)) as found:
+        async with logs(emulator, tmp_path, LogFilter(ALL)) as found:
             for part in (found.history(), found.live()):
                 async for line in part:
                     lines.extend(said([line]))

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kuberoll_api.model.generation import Generation
-from kuberoll_operator.placement import GPU, CannotPlace, Placement, gpus_of, place
+from kuberoll_operator.placement import GPU, Placement, PlacementError, gpus_of, place
 from tests.operator.support import job
 
 
@@ -42,22 +42,22 @@ def generation(pod_gpus: Any, tensor: int = 1, pipeline: int = 1, **more: Any) -
     ],
 )
 def test_placements(given_: Generation, expected: Placement, pods_for_three: int) -> None:
-    found = place(given_, one_each=False)
+    found = place(given_, one_per_pod=False)
     assert found == expected
     assert found.pods(3) == pods_for_three
 
 
 def test_a_pod_of_one_replica_may_be_a_part_of_it() -> None:
-    assert place(generation("8", 8, 2), one_each=True, spans=True).pods_per_replica == 2
-    with pytest.raises(CannotPlace, match="or install LeaderWorkerSet"):
-        place(generation("8", 8, 2), one_each=True)
+    assert place(generation("8", 8, 2), one_per_pod=True, may_span=True).pods_per_replica == 2
+    with pytest.raises(PlacementError, match="or install LeaderWorkerSet"):
+        place(generation("8", 8, 2), one_per_pod=True)
     for shared in (generation("4"), generation("1", gpusPerReplica=0.5)):
-        with pytest.raises(CannotPlace, match="every pod is one replica"):
-            place(shared, one_each=True, spans=True)
+        with pytest.raises(PlacementError, match="every pod is one replica"):
+            place(shared, one_per_pod=True, may_span=True)
 
 
 @pytest.mark.parametrize(
-    ("given_", "one_each", "words"),
+    ("given_", "one_per_pod", "words"),
     [
         (generation("6", 8, 2), False, "tensor_parallel_size 8 x pipeline_parallel_size 2 = 16 GPUs a replica; pods"),
         (generation("6", 8, 2), False, "pods have 6, which is neither a multiple nor a divisor"),
@@ -72,16 +72,16 @@ def test_a_pod_of_one_replica_may_be_a_part_of_it() -> None:
         (generation("1", 0), False, "engineArgs.tensor_parallel_size: found 0"),
     ],
 )
-def test_refusals_show_the_arithmetic(given_: Generation, one_each: bool, words: str) -> None:
-    with pytest.raises(CannotPlace) as refused:
-        place(given_, one_each=one_each)
+def test_refusals_show_the_arithmetic(given_: Generation, one_per_pod: bool, words: str) -> None:
+    with pytest.raises(PlacementError) as refused:
+        place(given_, one_per_pod=one_per_pod)
     assert words in str(refused.value)
     assert str(refused.value).startswith("spec.generation.")
 
 
 def test_the_pod_template_prevails_here_as_in_the_pod() -> None:
     template = {"spec": {"containers": [{"name": "generation", "resources": {"limits": {GPU: "4"}}}]}}
-    assert place(generation("1", 4, podTemplate=template), one_each=True).pod_gpus == 4
+    assert place(generation("1", 4, podTemplate=template), one_per_pod=True).pod_gpus == 4
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 40))
@@ -91,10 +91,10 @@ def test_every_replica_has_its_gpus_and_no_pod_gives_more_than_it_has(
 ) -> None:
     world = tensor * pipeline
     if pod_gpus % world and world % pod_gpus:
-        with pytest.raises(CannotPlace):
-            place(generation(pod_gpus, tensor, pipeline), one_each=False)
+        with pytest.raises(PlacementError):
+            place(generation(pod_gpus, tensor, pipeline), one_per_pod=False)
         return
-    found = place(generation(pod_gpus, tensor, pipeline), one_each=False)
+    found = place(generation(pod_gpus, tensor, pipeline), one_per_pod=False)
     pods = found.pods(replicas)
     assert pods * pod_gpus >= replicas * world
     assert found.replicas(pods) >= replicas
@@ -112,7 +112,7 @@ def test_every_replica_has_its_gpus_and_no_pod_gives_more_than_it_has(
 @given(st.floats(0.001, 0.999), st.integers(1, 16), st.integers(1, 200))
 def test_shares_of_a_gpu_never_come_to_more_than_one(part: float, pod_gpus: int, replicas: int) -> None:
     assume(round(part * 10_000) >= 1)
-    found = place(generation(pod_gpus, gpusPerReplica=part), one_each=False)
+    found = place(generation(pod_gpus, gpusPerReplica=part), one_per_pod=False)
     assert found.per_pod // pod_gpus * round(part * 10_000) <= 10_000
     assert found.replicas(found.pods(replicas)) >= replicas
 

@@ -23,7 +23,7 @@ from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, PodReports, condition, is_true
 from kuberoll_operator.observe import observe
 from kuberoll_operator.podtemplate import merge
-from kuberoll_operator.progress import ProgressPoller
+from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
 from kuberoll_operator.reconciler import Pool, Reconciler
 from tests.operator.emulator import Emulator, Fault, in_virtual_time
@@ -47,7 +47,7 @@ class Bench:
         """Once, with a cache that has seen everything."""
         for resource in (*CHILDREN, PODS):
             items = self.server.all(resource.plural)
-            self.cache.listed(resource, None, items, str(self.server._version), last=True)
+            self.cache.add_page(resource, None, items, str(self.server._version), last=True)
         return await self.reconciler.reconcile(KEY)
 
     async def settle(self) -> float | None:
@@ -79,8 +79,8 @@ async def bench(directory: Path, **spec: Any) -> AsyncIterator[Bench]:
     server.put(checked_manifest(**spec))
     async with (
         server.running(directory) as kubeconfig,
-        Client(await load_access(kubeconfig), told=metrics.request) as client,
-        ProgressPoller(lambda _: None, seconds=15) as poller,
+        Client(await load_access(kubeconfig), on_answer=metrics.record_request) as client,
+        ReportPoller(lambda _: None, seconds=15) as poller,
     ):
         found = Bench(server, cache, client, None, metrics, datetime.now(UTC))  # type: ignore[arg-type]
         found.reconciler = Reconciler(
@@ -113,10 +113,10 @@ async def test_a_restarted_operator_changes_nothing(tmp_path: Path) -> None:
     async with bench(tmp_path) as it:
         await it.settle()
         written = len(it.server.writes())
-        async with ProgressPoller(lambda _: None, seconds=15) as poller:
+        async with ReportPoller(lambda _: None, seconds=15) as poller:
             cache = Cache(lambda _: None)
             for resource in (*CHILDREN, PODS):
-                cache.listed(resource, None, it.server.all(resource.plural), "99", last=True)
+                cache.add_page(resource, None, it.server.all(resource.plural), "99", last=True)
             recorder = Recorder(it.client, "tests")
             again = Reconciler(it.client, cache, poller, recorder, Metrics(), SETTINGS, now=lambda: it.now)
             await again.reconcile(KEY)
@@ -310,7 +310,9 @@ async def test_pods_of_a_predecessor_are_not_looked_at(tmp_path: Path) -> None:
         for name, created in (("old", "2026-03-01T11:59:59Z"), ("new", "2026-03-01T12:00:00Z")):
             pod: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}}
             pod["metadata"] |= {"labels": names.labels("puzzle", "workers"), "creationTimestamp": created}
-            it.cache.written(resource_of_object(pod), {**pod, "metadata": {**pod["metadata"], "resourceVersion": "1"}})
+            it.cache.add_written(
+                resource_of_object(pod), {**pod, "metadata": {**pod["metadata"], "resourceVersion": "1"}}
+            )
         raw = {"metadata": {"creationTimestamp": "2026-03-01T12:00:00Z"}}
         observed = observe(it.cache, KEY, raw, lambda *_: PodReports())
         assert [pod["metadata"]["name"] for pod in observed.pods] == ["new"]

@@ -23,8 +23,8 @@ from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml
 from kuberoll_operator.model import Object
 from kuberoll_operator.render import RenderContext, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
-from kuberoll_operator.render.output import OutputRefused, output_of
-from kuberoll_operator.settings import NoTokenKey, Settings
+from kuberoll_operator.render.output import InvalidOutput, output_of
+from kuberoll_operator.settings import MissingTokenKey, Settings
 from tests.operator import published_crds, support
 from tests.schemas import validate
 
@@ -55,7 +55,7 @@ def children(case: str) -> list[Object]:
     return [child for _, child in children_of(job, str(job.metadata.namespace), support.SETTINGS)]
 
 
-def subject(backend: str = "Native", **spec: Any) -> RenderContext:
+def context(backend: str = "Native", **spec: Any) -> RenderContext:
     job = support.job(**spec)
     return RenderContext(
         job=job,
@@ -161,7 +161,7 @@ def test_what_environments_run_beside_does_not_know_the_engines_secrets() -> Non
     ],
 )
 def test_what_may_be_edited_while_pods_run_does_not_change_what_they_read(change: dict[str, Any]) -> None:
-    assert render.build_config(subject(**change)) == render.build_config(subject())
+    assert render.build_config(context(**change)) == render.build_config(context())
 
 
 @pytest.mark.parametrize(
@@ -179,19 +179,19 @@ def test_outputs(uri: str, location: str, claim: str | None) -> None:
 
 @pytest.mark.parametrize("uri", [None, "", "runs/x", "/data", "file:///data", "pvc://", "pvc://claim/../etc"])
 def test_outputs_that_would_be_lost_are_refused(uri: str | None) -> None:
-    with pytest.raises(OutputRefused, match=r"spec\.output\.uri: .*pvc://CLAIM"):
+    with pytest.raises(InvalidOutput, match=r"spec\.output\.uri: .*pvc://CLAIM"):
         output_of(uri)
 
 
 def test_sealing_twice_is_sealing_once() -> None:
-    sealed = seal(render.build_config(subject()))
+    sealed = seal(render.build_config(context()))
     assert seal(sealed) == sealed
 
 
 def test_what_runs_keeps_its_template_and_takes_its_numbers() -> None:
-    live = seal(render.build_workers_job(subject(), suspend=False))
+    live = seal(render.build_workers_job(context(), suspend=False))
     wanted = render.build_workers_job(
-        subject(workers={"replicas": 1, "image": "example.org/new:1", "retriesPerShard": 1}), suspend=True
+        context(workers={"replicas": 1, "image": "example.org/new:1", "retriesPerShard": 1}), suspend=True
     )
     assert has_other_shape(wanted, live)
     kept = keep_shape(wanted, live, workers.MUTABLE)
@@ -203,17 +203,17 @@ def test_what_runs_keeps_its_template_and_takes_its_numbers() -> None:
 
 
 def test_another_default_image_does_not_restart_engines() -> None:
-    live = seal(render.build_generation_deployment(subject(), replicas=2))
-    wanted = render.build_generation_deployment(subject(generation={"image": "example.org/new:1"}), replicas=2)
+    live = seal(render.build_generation_deployment(context(), replicas=2))
+    wanted = render.build_generation_deployment(context(generation={"image": "example.org/new:1"}), replicas=2)
     assert keep_shape(wanted, live, generation.MUTABLE)["spec"]["template"] == live["spec"]["template"]
 
 
 def test_weights_are_read_by_pods_that_go_on() -> None:
-    other = subject(weights={"uri": "/models/2", "version": "2"})
+    other = context(weights={"uri": "/models/2", "version": "2"})
     assert render.build_generation_deployment(other, replicas=2) == render.build_generation_deployment(
-        subject(), replicas=2
+        context(), replicas=2
     )
-    [before, after] = [json.loads(render.build_config(item)["data"]["job.json"]) for item in (subject(), other)]
+    [before, after] = [json.loads(render.build_config(item)["data"]["job.json"]) for item in (context(), other)]
     assert after["job"]["spec"].pop("weights") == {"uri": "/models/2", "version": "2"}
     assert before == after
 
@@ -231,13 +231,13 @@ def test_tokens_are_of_a_job_and_a_scope() -> None:
 @pytest.mark.parametrize("key", [None, "", " \n"])
 def test_no_token_is_made_without_a_key(key: str | None) -> None:
     settings = Settings(token_key=None if key is None else SecretStr(key))
-    with pytest.raises(NoTokenKey, match="KUBEROLL_TOKEN_KEY: not set or empty"):
+    with pytest.raises(MissingTokenKey, match="KUBEROLL_TOKEN_KEY: not set or empty"):
         settings.token_of("a", "generate")
 
 
 @pytest.mark.parametrize("backend", ["Native", "KubeRay", "External"])
 def test_tokens_are_in_their_secret_and_nowhere_else(backend: str) -> None:
-    found = subject(backend)
+    found = context(backend)
     secrets = render.build_token_secrets(found)
     others = [
         render.build_config(found),
@@ -274,7 +274,7 @@ def test_tokens_are_in_their_secret_and_nowhere_else(backend: str) -> None:
 def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
     settings = support.SETTINGS.model_copy(update={"egress_except": ("10.0.0.0/8", "fd00::/8")})
     store = {"name": "AWS_ENDPOINT_URL", "value": "http://store:9000"}
-    found = dataclasses.replace(subject(workers={"env": [store]}), settings=settings)
+    found = dataclasses.replace(context(workers={"env": [store]}), settings=settings)
     policy = render.build_network_policies(found)[0]
     outside, named = policy["spec"]["egress"][-2:]
     assert outside == {
@@ -291,8 +291,8 @@ def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
 
 
 def test_other_tokens_have_another_secret() -> None:
-    other = dataclasses.replace(subject(), tokens=dict.fromkeys(contract.SCOPES, "x"))
-    [one], [another] = render.build_token_secrets(subject()), render.build_token_secrets(other)
+    other = dataclasses.replace(context(), tokens=dict.fromkeys(contract.SCOPES, "x"))
+    [one], [another] = render.build_token_secrets(context()), render.build_token_secrets(other)
     assert one["metadata"]["name"] != another["metadata"]["name"]
 
 
@@ -302,17 +302,17 @@ def test_what_is_printed_without_a_cluster_is_no_token() -> None:
 
 
 def test_scaling_does_not_change_the_shape() -> None:
-    first = render.build_workers_job(subject(), suspend=False)
-    assert not has_other_shape(first, seal(render.build_workers_job(subject(workers={"replicas": 1}), suspend=True)))
+    first = render.build_workers_job(context(), suspend=False)
+    assert not has_other_shape(first, seal(render.build_workers_job(context(workers={"replicas": 1}), suspend=True)))
 
 
 def test_pods_know_how_long_the_policy_may_take_to_start() -> None:
-    told = json.loads(render.build_config(subject(startupDeadlineSeconds=7))["data"]["job.json"])
+    told = json.loads(render.build_config(context(startupDeadlineSeconds=7))["data"]["job.json"])
     assert told["job"]["spec"]["startupDeadlineSeconds"] == 7
 
 
 def test_a_pods_startup_may_take_as_long_as_the_job_allows() -> None:
-    made = render.build_generation_deployment(subject(startupDeadlineSeconds=1801), replicas=2)
+    made = render.build_generation_deployment(context(startupDeadlineSeconds=1801), replicas=2)
     probe = made["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] == 1810
 

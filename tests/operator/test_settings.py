@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kuberoll_operator.settings import Settings, SettingsRefused
+from kuberoll_operator.settings import InvalidSettings, Settings
 
 
 def test_variables_are_read_under_what_is_given() -> None:
@@ -14,7 +14,7 @@ def test_variables_are_read_under_what_is_given() -> None:
 
 
 def test_a_variable_that_cannot_be_used_is_named() -> None:
-    with pytest.raises(SettingsRefused) as refused:
+    with pytest.raises(InvalidSettings) as refused:
         Settings.from_environment({"KUBEROLL_KUEUE": "/usr/bin/kueue"}, http_port=0)
     assert str(refused.value) == (
         "environment variable KUBEROLL_KUEUE: Input should be a valid boolean, unable to interpret input, "
@@ -23,7 +23,7 @@ def test_a_variable_that_cannot_be_used_is_named() -> None:
 
 
 def test_a_secret_is_not_shown() -> None:
-    with pytest.raises(SettingsRefused) as refused:
+    with pytest.raises(InvalidSettings) as refused:
         Settings.from_environment({}, token_key=["never-shown"])
     assert "token_key" in str(refused.value)
     assert "never-shown" not in str(refused.value)

@@ -14,7 +14,7 @@ from kuberoll_api.conditions import CONDITION_TYPES
 from kuberoll_api.contract import PodProgress
 from kuberoll_api.status import RolloutJobStatus
 from kuberoll_operator import model
-from kuberoll_operator.backends.pods import ContainerExit, how_it_ended, redact
+from kuberoll_operator.backends.pods import ContainerExit, describe_exit, redact
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object, Observed, ServedWeights, WriteError
 from kuberoll_operator.status.job_status import compute_status, next_deadline
@@ -871,7 +871,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x"\nModuleNotFoundError
     ],
 )
 def test_ends_are_told_in_words(code: int, reason: str, message: str, words: str) -> None:
-    assert how_it_ended(ContainerExit("p", code, reason, "", message)) == words.strip()
+    assert describe_exit(ContainerExit("p", code, reason, "", message)) == words.strip()
 
 
 def test_transition_times_move_with_the_status_only() -> None:

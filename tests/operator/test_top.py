@@ -13,9 +13,9 @@ from rich.console import Console
 
 from kuberoll_operator import names
 from kuberoll_operator.commands.top import page
-from kuberoll_operator.console.connection import Place, connected
-from kuberoll_operator.console.rates import ACTIVE, TOKENS, TURNS, Look, PodCounts, Row, counts_of, row_of
-from kuberoll_operator.console.watching import Jobs
+from kuberoll_operator.console.connection import ClusterOptions, open_connection
+from kuberoll_operator.console.job_sampler import JobSampler
+from kuberoll_operator.console.rates import ACTIVE, TOKENS, TURNS, JobRow, JobSample, PodCounts, counts_of, row_of
 from kuberoll_operator.model import Object
 from kuberoll_workers.telemetry import definitions
 from tests.operator.emulator import Emulator, Fault
@@ -55,26 +55,33 @@ def job(seconds: float = 0, phase: str = "Running", **progress: Any) -> Object:
 
 
 def test_rates_are_those_of_pods_that_were_there_both_times() -> None:
-    before = Look(job(), 100.0, {"a": PodCounts(10, 100, 4), "b": PodCounts(50, 500, 4), "gone": PodCounts(9, 9, 9)})
+    before = JobSample(
+        job(), 100.0, {"a": PodCounts(10, 100, 4), "b": PodCounts(50, 500, 4), "gone": PodCounts(9, 9, 9)}
+    )
     # One began anew, and another has come.
-    now = Look(job(), 102.0, {"a": PodCounts(30, 300, 5), "b": PodCounts(2, 20, 3), "new": PodCounts(1000, 1000, 2)})
+    now = JobSample(
+        job(), 102.0, {"a": PodCounts(30, 300, 5), "b": PodCounts(2, 20, 3), "new": PodCounts(1000, 1000, 2)}
+    )
     row = row_of(now, before)
     assert (row.turns_per_second, row.tokens_per_second, row.in_flight) == (10.0, 100.0, 10)
     assert (row.progress, row.failed) == ("3/8", 1)
 
 
 def test_rates_of_the_status_are_those_between_two_writings() -> None:
-    before = Look(job(0, turns=10, generatedTokens=100), 100.0)
-    row = row_of(Look(job(20, turns=50, generatedTokens=300), 103.0), before)
+    before = JobSample(job(0, turns=10, generatedTokens=100), 100.0)
+    row = row_of(JobSample(job(20, turns=50, generatedTokens=300), 103.0), before)
     assert (row.turns_per_second, row.tokens_per_second, row.in_flight) == (2.0, 10.0, None)
-    same = row_of(Look(job(0, turns=10), 103.0), before)
+    same = row_of(JobSample(job(0, turns=10), 103.0), before)
     assert same.turns_per_second is None
 
 
 def test_what_does_not_run_has_no_rate() -> None:
-    before, now = Look(job(), 1.0, {"a": PodCounts(1, 1, 1)}), Look(job(5, "Finishing"), 2.0, {"a": PodCounts(2, 2, 0)})
+    before, now = (
+        JobSample(job(), 1.0, {"a": PodCounts(1, 1, 1)}),
+        JobSample(job(5, "Finishing"), 2.0, {"a": PodCounts(2, 2, 0)}),
+    )
     assert row_of(now, before).turns_per_second is None
-    new = row_of(Look(manifest(), 1.0), None)
+    new = row_of(JobSample(manifest(), 1.0), None)
     assert (new.phase, new.progress, new.failed, new.mean_reward) == ("-", "-", None, None)
 
 
@@ -95,11 +102,11 @@ async def test_workers_are_asked_through_the_api_server(tmp_path: Path) -> None:
     emulator.put(worker("silent", 1))
     emulator.put(worker("starts", 2, ready=False))
     emulator.pages[PAGE] = metrics(10, 100, 4)
-    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
-        jobs = Jobs(connection, None)
-        (first,) = await jobs.look()
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+        jobs = JobSampler(connection, None)
+        (first,) = await jobs.sample()
         emulator.pages[PAGE] = metrics(20, 300, 6)
-        (second,) = await jobs.look()
+        (second,) = await jobs.sample()
     assert (first.turns_per_second, first.in_flight) == (None, 4)
     assert second.turns_per_second is not None
     assert second.tokens_per_second == pytest.approx(20 * second.turns_per_second)
@@ -124,30 +131,30 @@ async def test_without_the_right_the_status_is_shown_and_the_right_is_named(what
             times=None,
         )
     )
-    async with emulator.running(tmp_path) as file, connected(Place(None, None, file)) as connection:
-        jobs = Jobs(connection, NAMESPACE)
-        await jobs.look()
+    async with emulator.running(tmp_path) as file, open_connection(ClusterOptions(None, None, file)) as connection:
+        jobs = JobSampler(connection, NAMESPACE)
+        await jobs.sample()
         emulator.put(job(10, turns=60))
-        (row,) = await jobs.look()
+        (row,) = await jobs.sample()
         asked = len(emulator.requests)
-        (again,) = await jobs.look()
+        (again,) = await jobs.sample()
         # What is refused once is not asked for again; the rate stays until the status is written anew.
         assert len(emulator.requests) == asked + 1
     assert row.turns_per_second == again.turns_per_second == 5.0
     (note,) = jobs.notes
-    assert "rates are those of the status" in note
+    assert "rates come from the status" in note
     assert f"may not {verb} {resource}" in note
 
 
-def rendered(rows: list[Row], notes: list[str], namespace: str | None) -> list[str]:
+def rendered(rows: list[JobRow], notes: list[str], namespace: str | None) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=200).print(page(rows, notes, namespace))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
 def test_the_table() -> None:
-    row = Row("ns", "first", "Running", "3/8", 41.26, 12345.6, 0.12214, 128, 0, 3725)
-    waiting = Row("ns", "second", "Starting", "-", None, None, None, None, None, None)
+    row = JobRow("ns", "first", "Running", "3/8", 41.26, 12345.6, 0.12214, 128, 0, 3725)
+    waiting = JobRow("ns", "second", "Starting", "-", None, None, None, None, None, None)
     assert rendered([row, waiting], ["a note"], None) == [
         "NAMESPACE NAME PHASE PROGRESS TURNS/S TOKENS/S REWARD IN FLIGHT FAILED ETA",
         "ns first Running 3/8 41.3 12,346 0.1221 128 0 1:02:05",

@@ -51,7 +51,7 @@ async def watching(server: Emulator, directory: Path, **options: object) -> Asyn
         watches = Watches(told.cache, lambda: load_access(kubeconfig), **options)  # type: ignore[arg-type]
         task = asyncio.create_task(watches.run())
         try:
-            synced = asyncio.create_task(watches.synced())
+            synced = asyncio.create_task(watches.wait_synced())
             await asyncio.wait({task, synced}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 synced.cancel()
@@ -154,54 +154,54 @@ def test_what_a_worker_said_at_its_end_outlives_its_pod() -> None:
         item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "3"
         return {**item, "spec": {}, "status": {"phase": phase, "containerStatuses": [{"name": "worker", **container}]}}
 
-    cache.seen(PODS, worker("a", 1, "Running"), deleted=False)
+    cache.add_event(PODS, worker("a", 1, "Running"), deleted=False)
     # Between its end and its removal nothing need have been seen.
-    cache.seen(PODS, worker("a", 2, "Failed", state={"terminated": {"message": "first"}}), deleted=True)
+    cache.add_event(PODS, worker("a", 2, "Failed", state={"terminated": {"message": "first"}}), deleted=True)
     assert cache.pods(KEY) == []
     [gone] = cache.departed(KEY)
     assert gone["status"]["containerStatuses"][0]["state"]["terminated"]["message"] == "first"
-    cache.seen(PODS, worker("b", 3, "Running"), deleted=False)
-    cache.seen(PODS, worker("b", 4, "Failed", state={"terminated": {"message": "second"}}), deleted=True)
+    cache.add_event(PODS, worker("b", 3, "Running"), deleted=False)
+    cache.add_event(PODS, worker("b", 4, "Failed", state={"terminated": {"message": "second"}}), deleted=True)
     # One that was never started says nothing.
-    cache.seen(PODS, worker("c", 5, "Pending"), deleted=False)
-    cache.seen(PODS, worker("c", 6, "Pending"), deleted=True)
+    cache.add_event(PODS, worker("c", 5, "Pending"), deleted=False)
+    cache.add_event(PODS, worker("c", 6, "Pending"), deleted=True)
     assert [item["metadata"]["name"] for item in cache.departed(KEY)] == ["b"]
     job = manifest()
     job["metadata"] |= {"resourceVersion": "7", "uid": "9"}
-    cache.seen(ROLLOUT_JOBS, job, deleted=False)
-    cache.seen(ROLLOUT_JOBS, job, deleted=True)
+    cache.add_event(ROLLOUT_JOBS, job, deleted=False)
+    cache.add_event(ROLLOUT_JOBS, job, deleted=True)
     assert cache.departed(KEY) == []
 
 
 def test_older_events_change_nothing_and_own_writes_are_no_news() -> None:
     told: list[Key] = []
     cache = Cache(told.append)
-    cache.written(DEPLOYMENTS, versioned("Deployment", "a", 5))
+    cache.add_written(DEPLOYMENTS, versioned("Deployment", "a", 5))
     assert told == []
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "a", 5), deleted=False)
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "a", 4), deleted=False)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "a", 5), deleted=False)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "a", 4), deleted=False)
     assert told == []
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "a", 6), deleted=False)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "a", 6), deleted=False)
     assert told == [KEY]
     # The deletion of a predecessor.
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "a", 7, uid="0"), deleted=True)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "a", 7, uid="0"), deleted=True)
     assert cache.children(KEY)
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "a", 8), deleted=True)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "a", 8), deleted=True)
     assert not cache.children(KEY)
 
 
 def test_what_is_older_than_the_list_and_not_on_it_has_been_deleted() -> None:
     cache = Cache(lambda _: None)
-    cache.listed(DEPLOYMENTS, None, [versioned("Deployment", "a", 3)], "10", last=True)
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "b", 9), deleted=False)
-    cache.seen(DEPLOYMENTS, versioned("Deployment", "c", 11), deleted=False)
+    cache.add_page(DEPLOYMENTS, None, [versioned("Deployment", "a", 3)], "10", last=True)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "b", 9), deleted=False)
+    cache.add_event(DEPLOYMENTS, versioned("Deployment", "c", 11), deleted=False)
     assert {name for _, name in cache.children(KEY)} == {"a", "c"}
 
 
 def test_what_was_written_after_the_list_was_made_stays() -> None:
     cache = Cache(lambda _: None)
-    cache.written(DEPLOYMENTS, versioned("Deployment", "new", 12))
-    cache.listed(DEPLOYMENTS, None, [], "10", last=True)
+    cache.add_written(DEPLOYMENTS, versioned("Deployment", "new", 12))
+    cache.add_page(DEPLOYMENTS, None, [], "10", last=True)
     assert cache.children(KEY)
 
 
@@ -223,18 +223,18 @@ def test_whatever_the_order_of_lists_and_events_the_end_is_the_truth(data: st.Da
     now: dict[str, tuple[int, str]] = {}
     for version, name, uid, deleted in history[:cut]:
         if data.draw(st.booleans()):
-            cache.seen(DEPLOYMENTS, versioned("Deployment", name, version, uid), deleted=deleted)
+            cache.add_event(DEPLOYMENTS, versioned("Deployment", name, version, uid), deleted=deleted)
         if deleted:
             now.pop(name, None)
         else:
             now[name] = (version, uid)
     items = [versioned("Deployment", name, version, uid) for name, (version, uid) in now.items()]
-    cache.listed(DEPLOYMENTS, None, items, str(cut), last=True)
+    cache.add_page(DEPLOYMENTS, None, items, str(cut), last=True)
     # What still lay in a queue when the list came.
     for version, name, uid, deleted in late:
-        cache.seen(DEPLOYMENTS, versioned("Deployment", name, version, uid), deleted=deleted)
+        cache.add_event(DEPLOYMENTS, versioned("Deployment", name, version, uid), deleted=deleted)
     for version, name, uid, deleted in history[cut:]:
-        cache.seen(DEPLOYMENTS, versioned("Deployment", name, version, uid), deleted=deleted)
+        cache.add_event(DEPLOYMENTS, versioned("Deployment", name, version, uid), deleted=deleted)
     known = {name: item["metadata"]["uid"] for (_, name), item in cache.children(KEY).items()}
     assert known == alive
 
@@ -243,7 +243,7 @@ def test_pods_are_kept_without_what_nobody_reads() -> None:
     cache = Cache(lambda _: None)
     pod = versioned("Pod", "a", 1) | {"spec": {"containers": [{}], "nodeName": "n"}, "status": {"phase": "Running"}}
     pod["metadata"]["managedFields"] = [{"manager": "kubelet"}]
-    cache.written(PODS, pod)
+    cache.add_written(PODS, pod)
     (kept,) = cache.pods(KEY)
     assert kept["spec"] == {"nodeName": "n"}
     assert "managedFields" not in kept["metadata"]

@@ -47,8 +47,8 @@ def test_labels_are_of_a_closed_list_that_says_what_bounds_each() -> None:
 def test_a_name_is_defined_once() -> None:
     assert not set(workers.METRICS) & set(operator.METRICS)
     metric = api.Counter(name="kuberoll_x_total", help="X.", unit="x")
-    with pytest.raises(ValueError, match="kuberoll_x_total: there are two"):
-        api.every([api.Group("A", (metric,)), api.Group("B", (metric,))])
+    with pytest.raises(ValueError, match="kuberoll_x_total: two metrics"):
+        api.metrics_by_name([api.MetricGroup("A", (metric,)), api.MetricGroup("B", (metric,))])
 
 
 def test_every_definition_is_in_the_reference() -> None:

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
-from kuberoll_api.manifest.nodes import Place, Problem, plain
+from kuberoll_api.manifest.yaml_values import Lines, YamlProblem, plain
 from kuberoll_api.paths import Path
 
 _EXCERPT = 120
@@ -27,7 +27,7 @@ _HINTS = {
 }
 
 
-class Unreadable(Exception):
+class DocumentError(Exception):
     """A text or file that cannot be read as YAML.
 
     Attributes:
@@ -45,23 +45,23 @@ class Document:
 
     Attributes:
         value: Dicts, lists, strings, finite numbers, booleans, None.
-        place: Line numbers of the value and its parts.
+        lines: Line numbers of the value and its parts.
         problems: Parts of the document that JSON cannot express, and that are missing in the value.
         overrides: Paths that the command line set or created, with the option's text; later ones take precedence.
     """
 
     value: Any
-    place: Place
-    problems: tuple[Problem, ...] = ()
+    lines: Lines
+    problems: tuple[YamlProblem, ...] = ()
     overrides: tuple[tuple[Path, str], ...] = ()
 
     def line_of(self, path: Path) -> int:
         """Line number from 1 of a value, or of its nearest written parent."""
-        place = self.place
+        place = self.lines
         for part in path:
-            if part not in place.inside:
+            if part not in place.parts:
                 break
-            place = place.inside[part]
+            place = place.parts[part]
         return place.line
 
     def override_of(self, path: Path) -> str | None:
@@ -76,19 +76,19 @@ def read_documents(path: FilePath) -> list[Document]:
     """All documents of a file; empty ones are left out.
 
     Raises:
-        Unreadable: The file cannot be read or is not YAML.
+        DocumentError: The file cannot be read or is not YAML.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise Unreadable("the file does not exist") from error
+        raise DocumentError("the file does not exist") from error
     except IsADirectoryError as error:
-        raise Unreadable("this is a directory; name the manifest inside it") from error
+        raise DocumentError("this is a directory; name the manifest inside it") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise Unreadable("not UTF-8 text; save the file as UTF-8", line) from error
+        raise DocumentError("not UTF-8 text; save the file as UTF-8", line) from error
     except OSError as error:
-        raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+        raise DocumentError(f"cannot be read: {error.strerror or error}") from error
     return parse_documents(text)
 
 
@@ -96,23 +96,23 @@ def parse_documents(text: str) -> list[Document]:
     """All documents of a text; empty ones are left out.
 
     Raises:
-        Unreadable: Not YAML.
+        DocumentError: Not YAML.
     """
     try:
         return [document for document in _compose(text) if document.value is not None or document.problems]
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise Unreadable(f"the character {error.character:#x} is not allowed in YAML; remove it", line) from error
+        raise DocumentError(f"the character {error.character:#x} is not allowed in YAML; remove it", line) from error
     except MarkedYAMLError as error:
         raise _syntax_error(error, text) from error
     except YAMLError as error:
-        raise Unreadable(f"not YAML: {error}") from error
+        raise DocumentError(f"not YAML: {error}") from error
     except RecursionError as error:
-        raise Unreadable("nested too deeply") from error
+        raise DocumentError("nested too deeply") from error
     except Exception as error:
         # The parser fails with arbitrary exceptions at directives, versions and tags that it has not checked.
         hint = "; remove the lines that begin with %" if re.search("^%", text, re.MULTILINE) else ""
-        raise Unreadable(f"not YAML: the parser failed with {type(error).__name__}{hint}") from error
+        raise DocumentError(f"not YAML: the parser failed with {type(error).__name__}{hint}") from error
 
 
 def _compose(text: str) -> Iterator[Document]:
@@ -123,7 +123,7 @@ def _compose(text: str) -> Iterator[Document]:
         yield Document(value, place, tuple(problems))
 
 
-def _syntax_error(error: MarkedYAMLError, text: str) -> Unreadable:
+def _syntax_error(error: MarkedYAMLError, text: str) -> DocumentError:
     """Error with the parser's message, a hint, and the line with a caret below the position."""
     problem, lines = str(error.problem or error.context), text.splitlines()
     hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in problem), "")
@@ -135,8 +135,8 @@ def _syntax_error(error: MarkedYAMLError, text: str) -> Unreadable:
     elif begun is not None:
         message = f"{message} ({error.context}, begun in line {begun.line + 1})"
     if mark is None or mark.line >= len(lines):
-        return Unreadable(message, mark.line + 1 if mark else None)
+        return DocumentError(message, mark.line + 1 if mark else None)
     # Only a window of the line: some files are one long line of JSON.
     start = max(0, mark.column - _EXCERPT // 2)
     excerpt = lines[mark.line][start : start + _EXCERPT].replace("\t", " ")
-    return Unreadable(f"{message}\n    {excerpt}\n    {' ' * (mark.column - start)}^", mark.line + 1)
+    return DocumentError(f"{message}\n    {excerpt}\n    {' ' * (mark.column - start)}^", mark.line + 1)

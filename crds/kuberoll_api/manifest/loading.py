@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 
 from pydantic import ValidationError
 
-from kuberoll_api.manifest.documents import Document, Unreadable, read_documents
+from kuberoll_api.manifest.documents import Document, DocumentError, read_documents
 from kuberoll_api.manifest.mistakes import explain
 from kuberoll_api.manifest.overrides import OverrideError, apply_overrides
 from kuberoll_api.model.rolloutjob import API_VERSION, GROUP, KIND, RolloutJob
@@ -89,7 +89,7 @@ def load_jobs(path: FilePath, overrides: Sequence[str] = ()) -> list[RolloutJob]
     file = str(path)
     try:
         documents = read_documents(path)
-    except Unreadable as error:
+    except DocumentError as error:
         raise ManifestError([Mistake(file, error.line, "", str(error))]) from error
     ours = [document for document in documents if not _is_foreign(document)]
     if not ours:

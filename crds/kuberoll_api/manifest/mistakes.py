@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kuberoll_api.paths import Path, quoted
-from kuberoll_api.schema.lookup import Schema, alternatives, description, fields, in_words, places
+from kuberoll_api.schema.lookup import Schema, alternatives, description, field_paths, fields, in_words
 
 _MOST_NAMES = 16
 _MOST_TEXT = 60
@@ -73,7 +73,7 @@ def _unknown(path: Path) -> str:
     text = "this field does not exist"
     if near:
         text += f"; did you mean {lower[near[0]]}?"
-    elif (place := next(places(name), None)) is not None:
+    elif (place := next(field_paths(name), None)) is not None:
         text += f"; did you mean {place}?"
     else:
         text += "; remove it."

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kuberoll_api.manifest.documents import Document, Unreadable, parse_documents
+from kuberoll_api.manifest.documents import Document, DocumentError, parse_documents
 from kuberoll_api.paths import Path, format_path, parse_path
 
 
@@ -36,7 +36,7 @@ def parse_override(text: str) -> tuple[Path, Any]:
         raise OverrideError(f"--set {text}", "write path=value, for example --set spec.rollout.maxTurns=5")
     try:
         documents = parse_documents(rest[1:])
-    except Unreadable as error:
+    except DocumentError as error:
         raise OverrideError(f"--set {text}", f"the value is not YAML: {error}") from error
     if len(documents) > 1:
         raise OverrideError(f"--set {text}", "there are several YAML documents; write one value")

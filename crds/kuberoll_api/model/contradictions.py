@@ -12,7 +12,7 @@ def contradiction(message: str, *path: str | int) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message, "path": path})
 
 
-def refuse_twins(names: list[Any], field: str, key: str) -> None:
+def reject_duplicates(names: list[Any], field: str, key: str) -> None:
     """Raise a contradiction if two items of a list have the same name."""
     for index, name in enumerate(names):
         if (first := names.index(name)) < index:

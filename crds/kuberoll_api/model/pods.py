@@ -7,8 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
 
-from kuberoll_api.model.contradictions import refuse_twins
-from kuberoll_api.model.podparts import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
+from kuberoll_api.model.contradictions import reject_duplicates
+from kuberoll_api.model.pod_fields import EnvFrom, EnvVar, PodTemplate, PullSecret, Toleration, Volume, VolumeMount
 from kuberoll_api.model.traits import POD, POD_ANYWHERE
 from kuberoll_api.model.types import (
     Annotations,
@@ -95,5 +95,5 @@ class PodOptions(Model):
             ("volumes", "name"),
             ("volume_mounts", "mountPath"),
         ):
-            refuse_twins([item[key] for item in getattr(self, field)], to_camel(field), key)
+            reject_duplicates([item[key] for item in getattr(self, field)], to_camel(field), key)
         return self

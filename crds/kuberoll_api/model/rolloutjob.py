@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from kuberoll_api.model.contradictions import contradiction, refuse_twins
+from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.dataset import Dataset
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.generation import Generation, Weights
@@ -101,7 +101,7 @@ class RolloutJobSpec(Model):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         names = [environment.name for environment in self.environments]
-        refuse_twins(names, "environments", "name")
+        reject_duplicates(names, "environments", "name")
         if self.rollout.groups.drop_equal_rewards:
             repeats = [item.repeats or self.dataset.repeats for item in self.environments]
             if 1 in repeats:

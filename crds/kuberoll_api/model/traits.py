@@ -39,7 +39,7 @@ class Traits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Field:
+class ModelField:
     """A field of a model, with its effective traits."""
 
     name: str
@@ -48,14 +48,14 @@ class Field:
     model: type[BaseModel] | None
 
 
-def fields(model: type[BaseModel], parent: Traits) -> Iterator[Field]:
+def fields(model: type[BaseModel], parent: Traits) -> Iterator[ModelField]:
     """The fields of a model.
 
     Args:
         parent: Traits of the field that holds the model.
     """
     for name, info in model.model_fields.items():
-        yield Field(name, info.alias or name, parent | own_traits(info), _model_of(info.annotation))
+        yield ModelField(name, info.alias or name, parent | own_traits(info), _model_of(info.annotation))
 
 
 def own_traits(info: FieldInfo) -> Traits:

@@ -63,7 +63,7 @@ def description(path: Path) -> str:
     return next(filter(None, words), "")
 
 
-def places(name: str) -> Iterator[str]:
+def field_paths(name: str) -> Iterator[str]:
     """Paths of all fields with this name, the shallowest first: `spec.environments[].isolation`."""
     level = [("", _root())]
     while level:

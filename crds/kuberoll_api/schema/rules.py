@@ -38,7 +38,7 @@ _SUSPEND_FIRST = "cannot change while the job runs; set suspend: true first, cha
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class CelRule:
     """A validation rule on the value of a model.
 
     Attributes:
@@ -56,7 +56,7 @@ class Rule:
         return made | {"fieldPath": f".{self.path}"} if self.path else made
 
 
-def rules_of(model: str) -> tuple[Rule, ...]:
+def rules_of(model: str) -> tuple[CelRule, ...]:
     """The rules of the model of this name."""
     return _RULES.get(model, ())
 
@@ -65,11 +65,11 @@ def _excludes(one: str, other: str) -> str:
     return f"!(has(self.{one}) && has(self.{other}))"
 
 
-def _settled() -> Iterator[Rule]:
+def _transition_rules() -> Iterator[CelRule]:
     """Transition rules. They belong to the spec, so removing a field does not circumvent them."""
     for field in _SPEC.values():
         if field.traits.change == "Never":
-            yield Rule(_same("", field.alias), "cannot change; create a new job", field.alias)
+            yield CelRule(_same("", field.alias), "cannot change; create a new job", field.alias)
     for name in ONLY_SUSPENDED:
         # These are required, or have a default.
         same = [f"self.{name} == oldSelf.{name}"]
@@ -77,7 +77,7 @@ def _settled() -> Iterator[Rule]:
             same.append(_same_order("environments", "name"))
         if name == "generation":
             same += [f"(!has(self.{path}) || {_same_order(path, key)})" for path, key in _keyed("generation.")]
-        yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, name)
+        yield CelRule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, name)
     keyed = dict(_keyed("workers."))
     for field in _WORKERS:
         path = f"workers.{field.alias}"
@@ -86,7 +86,7 @@ def _settled() -> Iterator[Rule]:
         same = [_same("workers.", field.alias)]
         if path in keyed:
             same.append(f"(!has(self.{path}) || {_same_order(path, keyed[path])})")
-        yield Rule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, path)
+        yield CelRule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, path)
 
 
 def _same(parent: str, name: str) -> str:
@@ -108,29 +108,29 @@ def _keyed(parent: str) -> Iterator[tuple[str, str]]:
             yield f"{parent}{info.alias}", str(keys[0])
 
 
-_RULES: Final[dict[str, tuple[Rule, ...]]] = {
+_RULES: Final[dict[str, tuple[CelRule, ...]]] = {
     RolloutJob.__name__: (
-        Rule(
+        CelRule(
             f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{JOB_NAME_PATTERN}')",
             f"metadata.name must be at most {MAX_NAME_LENGTH} lowercase letters, digits and dashes, beginning with a "
             "letter and ending with a letter or digit: the names of its pods and Services begin with it",
         ),
     ),
     RolloutJobSpec.__name__: (
-        *_settled(),
-        Rule(
+        *_transition_rules(),
+        CelRule(
             "!self.rollout.groups.dropEqualRewards || "
             "self.environments.all(item, (has(item.repeats) ? item.repeats : self.dataset.repeats) > 1)",
             "the groups of an environment have one sample each, so all their rewards are equal; raise its repeats or "
             "dataset.repeats, or remove dropEqualRewards",
             "rollout.groups.dropEqualRewards",
         ),
-        Rule(
+        CelRule(
             "!has(self.weights) || self.generation.backend != 'External'",
             "is not for backend External, whose weights are managed externally; remove it",
             "weights",
         ),
-        Rule(
+        CelRule(
             "!has(self.dataset.source.generator) || !has(self.dataset.source.generator.environments) || "
             "self.dataset.source.generator.environments.all(name, self.environments.exists(item, item.name == name))",
             "each must be the name of an environment of this job",
@@ -138,50 +138,50 @@ _RULES: Final[dict[str, tuple[Rule, ...]]] = {
         ),
     ),
     Generation.__name__: (
-        Rule(_excludes("replicas", "autoscaling"), "excludes autoscaling; remove one of the two", "replicas"),
-        Rule(
+        CelRule(_excludes("replicas", "autoscaling"), "excludes autoscaling; remove one of the two", "replicas"),
+        CelRule(
             "self.backend != 'External' || has(self.external)",
             "External needs generation.external.url, the endpoint to use",
             "backend",
         ),
-        Rule(
+        CelRule(
             "self.backend == 'External' || !has(self.external)",
             "is only for backend External; set backend: External, or remove it",
             "external",
         ),
-        Rule(
+        CelRule(
             "self.engine == 'Simulated' || !has(self.simulated)",
             "is only for engine Simulated; set engine: Simulated, or remove it",
             "simulated",
         ),
     ),
     Autoscaling.__name__: (
-        Rule("self.minReplicas <= self.maxReplicas", "must not be more than maxReplicas", "minReplicas"),
+        CelRule("self.minReplicas <= self.maxReplicas", "must not be more than maxReplicas", "minReplicas"),
     ),
     Environment.__name__: (
-        Rule(
+        CelRule(
             "has(self.type) != has(self.entrypoint)",
             "set one of type (a built-in) and entrypoint (package.module:Class)",
         ),
     ),
     Groups.__name__: (
-        Rule(
+        CelRule(
             "!has(self.dropBudget) || self.dropEqualRewards",
             "is the budget of dropEqualRewards; set dropEqualRewards: true, or remove it",
             "dropBudget",
         ),
     ),
     Rollout.__name__: tuple(
-        Rule(
+        CelRule(
             f"self.journalTurns || !self.groups.{name}",
             f"groups.{name} needs it: results that wait for their group are stored there; remove one of the two",
             "journalTurns",
         )
         for name in ("atomic", "dropEqualRewards")
     ),
-    Tracking.__name__: (Rule("has(self.wandb) || has(self.mlflow)", "set wandb or mlflow, or both"),),
+    Tracking.__name__: (CelRule("has(self.wandb) || has(self.mlflow)", "set wandb or mlflow, or both"),),
     Output.__name__: (
-        Rule(
+        CelRule(
             f"!has(self.uri) || !self.uri.startsWith('pvc:') || self.uri.matches('{PVC_PATTERN}')",
             "write pvc://CLAIM or pvc://CLAIM/path, with the name of a PersistentVolumeClaim and a path without . "
             "and ..",

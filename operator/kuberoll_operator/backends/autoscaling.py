@@ -21,11 +21,11 @@ class Load(NamedTuple):
 
     Attributes:
         generating: Turns that wait for a response, of the workers that have reported.
-        known: True if all running workers have reported.
+        complete: True if all running workers have reported.
     """
 
     generating: int
-    known: bool
+    complete: bool
 
 
 class Intent(NamedTuple):
@@ -42,7 +42,7 @@ class Decision(NamedTuple):
     intent: Intent | None
 
 
-def called_for(spec: Autoscaling, load: Load) -> int:
+def replicas_for(spec: Autoscaling, load: Load) -> int:
     """Number of replicas that a load calls for."""
     return min(spec.max_replicas, max(fewest_replicas(spec), math.ceil(load.generating / spec.target_ongoing_requests)))
 
@@ -59,10 +59,10 @@ def decide(spec: Autoscaling, load: Load, current: int, intent: Intent | None, n
         intent: Intent of the last decision.
     """
     bounded = min(spec.max_replicas, max(fewest_replicas(spec), current))
-    wanted = called_for(spec, load)
+    wanted = replicas_for(spec, load)
     if bounded != current:
         return Decision(bounded, None)
-    if wanted == current or (wanted < current and not load.known):
+    if wanted == current or (wanted < current and not load.complete):
         return Decision(current, None)
     up = wanted > current
     if intent is None or intent.replicas == current or (intent.replicas > current) is not up:
@@ -85,15 +85,15 @@ def read_intent(deployment: Mapping[str, Any]) -> Intent | None:
         return None
 
 
-def written(intent: Intent) -> str:
+def intent_annotation(intent: Intent) -> str:
     """The intent as an annotation. It is there as long as a change is pending, so no other clock is needed."""
     return json.dumps({"replicas": intent.replicas, "since": intent.since.isoformat(timespec="seconds")})
 
 
-def described(spec: Autoscaling, load: Load) -> str:
+def describe(spec: Autoscaling, load: Load) -> str:
     """Explanation of the number of replicas, for people."""
     text = (
-        f"{load.generating} turns at {spec.target_ongoing_requests:g} per replica call for {called_for(spec, load)}, "
+        f"{load.generating} turns at {spec.target_ongoing_requests:g} per replica call for {replicas_for(spec, load)}, "
         f"within {fewest_replicas(spec)} to {spec.max_replicas}"
     )
-    return text if load.known else f"{text}; not all workers have reported yet"
+    return text if load.complete else f"{text}; not all workers have reported yet"

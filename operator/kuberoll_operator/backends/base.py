@@ -28,8 +28,8 @@ class GenerationState:
         repeats: True if the message only says that the kubelet backs off; an earlier one of the same reason is more
             useful.
         refused: Message of an engine that can never start; retries are useless.
-        gone: True if nothing of it holds a GPU any more.
-        settled: True if generation may become ready now; during a change, answering replicas only keep it ready.
+        released:True if nothing of it holds a GPU any more.
+        stable: True if generation may become ready now; during a change, answering replicas only keep it ready.
         note: Explanation of the number of replicas, for people.
     """
 
@@ -39,8 +39,8 @@ class GenerationState:
     message: str = ""
     repeats: bool = False
     refused: str | None = None
-    gone: bool = False
-    settled: bool = True
+    released: bool = False
+    stable: bool = True
     note: str = ""
 
 
@@ -65,13 +65,13 @@ class Backend(Protocol):
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
         """How the policy is run, found and reached."""
 
-    def fixtures(self, subject: RenderContext) -> Sequence[Object]:
+    def fixtures(self, context: RenderContext) -> Sequence[Object]:
         """Children that hold no GPUs and exist as long as the job: Services."""
 
-    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
+    def engines(self, context: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
         """Children that hold GPUs, as they should be now."""
 
-    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
+    def pod_sets(self, context: RenderContext) -> Sequence[PodSet]:
         """Pod sets of the engines, with the maximum number of pods: the quota that they need."""
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:

@@ -34,13 +34,13 @@ class External:
         replicas = [url.rstrip("/") for url in (external.url, *external.urls)]
         return Hosting(endpoint=replicas[0], in_job=False, discovery="Static", replicas=replicas)
 
-    def fixtures(self, subject: RenderContext) -> Sequence[Object]:  # noqa: ARG002
+    def fixtures(self, context: RenderContext) -> Sequence[Object]:  # noqa: ARG002
         return []
 
-    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+    def engines(self, context: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
         return []
 
-    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:  # noqa: ARG002
+    def pod_sets(self, context: RenderContext) -> Sequence[PodSet]:  # noqa: ARG002
         return []
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002
@@ -53,4 +53,4 @@ class External:
         external = job.spec.generation.external
         others = f" and {len(external.urls)} more" if external and external.urls else ""
         message = f"{external.url.rstrip('/') if external else ''}{others}: managed externally"
-        return GenerationState(ready=0, desired=0, reason=Reason.EXTERNAL, message=message, gone=True)
+        return GenerationState(ready=0, desired=0, reason=Reason.EXTERNAL, message=message, released=True)

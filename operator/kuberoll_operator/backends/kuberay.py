@@ -11,9 +11,9 @@ from kuberoll_api.contract import GENERATION_PORT, fewest_replicas
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.base import GenerationState
-from kuberoll_operator.backends.pods import Problem, any_active, diagnose, pods_of, redact, refusal
+from kuberoll_operator.backends.pods import PodProblem, any_active, diagnose, pods_of, redact, refusal
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true
-from kuberoll_operator.placement import CannotPlace, misplacement, place
+from kuberoll_operator.placement import PlacementError, place, placement_problem
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import build_generation_services
 from kuberoll_operator.render.hosting import Hosting, namespaced, tcp
@@ -40,7 +40,7 @@ class KubeRay:
                 "spec.generation.backend: KubeRay is not installed (the cluster does not serve ray.io/v1 rayservices); "
                 "install it, or set Native"
             )
-        return misplacement(job.spec.generation, one_each=False)
+        return placement_problem(job.spec.generation, one_per_pod=False)
 
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
         # KubeRay's operator calls Ray's dashboard, and ours asks Serve for the weights of its replicas.
@@ -59,18 +59,18 @@ class KubeRay:
             visitors=visitors,
         )
 
-    def fixtures(self, subject: RenderContext) -> Sequence[Object]:
-        return build_generation_services(subject)
+    def fixtures(self, context: RenderContext) -> Sequence[Object]:
+        return build_generation_services(context)
 
-    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
-        live = observed.get("RayService", names.ray_service(subject.name))
+    def engines(self, context: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:  # noqa: ARG002
+        live = observed.get("RayService", names.ray_service(context.name))
         if live is not None and (_is_dying(live) or _timed_out(live)):
             return []
-        placement = place(subject.job.spec.generation, one_each=False)
-        return [keep_cluster(build_rayservice(subject, placement), live)]
+        placement = place(context.job.spec.generation, one_per_pod=False)
+        return [keep_cluster(build_rayservice(context, placement), live)]
 
-    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
-        cluster = build_rayservice(subject, place(subject.job.spec.generation, one_each=False))["spec"][
+    def pod_sets(self, context: RenderContext) -> Sequence[PodSet]:
+        cluster = build_rayservice(context, place(context.job.spec.generation, one_per_pod=False))["spec"][
             "rayClusterConfig"
         ]
         [group] = cluster["workerGroupSpecs"]
@@ -101,10 +101,10 @@ class KubeRay:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=_refused(status) or refusal(pods, "generation"),
-            gone=live is None and not any_active(pods),
+            released=live is None and not any_active(pods),
             # A status from before the last change describes the old state, and does so for a few seconds after the
             # change.
-            settled=full and live is not None and _is_seen(live, status),
+            stable=full and live is not None and _is_seen(live, status),
             note=_scaling(job),
         )
 
@@ -136,8 +136,8 @@ class KubeRay:
 
     def _replicas(self, job: RolloutJob, pods: Sequence[Object]) -> int:
         try:
-            return place(job.spec.generation, one_each=False).replicas(len(pods))
-        except CannotPlace:
+            return place(job.spec.generation, one_per_pod=False).replicas(len(pods))
+        except PlacementError:
             return 0
 
 
@@ -171,21 +171,21 @@ def _is_running(application: Mapping[str, Any]) -> bool:
     return application.get("status") == "RUNNING" and healthy
 
 
-def _failure(status: Mapping[str, Any]) -> Problem | None:
+def _failure(status: Mapping[str, Any]) -> PodProblem | None:
     """Failure of an engine as Serve reports it, mostly a traceback."""
     ready = condition(status, _READY)
     if ready.get("reason") == "InitializingTimeout":
-        return Problem(
+        return PodProblem(
             Reason.STARTING, redact(f"KubeRay timed out; recreating the RayService: {ready.get('message', '')}")
         )
     broken = [item for item in _statements(status) if item[0] in _BROKEN and item[1]]
-    return Problem(Reason.ENGINE_FAILED, redact(_joined(broken))) if broken else None
+    return PodProblem(Reason.ENGINE_FAILED, redact(_joined(broken))) if broken else None
 
 
-def _unfinished(status: Mapping[str, Any]) -> Problem | None:
+def _unfinished(status: Mapping[str, Any]) -> PodProblem | None:
     """What Serve is waiting for."""
     said = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
-    return Problem(Reason.STARTING, redact(_joined(said))) if said else None
+    return PodProblem(Reason.STARTING, redact(_joined(said))) if said else None
 
 
 def _joined(statements: Sequence[tuple[str, str]]) -> str:

@@ -21,7 +21,7 @@ from kuberoll_operator.backends.pods import (
     shard_of,
 )
 from kuberoll_operator.model import Object, Observed, Ref
-from kuberoll_operator.placement import CannotPlace, misplacement, place
+from kuberoll_operator.placement import PlacementError, place, placement_problem
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import (
     GROUPS_MUTABLE,
@@ -44,7 +44,9 @@ class Native:
     weights_from: Final = "Pods"
 
     def problem(self, job: RolloutJob, settings: Settings) -> str | None:
-        return misplacement(job.spec.generation, one_each=True, spans=settings.leader_worker_set is not False)
+        return placement_problem(
+            job.spec.generation, one_per_pod=True, may_span=settings.leader_worker_set is not False
+        )
 
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:  # noqa: ARG002
         name = job.metadata.name
@@ -54,25 +56,25 @@ class Native:
             replicas_host=f"{names.generation_pods(name)}.{namespace}.svc:{GENERATION_PORT}",
         )
 
-    def fixtures(self, subject: RenderContext) -> Sequence[Object]:
-        return build_generation_services(subject, leaders=_size(subject.job) > 1)
+    def fixtures(self, context: RenderContext) -> Sequence[Object]:
+        return build_generation_services(context, leaders=_size(context.job) > 1)
 
-    def engines(self, subject: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
-        live = _live(subject.job, observed)
-        spec = subject.job.spec.generation
+    def engines(self, context: RenderContext, observed: Observed, now: datetime) -> Sequence[Object]:
+        live = _live(context.job, observed)
+        spec = context.job.spec.generation
         if spec.autoscaling is None:
-            return [_build(subject, spec.replicas or 1, live)]
+            return [_build(context, spec.replicas or 1, live)]
         current = _asked_for(live) or fewest_replicas(spec.autoscaling)
         intent = autoscaling.read_intent(live) if live else None
         decided = autoscaling.decide(spec.autoscaling, load_of(observed), current, intent, now)
-        text = autoscaling.written(decided.intent) if decided.intent else None
-        return [annotated(_build(subject, decided.replicas, live), {names.AUTOSCALING: text})]
+        text = autoscaling.intent_annotation(decided.intent) if decided.intent else None
+        return [annotated(_build(context, decided.replicas, live), {names.AUTOSCALING: text})]
 
-    def pod_sets(self, subject: RenderContext) -> Sequence[PodSet]:
-        most = _most(subject.job)
+    def pod_sets(self, context: RenderContext) -> Sequence[PodSet]:
+        most = _most(context.job)
         # The pods of a group differ in their probes only.
-        template = build_generation_deployment(subject, replicas=most)["spec"]["template"]
-        return [PodSet(names.GENERATION, most * _size(subject.job), template)]
+        template = build_generation_deployment(context, replicas=most)["spec"]["template"]
+        return [PodSet(names.GENERATION, most * _size(context.job), template)]
 
     def outdated(self, job: RolloutJob, observed: Observed) -> Sequence[Ref]:  # noqa: ARG002
         return []
@@ -103,16 +105,17 @@ class Native:
             message=found.message if found else "",
             repeats=found is not None and found.repeats,
             refused=refusal(pods, "generation"),
-            gone=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job)) and not any_active(pods),
-            note=autoscaling.described(spec.autoscaling, load_of(observed)) if spec.autoscaling else "",
+            released=not any(observed.get(item.kind, item.name) for item in self.engine_refs(job))
+            and not any_active(pods),
+            note=autoscaling.describe(spec.autoscaling, load_of(observed)) if spec.autoscaling else "",
         )
 
 
 def _size(job: RolloutJob) -> int:
     """Number of pods of a replica."""
     try:
-        return place(job.spec.generation, one_each=True, spans=True).pods_per_replica
-    except CannotPlace:
+        return place(job.spec.generation, one_per_pod=True, may_span=True).pods_per_replica
+    except PlacementError:
         return 1
 
 
@@ -124,11 +127,11 @@ def _live(job: RolloutJob, observed: Observed) -> Object | None:
     return observed.get("Deployment", names.generation(name))
 
 
-def _build(subject: RenderContext, replicas: int, live: Object | None) -> Object:
+def _build(context: RenderContext, replicas: int, live: Object | None) -> Object:
     """The Deployment or LeaderWorkerSet as it should be; a live one keeps its shape."""
-    if (size := _size(subject.job)) > 1:
-        return keep_shape(build_generation_groups(subject, replicas=replicas, size=size), live, GROUPS_MUTABLE)
-    return keep_shape(build_generation_deployment(subject, replicas=replicas), live, MUTABLE)
+    if (size := _size(context.job)) > 1:
+        return keep_shape(build_generation_groups(context, replicas=replicas, size=size), live, GROUPS_MUTABLE)
+    return keep_shape(build_generation_deployment(context, replicas=replicas), live, MUTABLE)
 
 
 def _most(job: RolloutJob) -> int:

@@ -64,7 +64,7 @@ _NAMED: Final = re.compile(
 )
 
 
-class Problem(NamedTuple):
+class PodProblem(NamedTuple):
     """Why something is not ready.
 
     Attributes:
@@ -124,7 +124,7 @@ def shard_of(pod: Mapping[str, Any]) -> int | None:
     return None
 
 
-def leads(pod: Mapping[str, Any]) -> bool:
+def is_leader(pod: Mapping[str, Any]) -> bool:
     """True if a generation pod answers for its replica: it is the only one, or the leader of its group."""
     return str((pod.get("metadata", {}).get("labels") or {}).get(names.WORKER_INDEX_LABEL, "0")) == "0"
 
@@ -156,7 +156,7 @@ def is_disrupted(pod: Mapping[str, Any]) -> bool:
     return is_true(pod.get("status") or {}, "DisruptionTarget")
 
 
-def diagnose(pods: Sequence[Object], container: str) -> Problem | None:
+def diagnose(pods: Sequence[Object], container: str) -> PodProblem | None:
     """The problem that keeps pods from being ready: of the first pod that has one, most specific kinds first.
 
     Args:
@@ -189,21 +189,21 @@ def refusal(pods: Sequence[Object], container: str) -> str | None:
     return None
 
 
-def pod_creation_problem(owner: Mapping[str, Any]) -> Problem | None:
+def pod_creation_problem(owner: Mapping[str, Any]) -> PodProblem | None:
     """Why a Deployment's controller cannot create pods, from the Deployment's conditions."""
     failure = condition(owner.get("status") or {}, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
     message = redact(str(failure.get("message", "")))
     if "exceeded quota" in message:
-        return Problem(Reason.QUOTA, message)
-    return Problem(Reason.FORBIDDEN if "forbidden" in message else Reason.INVALID_TEMPLATE, message)
+        return PodProblem(Reason.QUOTA, message)
+    return PodProblem(Reason.FORBIDDEN if "forbidden" in message else Reason.INVALID_TEMPLATE, message)
 
 
-def how_it_ended(last: ContainerExit) -> str:
+def describe_exit(last: ContainerExit) -> str:
     """Description of a container's exit: its own message if it left one, else the kernel's reason."""
     killed = last.exit_code in _SIGNALS
-    words = redact(last_words(last.message, killed=killed))
+    words = redact(message_cause(last.message, killed=killed))
     if last.reason == "OOMKilled":
         return redact(f"out of memory (OOMKilled); raise the memory limit. {words}")
     if killed:
@@ -222,7 +222,7 @@ def parse_message(message: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def last_words(message: str, *, killed: bool = False) -> str:
+def message_cause(message: str, *, killed: bool = False) -> str:
     """The cause in a termination message; empty if it names none.
 
     If the program could not write one, the message is the end of its log (FallbackToLogsOnError). Of a log only an
@@ -253,22 +253,22 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _image_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
+def _image_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _IMAGE_REASONS:
             text = redact(f"container {name}: {message or reason}")
-            return Problem(Reason.IMAGE_PULL, text, repeats=reason == "ImagePullBackOff")
+            return PodProblem(Reason.IMAGE_PULL, text, repeats=reason == "ImagePullBackOff")
     return None
 
 
-def _pod_problem(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
+def _pod_problem(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
     for name, reason, message in _waiting(pod):
         if reason in _POD_REASONS:
-            return Problem(Reason.POD_CONFIG, redact(f"container {name}: {message or reason}"))
+            return PodProblem(Reason.POD_CONFIG, redact(f"container {name}: {message or reason}"))
     return None
 
 
-def _crash(pod: Object, container: str) -> Problem | None:
+def _crash(pod: Object, container: str) -> PodProblem | None:
     for status in _statuses(pod):
         name = str(status.get("name", ""))
         last = last_exit({**pod, "status": {"containerStatuses": [status]}}, name)
@@ -278,16 +278,16 @@ def _crash(pod: Object, container: str) -> Problem | None:
         waiting = (status.get("state") or {}).get("waiting") or {}
         # The count never decreases, so the reason of a container that keeps restarting does not flap.
         crashing = waiting.get("reason") == "CrashLoopBackOff" or int(status.get("restartCount", 0)) > 1
-        text = how_it_ended(last) if name == container else redact(f"container {name}: {how_it_ended(last)}")
-        return Problem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)
+        text = describe_exit(last) if name == container else redact(f"container {name}: {describe_exit(last)}")
+        return PodProblem(Reason.CRASHING if crashing else Reason.ENGINE_FAILED, text)
     return None
 
 
-def _unscheduled(pod: Object, container: str) -> Problem | None:  # noqa: ARG001
+def _unscheduled(pod: Object, container: str) -> PodProblem | None:  # noqa: ARG001
     scheduled = condition(pod.get("status") or {}, "PodScheduled")
     if scheduled.get("status") != "False":
         return None
-    return Problem(Reason.UNSCHEDULABLE, redact(str(scheduled.get("message") or scheduled.get("reason") or "")))
+    return PodProblem(Reason.UNSCHEDULABLE, redact(str(scheduled.get("message") or scheduled.get("reason") or "")))
 
 
 def _waiting(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kuberoll_operator.console.connection import (
-    Place,
-    connected,
+    ClusterOptions,
+    cluster_options,
     find_job,
     job_name,
-    place_options,
+    open_connection,
     run,
     seconds_option,
 )
@@ -40,7 +40,7 @@ class Options:
 
 @click.command()
 @click.argument("job", metavar="rlj/NAME")
-@place_options
+@cluster_options
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Directory to copy into.  [default: ./NAME]")
 @click.option("--stream", is_flag=True, help="Write the trajectories to standard output instead, as JSON lines.")
 @click.option(
@@ -49,7 +49,7 @@ class Options:
 @click.option("--force", is_flag=True, help="Overwrite local files with different content.")
 @click.option("--image", help="Image of the reader pod, for a job without Jobs to copy it from.")
 @seconds_option("--start-timeout", default=300.0, at_least=1, help="Time limit for the start of the reader pod.")
-def get(job: str, place: Place, **given: Any) -> None:
+def get(job: str, cluster: ClusterOptions, **given: Any) -> None:
     """Copy the output of a RolloutJob: shards, failures, aggregates, report, manifest.
 
     A short-lived pod in the job's namespace reads the claim or the object store, with the workers' image, credentials
@@ -65,16 +65,16 @@ def get(job: str, place: Place, **given: Any) -> None:
         raise click.UsageError(
             "--stream writes trajectories to standard output, without --output, --include and --force"
         )
-    run(_get(job_name(job), place, options))
+    run(_get(job_name(job), cluster, options))
 
 
-async def _get(name: str, place: Place, options: Options) -> int:
+async def _get(name: str, cluster: ClusterOptions, options: Options) -> int:
     from kuberoll_operator.console.copying import Copy, Stream
     from kuberoll_operator.console.progress_bar import progress_of
     from kuberoll_operator.console.reader_session import ReaderSession
 
-    namespace = place.resolved_namespace()
-    async with connected(place) as connection:
+    namespace = cluster.resolved_namespace()
+    async with open_connection(cluster) as connection:
         job = await find_job(connection.client, namespace, name)
         phase = (job.get("status") or {}).get("phase") or "not yet seen by the operator"
         snapshot = not has_ended(job)
@@ -85,7 +85,7 @@ async def _get(name: str, place: Place, options: Options) -> int:
         session = ReaderSession(
             connection,
             job,
-            spare=lambda: rendered_template(job, options.image),
+            fallback_template=lambda: rendered_template(job, options.image),
             start_seconds=options.start_timeout,
             note=note,
         )
@@ -127,11 +127,11 @@ def rendered_template(job: Object, image: str | None) -> Object:
     from kuberoll_api.model.rolloutjob import RolloutJob
     from kuberoll_operator import names
     from kuberoll_operator.commands.render import children_of
-    from kuberoll_operator.settings import Settings, SettingsRefused
+    from kuberoll_operator.settings import InvalidSettings, Settings
 
     try:
         settings = Settings.from_environment(os.environ, **({"worker_image": image} if image else {}))
-    except SettingsRefused as error:
+    except InvalidSettings as error:
         raise ConsoleError(str(error)) from error
     parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
     name = names.finish(job["metadata"]["name"])

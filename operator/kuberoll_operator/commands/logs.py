@@ -7,8 +7,15 @@ import time
 
 import click
 
-from kuberoll_operator.console.connection import Place, connected, find_job, job_name, place_options, run
-from kuberoll_operator.console.log_lines import LogLine, seconds_of, shown
+from kuberoll_operator.console.connection import (
+    ClusterOptions,
+    cluster_options,
+    find_job,
+    job_name,
+    open_connection,
+    run,
+)
+from kuberoll_operator.console.log_lines import LogLine, format_line, seconds_of
 from kuberoll_operator.console.pod_logs import COMPONENTS
 
 _WIDEST = 48
@@ -16,7 +23,7 @@ _WIDEST = 48
 
 @click.command()
 @click.argument("job", metavar="rlj/NAME")
-@place_options
+@cluster_options
 @click.option("--follow", "-f", is_flag=True, help="Follow until the job has ended, including new pods.")
 @click.option("--since", metavar="DURATION", help="Only lines of this last period: 90s, 10m, 1h30m.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="At most N lines of each container.")
@@ -31,7 +38,7 @@ _WIDEST = 48
 @click.option("--raw", is_flag=True, help="Unchanged lines: JSON stays JSON.")
 def logs(
     job: str,
-    place: Place,
+    cluster: ClusterOptions,
     follow: bool,
     since: str | None,
     tail: int | None,
@@ -47,12 +54,12 @@ def logs(
         begin = None if since is None else time.time_ns() - seconds_of(since) * 1_000_000_000
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--since") from error
-    run(_logs(job_name(job), place, follow, begin, tail, frozenset(components or COMPONENTS), previous, raw))
+    run(_logs(job_name(job), cluster, follow, begin, tail, frozenset(components or COMPONENTS), previous, raw))
 
 
 async def _logs(
     name: str,
-    place: Place,
+    cluster: ClusterOptions,
     follow: bool,
     since: int | None,
     tail: int | None,
@@ -60,21 +67,21 @@ async def _logs(
     previous: bool,
     raw: bool,
 ) -> int:
-    from kuberoll_operator.console.pod_logs import JobLogs, Wanted
+    from kuberoll_operator.console.pod_logs import JobLogs, LogFilter
 
-    namespace = place.resolved_namespace()
+    namespace = cluster.resolved_namespace()
     width = 0
 
     def show(line: LogLine) -> None:
         nonlocal width
         width = min(_WIDEST, max(width, len(line.source)))
-        click.echo(shown(line, width=width, raw=raw))
+        click.echo(format_line(line, width=width, raw=raw))
         sys.stdout.flush()
 
-    async with connected(place) as connection:
+    async with open_connection(cluster) as connection:
         await find_job(connection.client, namespace, name)
-        wanted = Wanted(components, since, tail, previous)
-        found = JobLogs(connection, namespace, name, wanted, note=lambda text: click.echo(text, err=True))
+        log_filter = LogFilter(components, since, tail, previous)
+        found = JobLogs(connection, namespace, name, log_filter, note=lambda text: click.echo(text, err=True))
         async for line in found.history():
             show(line)
         if follow:

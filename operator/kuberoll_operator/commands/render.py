@@ -40,12 +40,12 @@ def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], ev
     They are sorted by their time of creation, which a comment describes. Images are the operator's defaults, or
     KUBEROLL_GENERATION_IMAGE and KUBEROLL_WORKER_IMAGE. The exit code is 2 if a cluster would reject the job.
     """
-    from kuberoll_operator.settings import Settings, SettingsRefused
+    from kuberoll_operator.settings import InvalidSettings, Settings
 
     try:
         settings = Settings.from_environment(os.environ)
         jobs = load_jobs(manifest, overrides) if every else [load_job(manifest, overrides)]
-    except (ManifestError, SettingsRefused) as error:
+    except (ManifestError, InvalidSettings) as error:
         click.echo(str(error), err=True)
         sys.exit(2)
     texts = []
@@ -83,7 +83,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     if (problem := spec_problem(job, name, settings)) is not None:
         raise ValueError(problem)
     backend = BACKENDS[name]
-    subject = built.RenderContext(
+    context = built.RenderContext(
         job=job,
         namespace=namespace,
         uid=UID,
@@ -98,7 +98,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     if not backend.in_job:
         engine, checks = "", []
     else:
-        checks = [(first, built.build_check_job(subject))]
+        checks = [(first, built.build_check_job(context))]
     worker = "created when generation is ready; suspended with the job, or when it fails"
     last = "created when all shards are done"
     queue, priority_class = queue_of(job, settings), priority_class_of(job)
@@ -108,19 +108,19 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     quota = (
         []
         if queue is None
-        else [(waiting, built.build_workload(subject, backend.pod_sets(subject), queue=queue, priority=priority))]
+        else [(waiting, built.build_workload(context, backend.pod_sets(context), queue=queue, priority=priority))]
     )
     found = [
         *quota,
-        *((at_once, child) for child in built.build_token_secrets(subject)),
-        (at_once, built.build_config(subject)),
-        *((at_once, child) for child in built.build_network_policies(subject)),
-        *((at_once, child) for child in backend.fixtures(subject)),
-        (at_once, built.build_workers_service(subject)),
+        *((at_once, child) for child in built.build_token_secrets(context)),
+        (at_once, built.build_config(context)),
+        *((at_once, child) for child in built.build_network_policies(context)),
+        *((at_once, child) for child in backend.fixtures(context)),
+        (at_once, built.build_workers_service(context)),
         *checks,
-        *((engine, child) for child in backend.engines(subject, Observed(), datetime.now(UTC))),
-        (worker, built.build_workers_job(subject, suspend=False)),
-        (last, built.build_finish_job(subject)),
+        *((engine, child) for child in backend.engines(context, Observed(), datetime.now(UTC))),
+        (worker, built.build_workers_job(context, suspend=False)),
+        (last, built.build_finish_job(context)),
     ]
     return [(when, built.seal(child)) for when, child in found]
 

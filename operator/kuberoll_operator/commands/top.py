@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kuberoll_operator.console.connection import Place, connected, place_options, run, seconds_option
+from kuberoll_operator.console.connection import ClusterOptions, cluster_options, open_connection, run, seconds_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kuberoll_operator.console.rates import Row
+    from kuberoll_operator.console.rates import JobRow
 
 _PIPE_WIDTH = 240
 
 
 @click.command()
-@place_options
+@cluster_options
 @click.option("--all-namespaces", "-A", "everywhere", is_flag=True, help="Jobs of all namespaces.")
 @click.option("--once", is_flag=True, help="Print the table once and exit; the default without a terminal.")
 @seconds_option("--interval", default=2.0, at_least=0.5, help="Time between two updates.")
-def top(place: Place, everywhere: bool, once: bool, interval: float) -> None:
+def top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) -> None:
     """Show the RolloutJobs of a namespace and their throughput.
 
     Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
@@ -33,41 +33,41 @@ def top(place: Place, everywhere: bool, once: bool, interval: float) -> None:
     come
     from the status.
     """
-    run(_top(place, everywhere, once or not sys.stdout.isatty(), interval))
+    run(_top(cluster, everywhere, once or not sys.stdout.isatty(), interval))
 
 
-async def _top(place: Place, everywhere: bool, once: bool, interval: float) -> int:
+async def _top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from kuberoll_operator.console.watching import Jobs
+    from kuberoll_operator.console.job_sampler import JobSampler
     from kuberoll_operator.kube.errors import TooMany, Unavailable
 
-    namespace = None if everywhere else place.resolved_namespace()
+    namespace = None if everywhere else cluster.resolved_namespace()
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_WIDTH)
-    async with connected(place) as connection:
-        jobs = Jobs(connection, namespace)
-        rows = await jobs.look()
+    async with open_connection(cluster) as connection:
+        jobs = JobSampler(connection, namespace)
+        rows = await jobs.sample()
         if once:
             if any(row.phase == "Running" for row in rows):
                 # Rates need two samples.
                 await asyncio.sleep(interval)
-                rows = await jobs.look()
+                rows = await jobs.sample()
             console.print(page(rows, jobs.notes, namespace))
             return 0
         with Live(page(rows, jobs.notes, namespace), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 await asyncio.sleep(interval)
                 try:
-                    rows, notes = await jobs.look(), jobs.notes
+                    rows, notes = await jobs.sample(), jobs.notes
                 except (TooMany, Unavailable) as error:
                     notes = [f"the API server does not answer: {error.message}"]
                 live.update(page(rows, notes, namespace), refresh=True)
 
 
-def page(rows: Sequence[Row], notes: Sequence[str], namespace: str | None) -> RenderableType:
+def page(rows: Sequence[JobRow], notes: Sequence[str], namespace: str | None) -> RenderableType:
     """The table, and notes about it."""
     from rich.console import Group
     from rich.table import Table

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from kuberoll_operator.console.errors import ConsoleError, sentence_of
-from kuberoll_operator.kube.access import Access, NoAccess, default_namespace, load_access
+from kuberoll_operator.console.errors import ConsoleError, describe_error
+from kuberoll_operator.kube.access import Access, AccessError, default_namespace, load_access
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import ApiError, Forbidden, Unauthorized
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS
@@ -25,7 +25,7 @@ _KINDS = frozenset({"rlj", "rolloutjob", "rolloutjobs", "rolloutjob.kuberoll.io"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ClusterOptions:
     """Cluster and namespace of a command; None: kubectl's default."""
 
     namespace: str | None = None
@@ -36,7 +36,7 @@ class Place:
         """The given namespace, or the kubeconfig's.
 
         Raises:
-            NoAccess: There is no default namespace.
+            AccessError: There is no default namespace.
         """
         return self.namespace or default_namespace(self.kubeconfig, self.context)
 
@@ -50,13 +50,13 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(place: Place) -> AsyncIterator[Connection]:
+async def open_connection(cluster: ClusterOptions) -> AsyncIterator[Connection]:
     """Connect to the cluster.
 
     Raises:
-        NoAccess: No cluster is configured.
+        AccessError: No cluster is configured.
     """
-    access = await load_access(place.kubeconfig, place.context)
+    access = await load_access(cluster.kubeconfig, cluster.context)
     async with Client(access) as client:
         yield Connection(access, client)
 
@@ -89,11 +89,11 @@ def run(work: Coroutine[Any, Any, int]) -> None:
     """Run a command to its end and exit with its code; an interrupted command is given time to clean up."""
     try:
         code = asyncio.run(_until_signal(work))
-    except (ConsoleError, NoAccess) as error:
+    except (ConsoleError, AccessError) as error:
         click.echo(f"kuberoll: {error}", err=True)
         code = error.code if isinstance(error, ConsoleError) else 2
     except ApiError as error:
-        click.echo(f"kuberoll: {sentence_of(error)}", err=True)
+        click.echo(f"kuberoll: {describe_error(error)}", err=True)
         code = 2 if isinstance(error, Forbidden | Unauthorized) else 1
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -126,15 +126,15 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
         return 128 + ended_by[0]
 
 
-def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for cluster and namespace; the command receives them as one argument."""
 
     @click.option("--namespace", "-n", help="Namespace of the job.  [default: the kubeconfig's]")
     @click.option("--context", help="Context of the kubeconfig.  [default: its current one]")
-    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="File to use in place of KUBECONFIG.")
+    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="File to use in cluster of KUBECONFIG.")
     @functools.wraps(command)
     def wrapped(*, namespace: str | None, context: str | None, kubeconfig: Path | None, **options: Any) -> Any:
-        return command(place=Place(namespace, context, kubeconfig), **options)
+        return command(cluster=ClusterOptions(namespace, context, kubeconfig), **options)
 
     return wrapped
 

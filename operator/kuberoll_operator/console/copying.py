@@ -25,7 +25,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Reader]]
 """Opens a new session with a reader."""
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Receives the progress of a copy."""
 
     def begin(self, name: str, size: int | None, done: int) -> None: ...
@@ -71,7 +71,7 @@ class Copy:
         snapshot: bool,
         include: Sequence[str] = (),
         force: bool = False,
-        progress: Progress,
+        progress: ProgressDisplay,
     ) -> None:
         self._path, self._run, self._snapshot = path, run, snapshot
         self._include, self._force, self._progress = include, force, progress
@@ -85,7 +85,7 @@ class Copy:
             ConsoleError: Different local files have the same names, there is no output, or no connection brings new
                 data.
         """
-        await persistently(self._once, connect, received=lambda: self._received, note=self._progress.note)
+        await retry_connection(self._once, connect, received=lambda: self._received, note=self._progress.note)
         return self.outcome
 
     async def _once(self, reader: Reader) -> None:
@@ -118,23 +118,23 @@ class Copy:
         partial, path = directory.partial(file.name), directory.path / file.name
         if path.is_symlink() or (path.exists() and not path.is_file()):
             return _Step(file, Action.REFUSE, None, Contents(0, ""))
-        here = await asyncio.to_thread(contents_of, path)
-        begins = here is not None and await self._begins(reader, file, here)
-        action = decide(file.size, here, begins=begins, copied=directory.copied(file.name), force=self._force)
+        local = await asyncio.to_thread(contents_of, path)
+        begins = local is not None and await self._begins(reader, file, local)
+        action = decide(file.size, local, begins=begins, copied=directory.copied(file.name), force=self._force)
         if action in (Action.SKIP, Action.REFUSE):
-            return _Step(file, action, None, here or Contents(0, ""))
+            return _Step(file, action, None, local or Contents(0, ""))
         # Resume an interrupted copy if it has more than the complete file.
         grown = await asyncio.to_thread(contents_of, partial)
-        if grown and grown.size > (here.size if begins and here else 0) and await self._begins(reader, file, grown):
+        if grown and grown.size > (local.size if begins and local else 0) and await self._begins(reader, file, grown):
             return _Step(file, action, partial, grown)
-        if action is Action.CONTINUE and here is not None:
-            return _Step(file, action, path, here)
+        if action is Action.CONTINUE and local is not None:
+            return _Step(file, action, path, local)
         return _Step(file, action, None, Contents(0, ""))
 
-    async def _begins(self, reader: Reader, file: RemoteFile, here: Contents) -> bool:
-        if here.size > file.size:
+    async def _begins(self, reader: Reader, file: RemoteFile, local: Contents) -> bool:
+        if local.size > file.size:
             return False
-        return here.size == 0 or await reader.begins_with(file.name, here.size, here.sha256)
+        return local.size == 0 or await reader.begins_with(file.name, local.size, local.sha256)
 
     async def _fetch(self, reader: Reader, directory: Directory, step: _Step) -> None:
         file, done = step.file, step.contents.size
@@ -172,7 +172,7 @@ class Stream:
             ConsoleError: No connection brings new data, or the trajectories already written are stored in another order
                 by now.
         """
-        await persistently(self._once, connect, received=lambda: self.written, note=self._note)
+        await retry_connection(self._once, connect, received=lambda: self.written, note=self._note)
 
     async def _once(self, reader: Reader) -> None:
         shards = await reader.shards()
@@ -202,8 +202,8 @@ class Stream:
         self.written += len(chunk)
 
 
-async def persistently(
-    once: Callable[[Reader], Awaitable[None]],
+async def retry_connection(
+    operation: Callable[[Reader], Awaitable[None]],
     connect: Connect,
     *,
     received: Callable[[], int],
@@ -214,7 +214,7 @@ async def persistently(
     """Repeat an operation with a reader until it succeeds.
 
     Args:
-        once: The operation; resumes where it stopped.
+        operation: The operation; resumes where it stopped.
         received: Bytes received so far; attempts that increase it do not count as failed.
 
     Raises:
@@ -224,7 +224,7 @@ async def persistently(
     while True:
         try:
             async with connect() as reader:
-                await once(reader)
+                await operation(reader)
                 return
         except (StreamLost, OutputChanged) as error:
             left, before = attempts if received() > before else left - 1, received()

@@ -27,7 +27,7 @@ class ConsoleError(Exception):
         self.code = code
 
 
-def sentence_of(error: ApiError) -> str:
+def describe_error(error: ApiError) -> str:
     """An API server's error as a sentence; a missing permission is named as in a Role."""
     if isinstance(error, Forbidden) and (denied := _DENIED.search(error.message)) is not None:
         group = f".{denied['group']}" if denied["group"] else ""

@@ -48,7 +48,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopyRecord:
     """Entry of the record: a file that an earlier copy wrote.
 
     Attributes:
@@ -60,21 +60,21 @@ class Copied:
     snapshot: bool
 
 
-def decide(size: int, here: Contents | None, *, begins: bool, copied: Copied | None, force: bool) -> Action:
+def decide(size: int, local: Contents | None, *, begins: bool, copied: CopyRecord | None, force: bool) -> Action:
     """Decide what to do with one file.
 
     Args:
         size: Size of the remote file.
-        here: The local file; None if it does not exist.
+        local: The local file; None if it does not exist.
         begins: True if the remote file begins with the local content.
         copied: The record's entry for this name and run.
         force: True if different files may be overwritten.
     """
-    if here is None:
+    if local is None:
         return Action.FETCH
     if begins:
-        return Action.SKIP if here.size == size else Action.CONTINUE
-    unchanged = copied is not None and (copied.size, copied.sha256) == (here.size, here.sha256)
+        return Action.SKIP if local.size == size else Action.CONTINUE
+    unchanged = copied is not None and (copied.size, copied.sha256) == (local.size, local.sha256)
     if force or (copied is not None and copied.snapshot and unchanged):
         return Action.FETCH
     return Action.REFUSE
@@ -105,7 +105,7 @@ class Directory:
         self._run = run
         self._copied = _read_record(path / RECORD, run)
 
-    def copied(self, name: str) -> Copied | None:
+    def copied(self, name: str) -> CopyRecord | None:
         """The record's entry for a name; None if there is none."""
         return self._copied.get(name)
 
@@ -135,7 +135,7 @@ class Directory:
 
     def record(self, name: str, contents: Contents, *, snapshot: bool) -> None:
         """Record that a file was copied."""
-        entry = Copied(contents.size, contents.sha256, snapshot)
+        entry = CopyRecord(contents.size, contents.sha256, snapshot)
         if self._copied.get(name) == entry:
             return
         self._copied[name] = entry
@@ -146,12 +146,12 @@ class Directory:
         written.replace(self.path / RECORD)
 
 
-def _read_record(path: Path, run: str) -> dict[str, Copied]:
+def _read_record(path: Path, run: str) -> dict[str, CopyRecord]:
     # Without a readable record, files are merely not replaced without --force.
     try:
         found: Mapping[str, Any] = json.loads(path.read_text())
         if found["run"] != run:
             return {}
-        return {name: Copied(**entry) for name, entry in found["files"].items()}
+        return {name: CopyRecord(**entry) for name, entry in found["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

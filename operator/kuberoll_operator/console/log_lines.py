@@ -80,7 +80,7 @@ def event_line(event: Mapping[str, Any]) -> LogLine | None:
     return LogLine(when, "operator", json.dumps({"level": level, "message": message}))
 
 
-def shown(line: LogLine, *, width: int, raw: bool = False) -> str:
+def format_line(line: LogLine, *, width: int, raw: bool = False) -> str:
     """A line for a terminal; several lines if it has a traceback.
 
     Args:

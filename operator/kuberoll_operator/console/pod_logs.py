@@ -1,4 +1,4 @@
-"""Logs of a job's pods and the operator's events about it, merged by time."""
+"""Logs of a job's pods and the operator's events about it, merge_lines by time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import aiohttp
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import component_of
 from kuberoll_operator.console.connection import Connection
-from kuberoll_operator.console.errors import sentence_of
+from kuberoll_operator.console.errors import describe_error
 from kuberoll_operator.console.log_lines import LogLine, event_line, stamped_line
 from kuberoll_operator.kube.errors import ApiError, Forbidden, TooMany, Unavailable, error_of
 from kuberoll_operator.kube.resources import EVENTS, PODS, ROLLOUT_JOBS
@@ -34,7 +34,7 @@ _QUEUED_LINES: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogFilter:
     """Filter of the logs.
 
     Attributes:
@@ -76,13 +76,13 @@ class JobLogs:
     """
 
     def __init__(
-        self, connection: Connection, namespace: str, name: str, wanted: Wanted, *, note: Callable[[str], None]
+        self, connection: Connection, namespace: str, name: str, log_filter: LogFilter, *, note: Callable[[str], None]
     ) -> None:
         self._connection, self._namespace, self._name = connection, namespace, name
-        self._wanted, self._note = wanted, note
+        self._filter, self._note = log_filter, note
         self._sources: dict[tuple[str, str], _Source] = {}
         self._events_seen: set[tuple[str, int]] = set()
-        self._events_readable = OPERATOR in wanted.components
+        self._events_readable = OPERATOR in log_filter.components
         self._queue: asyncio.Queue[LogLine] = asyncio.Queue(_QUEUED_LINES)
 
     async def history(self) -> AsyncIterator[LogLine]:
@@ -91,10 +91,10 @@ class JobLogs:
             await self._look()
             parts: list[AsyncIterator[LogLine]] = [_each(await self._events())]
             for source in self._sources.values():
-                if self._wanted.previous and source.restarts:
+                if self._filter.previous and source.restarts:
                     parts.append(self._readable(source, self._lines(session, source, previous=True)))
                 parts.append(self._readable(source, self._lines(session, source)))
-            async for line in merged(parts):
+            async for line in merge_lines(parts):
                 yield line
 
     async def _readable(self, source: _Source, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
@@ -175,7 +175,7 @@ class JobLogs:
         selector = f"{names.JOB_LABEL}={self._name}"
         async for pod in self._connection.client.items(PODS, self._namespace, selector):
             component = component_of(pod)
-            if component in self._wanted.components and component != OPERATOR:
+            if component in self._filter.components and component != OPERATOR:
                 for source in _containers(pod):
                     known = self._sources.setdefault((source.pod, source.container), source)
                     if source.restarts > known.restarts:
@@ -195,12 +195,12 @@ class JobLogs:
                     continue
                 line = event_line(event)
                 mark = (str(event["metadata"]["name"]), line.when if line else 0)
-                if line is not None and mark not in self._events_seen and line.when >= (self._wanted.since or 0):
+                if line is not None and mark not in self._events_seen and line.when >= (self._filter.since or 0):
                     self._events_seen.add(mark)
                     lines.append(line)
         except Forbidden as error:
             self._events_readable = False
-            self._note(f"the operator's events are not shown: {sentence_of(error)}")
+            self._note(f"the operator's events are not shown: {describe_error(error)}")
         return sorted(lines)
 
     async def _is_over(self) -> bool:
@@ -218,13 +218,13 @@ class JobLogs:
         query |= {"follow": "true"} if follow else {}
         query |= {"previous": "true"} if previous else {}
         known_time, known_lines = source.last
-        since = max(known_time, self._wanted.since or 0)
+        since = max(known_time, self._filter.since or 0)
         if since:
             # The API server accepts whole seconds only; lines that were read already are skipped below.
             second = datetime.fromtimestamp(since // _NANOSECONDS, UTC)
             query["sinceTime"] = second.strftime("%Y-%m-%dT%H:%M:%SZ")
-        if self._wanted.tail is not None and not known_time:
-            query["tailLines"] = str(self._wanted.tail)
+        if self._filter.tail is not None and not known_time:
+            query["tailLines"] = str(self._filter.tail)
         path = PODS.path(self._namespace, source.pod, "log")
         at_known_time = 0
         async for text in self._stream(session, path, query):
@@ -256,8 +256,8 @@ class JobLogs:
             raise Unavailable(str(error) or type(error).__name__, request=f"get {path}") from error
 
 
-async def merged(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLine]:
-    """Lines of sorted sources, merged into one sorted sequence."""
+async def merge_lines(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLine]:
+    """Lines of sorted sources, merge_lines into one sorted sequence."""
     heap: list[tuple[LogLine, int]] = []
 
     async def advance(number: int) -> None:
@@ -303,15 +303,15 @@ def _raise_for(status: int, body: bytes, path: str) -> None:
 
 
 async def _lines_of(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    held = bytearray()
+    buffer = bytearray()
     async for chunk in stream.iter_any():
-        held += chunk
-        *lines, rest = held.split(b"\n")
+        buffer += chunk
+        *lines, rest = buffer.split(b"\n")
         for line in lines:
             yield bytes(line)
-        held = bytearray(rest)
-    if held:
-        yield bytes(held)
+        buffer = bytearray(rest)
+    if buffer:
+        yield bytes(buffer)
 
 
 async def _each(lines: Iterable[LogLine]) -> AsyncIterator[LogLine]:

@@ -1,4 +1,4 @@
-"""Progress of a copy: a bar on a terminal, otherwise a line for each file."""
+"""ProgressDisplay of a copy: a bar on a terminal, otherwise a line for each file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from kuberoll_operator.console.copying import Progress
+from kuberoll_operator.console.copying import ProgressDisplay
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress_of(stream: TextIO) -> Iterator[Progress]:
-    """Progress of a copy, shown on a stream."""
+def progress_of(stream: TextIO) -> Iterator[ProgressDisplay]:
+    """ProgressDisplay of a copy, shown on a stream."""
     if not stream.isatty():
         yield _Lines()
         return

@@ -31,7 +31,7 @@ class PodCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class JobSample:
     """Sample of a job at one moment.
 
     Attributes:
@@ -45,8 +45,8 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Row of the table; None for unknown values."""
+class JobRow:
+    """JobRow of the table; None for unknown values."""
 
     namespace: str
     name: str
@@ -82,8 +82,8 @@ def counts_of(text: str) -> PodCounts:
     return PodCounts(turns, tokens, active)
 
 
-def row_of(look: Look, before: Look | None) -> Row:
-    """Row of a job: rates from its pods if they answered both times, else from its status.
+def row_of(look: JobSample, before: JobSample | None) -> JobRow:
+    """JobRow of a job: rates from its pods if they answered both times, else from its status.
 
     Args:
         before: The previous sample; for rates from the status, the last one with other numbers.
@@ -92,7 +92,7 @@ def row_of(look: Look, before: Look | None) -> Row:
     status = job.get("status") or {}
     progress = status.get("progress") or {}
     turns, tokens = _rates(look, before)
-    return Row(
+    return JobRow(
         namespace=job["metadata"]["namespace"],
         name=job["metadata"]["name"],
         phase=str(status.get("phase") or "-"),
@@ -106,7 +106,7 @@ def row_of(look: Look, before: Look | None) -> Row:
     )
 
 
-def _rates(look: Look, before: Look | None) -> tuple[float | None, float | None]:
+def _rates(look: JobSample, before: JobSample | None) -> tuple[float | None, float | None]:
     if before is None or (look.job.get("status") or {}).get("phase") != "Running":
         return None, None
     pairs = list(_same_pods(look, before))
@@ -123,7 +123,7 @@ def _rates(look: Look, before: Look | None) -> tuple[float | None, float | None]
     return _growth(look, before, "turns") / passed, _growth(look, before, "generatedTokens") / passed
 
 
-def _same_pods(look: Look, before: Look) -> Iterator[tuple[PodCounts, PodCounts]]:
+def _same_pods(look: JobSample, before: JobSample) -> Iterator[tuple[PodCounts, PodCounts]]:
     for uid, now in look.pods.items():
         if uid in before.pods:
             yield now, before.pods[uid]
@@ -139,5 +139,5 @@ def _updated(job: Object) -> datetime | None:
     return parse_time(progress_of(job).get("lastUpdated"))
 
 
-def _growth(look: Look, before: Look, name: str) -> float:
+def _growth(look: JobSample, before: JobSample, name: str) -> float:
     return max(0.0, float(progress_of(look.job).get(name) or 0) - float(progress_of(before.job).get(name) or 0))

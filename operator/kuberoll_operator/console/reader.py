@@ -48,15 +48,15 @@ class Frames:
 
     def __init__(self, stream: Bytes) -> None:
         self._stream = stream
-        self._held = bytearray()
+        self._buffer = bytearray()
 
     async def next(self) -> tuple[Mapping[str, Any], bytes]:
         """The next frame that is not a heartbeat."""
         while True:
-            while (end := self._held.find(b"\n")) < 0:
+            while (end := self._buffer.find(b"\n")) < 0:
                 await self._more(_LINE_BYTES)
-            line = bytes(self._held[:end])
-            del self._held[: end + 1]
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
             try:
                 message = json.loads(line)
                 size = int(message.get("data", 0))
@@ -64,17 +64,17 @@ class Frames:
                 raise StreamLost(f"received data that is not an answer of a reader: {line[:80]!r}") from error
             if not 0 <= size <= _DATA_BYTES:
                 raise StreamLost(f"received a frame of {size} bytes, which no reader sends")
-            while len(self._held) < size:
+            while len(self._buffer) < size:
                 await self._more(size)
-            data = bytes(self._held[:size])
-            del self._held[:size]
+            data = bytes(self._buffer[:size])
+            del self._buffer[:size]
             if "beat" not in message:
                 return message, data
 
     async def _more(self, most: int) -> None:
-        if len(self._held) > most:
+        if len(self._buffer) > most:
             raise StreamLost("received data that is not an answer of a reader")
-        self._held += await self._stream.receive(SILENCE_SECONDS)
+        self._buffer += await self._stream.receive(SILENCE_SECONDS)
 
 
 class Reader:

@@ -39,7 +39,7 @@ class ReaderSession:
 
     Args:
         job: The RolloutJob, live.
-        spare: Returns the template for a job without Jobs to copy it from.
+        fallback_template: Returns the template for a job without Jobs to copy it from.
         start_seconds: Time limit for the start of the pod.
         note: Prints a line for the user.
     """
@@ -49,11 +49,11 @@ class ReaderSession:
         connection: Connection,
         job: Object,
         *,
-        spare: Callable[[], Object],
+        fallback_template: Callable[[], Object],
         start_seconds: float,
         note: Callable[[str], None],
     ) -> None:
-        self._connection, self._job, self._spare = connection, job, spare
+        self._connection, self._job, self._fallback_template = connection, job, fallback_template
         self._start_seconds, self._note = start_seconds, note
         self._namespace: str = job["metadata"]["namespace"]
         self._name: str | None = None
@@ -83,7 +83,7 @@ class ReaderSession:
     async def _check_rights(self) -> None:
         client = self._connection.client
         may = await asyncio.gather(
-            *(client.may(verb, resource, self._namespace, subresource) for verb, resource, subresource in RIGHTS)
+            *(client.is_allowed(verb, resource, self._namespace, subresource) for verb, resource, subresource in RIGHTS)
         )
         missing = [
             f"{verb} {'/'.join(filter(None, (resource.plural, subresource)))}"
@@ -123,7 +123,7 @@ class ReaderSession:
             if found is not None:
                 template: Object = found["spec"]["template"]
                 return template
-        return self._spare()
+        return self._fallback_template()
 
     async def _until_running(self, name: str) -> None:
         said, last = "", ""

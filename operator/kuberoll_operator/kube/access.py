@@ -18,7 +18,7 @@ _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 _SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-class NoAccess(Exception):
+class AccessError(Exception):
     """Neither a service account nor a kubeconfig; the message says where they were looked for."""
 
 
@@ -79,7 +79,7 @@ async def load_access(kubeconfig: Path | None = None, context: str | None = None
         context: Context of the kubeconfig; None for its current one.
 
     Raises:
-        NoAccess: None of them exists, or it cannot be read.
+        AccessError: None of them exists, or it cannot be read.
     """
 
     async def load() -> Configuration:
@@ -96,7 +96,7 @@ async def load_access(kubeconfig: Path | None = None, context: str | None = None
                     persist_config=False,
                 )
         except (config.ConfigException, OSError) as error:
-            raise NoAccess(
+            raise AccessError(
                 f"no access to an API server: {error} (looked at KUBECONFIG, the pod's service account, ~/.kube/config)"
             ) from error
         return configuration
@@ -111,7 +111,7 @@ def default_namespace(kubeconfig: Path | None = None, context: str | None = None
         context: Context of the kubeconfig; None for its current one.
 
     Raises:
-        NoAccess: The kubeconfig cannot be read, or has no such context.
+        AccessError: The kubeconfig cannot be read, or has no such context.
     """
     file = _file(kubeconfig)
     try:
@@ -119,11 +119,11 @@ def default_namespace(kubeconfig: Path | None = None, context: str | None = None
             return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
         found, current = config.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
-        raise NoAccess(f"no namespace is given, and there is no default: {error}; set one with -n") from error
+        raise AccessError(f"no namespace is given, and there is no default: {error}; set one with -n") from error
     if context is not None:
         current = next((item for item in found if item["name"] == context), None)
         if current is None:
-            raise NoAccess(f"the kubeconfig has no context {context!r}")
+            raise AccessError(f"the kubeconfig has no context {context!r}")
     return str(current["context"].get("namespace") or "default")
 
 

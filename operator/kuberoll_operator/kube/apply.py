@@ -12,7 +12,7 @@ from kuberoll_operator.kube.errors import Conflict
 from kuberoll_operator.kube.resources import RAY_SERVICES, SECRETS
 from kuberoll_operator.model import Key, Object
 
-FORCED = frozenset({RAY_SERVICES.kind})
+FORCED_KINDS = frozenset({RAY_SERVICES.kind})
 """Kinds whose fields are taken back from other field managers, and which are written only if their digest differs.
 
 KubeRay adds its finalizer and its defaults to a RayService by an update of the whole object, and owns the worker groups
@@ -20,10 +20,10 @@ after that: without force every second apply is a conflict. Later additions of o
 alone, or both would write forever.
 """
 
-CREATED_ONLY = frozenset({SECRETS.kind})
+CREATE_ONLY_KINDS = frozenset({SECRETS.kind})
 """Kinds that are created and never read or changed: their names contain a digest of their content."""
 
-HASHED = "sha256:"
+HASH_PREFIX = "sha256:"
 """Prefix of the digests that the cache keeps instead of a ConfigMap's values."""
 
 
@@ -32,7 +32,7 @@ class Applier:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._left: dict[str, tuple[str, object]] = {}
+        self._last_writes: dict[str, tuple[str, object]] = {}
         self._created: dict[Key, set[tuple[str, str]]] = {}
 
     async def apply(self, wanted: Object, live: Object | None) -> Object | None:
@@ -44,24 +44,24 @@ class Applier:
         Raises:
             ApiError: As `Client.apply`.
         """
-        if wanted["kind"] in CREATED_ONLY:
+        if wanted["kind"] in CREATE_ONLY_KINDS:
             await self._create(wanted)
             return None
         if live is not None and self._unchanged(wanted, live):
             return None
-        found = await self._client.apply(wanted, names.MANAGER, force=wanted["kind"] in FORCED)
-        self._left[found["metadata"]["uid"]] = (_digest(wanted), _mark(found))
+        found = await self._client.apply(wanted, names.MANAGER, force=wanted["kind"] in FORCED_KINDS)
+        self._last_writes[found["metadata"]["uid"]] = (_digest(wanted), _write_version(found))
         return found
 
     def forget(self, uid: str) -> None:
         """Forget a deleted object."""
-        self._left.pop(uid, None)
+        self._last_writes.pop(uid, None)
 
     def forget_job(self, key: Key) -> None:
         """Forget a job that is gone or has finished."""
         self._created.pop(key, None)
 
-    def missing(self, key: Key, name: str) -> None:
+    def mark_missing(self, key: Key, name: str) -> None:
         """Note that an object that was created for a job, and is never read, does not exist."""
         for place in [place for place in self._created.get(key, ()) if place[1] == name]:
             self._created[key].discard(place)
@@ -85,11 +85,14 @@ class Applier:
         # The digest tells what was written last; other writers change fields without it.
         if _digest(live) != _digest(wanted):
             return False
-        if wanted["kind"] in FORCED:
+        if wanted["kind"] in FORCED_KINDS:
             return True
         # Values that the API server normalizes (quantities) never compare equal, but are unchanged since the last
         # write.
-        return covers(live, wanted) or self._left.get(live["metadata"]["uid"]) == (_digest(wanted), _mark(live))
+        return covers(live, wanted) or self._last_writes.get(live["metadata"]["uid"]) == (
+            _digest(wanted),
+            _write_version(live),
+        )
 
 
 def covers(live: Any, wanted: Any) -> bool:
@@ -100,20 +103,20 @@ def covers(live: Any, wanted: Any) -> bool:
         if not isinstance(live, list) or len(live) != len(wanted):
             return False
         return all(covers(one, other) for one, other in zip(live, wanted, strict=True))
-    if isinstance(wanted, str) and isinstance(live, str) and live.startswith(HASHED):
-        return live in (wanted, hashed(wanted))
+    if isinstance(wanted, str) and isinstance(live, str) and live.startswith(HASH_PREFIX):
+        return live in (wanted, hash_text(wanted))
     return bool(live == wanted)
 
 
-def hashed(text: str) -> str:
+def hash_text(text: str) -> str:
     """A text as the cache keeps it: prefix and digest."""
-    return HASHED + hashlib.sha256(text.encode()).hexdigest()
+    return HASH_PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(item: Object) -> str:
     return str((item["metadata"].get("annotations") or {}).get(names.DIGEST, ""))
 
 
-def _mark(item: Object) -> object:
+def _write_version(item: Object) -> object:
     """A value that changes whenever somebody writes the object's spec."""
     return item["metadata"].get("generation") or item["metadata"].get("resourceVersion")

@@ -22,7 +22,7 @@ _MERGE = "application/merge-patch+json"
 _JSON = "application/json"
 _REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview")
 
-Told = Callable[[str, str, int], None]
+AnswerCallback = Callable[[str, str, int], None]
 """Callback for every answer: verb, kind, HTTP status (0: none)."""
 
 
@@ -40,12 +40,12 @@ class Client:
         access: Access,
         *,
         remaining: Callable[[], float | None] = lambda: None,
-        told: Told = lambda _verb, _kind, _code: None,
+        on_answer: AnswerCallback = lambda _verb, _kind, _code: None,
         seconds: float = REQUEST_SECONDS,
     ) -> None:
         self._access = access
         self._remaining = remaining
-        self._told = told
+        self._on_answer = on_answer
         self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
 
@@ -91,7 +91,7 @@ class Client:
                 return
             query["continue"] = token
 
-    async def may(self, verb: str, resource: Resource, namespace: str, subresource: str | None = None) -> bool:
+    async def is_allowed(self, verb: str, resource: Resource, namespace: str, subresource: str | None = None) -> bool:
         """True if this user has a permission in a namespace, or if the API server does not tell."""
         attributes = {"namespace": namespace, "verb": verb, "group": resource.group, "resource": resource.plural}
         attributes |= {"subresource": subresource} if subresource else {}
@@ -200,7 +200,7 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unavailable(str(error) or type(error).__name__, request=request) from error
         finally:
-            self._told(verb, resource.kind, code)
+            self._on_answer(verb, resource.kind, code)
         try:
             found = json.loads(received)
         except ValueError:

@@ -20,7 +20,7 @@ _NAME_CHARACTERS = 20
 _log = logging.getLogger(__name__)
 
 
-class Happening(Protocol):
+class EventContent(Protocol):
     """Content of an event: `transitions.Event`."""
 
     @property
@@ -39,7 +39,7 @@ class Recorder:
     def __init__(self, client: Client, identity: str) -> None:
         self._client, self._identity = client, identity
 
-    async def record(self, job: Object, events: Sequence[Happening]) -> None:
+    async def record(self, job: Object, events: Sequence[EventContent]) -> None:
         """Create events about a job.
 
         Args:
@@ -55,7 +55,7 @@ class Recorder:
                 _log.warning("an event was not recorded: %s: %s", event.reason, error)
 
 
-def event_object(job: Object, event: Happening, identity: str, now: datetime) -> Object:
+def event_object(job: Object, event: EventContent, identity: str, now: datetime) -> Object:
     """An Event for the API server; its name derives from the state of the job that it describes."""
     metadata = job["metadata"]
     state = (metadata["uid"], metadata.get("resourceVersion"), event.reason, event.action, event.note)

@@ -64,7 +64,7 @@ class Elector:
         self._lease_object: Object | None = None
         # State of another holder's lease, and the time since which it is unchanged.
         self._seen: tuple[object, float] = (None, 0.0)
-        self._tried: float | None = None
+        self._last_attempt: float | None = None
 
     @property
     def leading(self) -> bool:
@@ -81,9 +81,9 @@ class Elector:
         """Seconds in which a write that starts now must end; 0 if none may start."""
         return self.remaining() and self.remaining() + (self._lease - self._renew) / 2
 
-    def tried_age(self) -> float | None:
+    def attempt_age(self) -> float | None:
         """Seconds since the last attempt to get the lease, successful or not; None if there was none."""
-        return None if self._tried is None else self._clock() - self._tried
+        return None if self._last_attempt is None else self._clock() - self._last_attempt
 
     async def acquire(self) -> None:
         """Return as soon as this operator is the leader."""
@@ -125,7 +125,7 @@ class Elector:
 
     async def _try(self) -> bool:
         """Get or renew the lease if possible; False on errors, too."""
-        start = self._tried = self._clock()
+        start = self._last_attempt = self._clock()
         try:
             held = self._holder() == self.identity and await self._renew_as_known()
             if not held and not await self._take(start):
@@ -142,7 +142,7 @@ class Elector:
     async def _renew_as_known(self) -> bool:
         """Renew the lease without reading it; False if somebody has written it since."""
         try:
-            self._lease_object = await self._client.replace(self._wanted(self._lease_object))
+            self._lease_object = await self._client.replace(self._desired_lease(self._lease_object))
         except (Conflict, NotFound):
             return False
         return True
@@ -152,7 +152,7 @@ class Elector:
         lease = await self._client.get(LEASES, self._namespace, self._name)
         if lease is not None and not self._free(lease, now):
             return False
-        wanted = self._wanted(lease)
+        wanted = self._desired_lease(lease)
         self._lease_object = await (self._client.create(wanted) if lease is None else self._client.replace(wanted))
         return True
 
@@ -171,7 +171,7 @@ class Elector:
     def _holder(self) -> str | None:
         return ((self._lease_object or {}).get("spec") or {}).get("holderIdentity")
 
-    def _wanted(self, lease: Object | None) -> Object:
+    def _desired_lease(self, lease: Object | None) -> Object:
         before: dict[str, Any] = (lease or {}).get("spec") or {}
         now = _now()
         spec: dict[str, Any] = {

@@ -20,9 +20,9 @@ MUTABLE: Final = frozenset({"suspend"})
 RETRIES: Final = 3
 
 
-def build_check_job(subject: RenderContext, *, suspend: bool = False) -> Object:
+def build_check_job(context: RenderContext, *, suspend: bool = False) -> Object:
     """Job <job>-check: one pod, a worker's in everything but its arguments."""
-    child = subject.child("batch/v1", "Job", names.check(subject.name), names.CHECK)
+    child = context.child("batch/v1", "Job", names.check(context.name), names.CHECK)
     child["spec"] = {
         "backoffLimit": RETRIES,
         "completions": 1,
@@ -30,6 +30,6 @@ def build_check_job(subject: RenderContext, *, suspend: bool = False) -> Object:
         "podFailurePolicy": failure_policy("worker", ignored=(contract.EXIT_DRAINED,)),
         "podReplacementPolicy": "Failed",
         "suspend": suspend,
-        "template": worker_template(subject, names.CHECK, arguments=("--check",)),
+        "template": worker_template(context, names.CHECK, arguments=("--check",)),
     }
     return shaped(child, MUTABLE)

@@ -21,43 +21,43 @@ DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
 STATE_DIRECTORY: Final = "/var/lib/kuberoll"
 
 
-def build_config(subject: RenderContext) -> Object:
+def build_config(context: RenderContext) -> Object:
     """ConfigMap <job>-config with the one key job.json.
 
     Raises:
-        OutputRefused: Pods cannot write to the output.
+        InvalidOutput: Pods cannot write to the output.
     """
-    child = subject.child("v1", "ConfigMap", names.config(subject.name), names.CONFIG)
-    fields = dataclasses.asdict(pod_config(subject))
+    child = context.child("v1", "ConfigMap", names.config(context.name), names.CONFIG)
+    fields = dataclasses.asdict(pod_config(context))
     # `turns` is always written, because its absence has a meaning.
     given = {key: value for key, value in fields.items() if key == "turns" or value not in (None, [])}
     text = json.dumps(given, sort_keys=True, indent=1, ensure_ascii=False)
     return {**child, "data": {names.CONFIG_KEY: f"{text}\n"}}
 
 
-def pod_config(subject: RenderContext) -> PodConfig:
+def pod_config(context: RenderContext) -> PodConfig:
     """The configuration in job.json.
 
     Raises:
-        OutputRefused: Pods cannot write to the output.
+        InvalidOutput: Pods cannot write to the output.
     """
-    output = output_of(subject.job.spec.output.uri)
+    output = output_of(context.job.spec.output.uri)
     # Pods are not restarted in place, so turns are only written to a volume that outlives them.
-    kept = output.claim is not None and subject.job.spec.rollout.journal_turns
+    kept = output.claim is not None and context.job.spec.rollout.journal_turns
     return PodConfig(
-        job=_for_pods(subject),
+        job=_for_pods(context),
         base=DATASET_DIRECTORY,
-        endpoint=subject.hosting.endpoint,
-        shard_count=subject.shards,
+        endpoint=context.hosting.endpoint,
+        shard_count=context.shards,
         output=output.location,
         turns=output.location if kept else None,
-        discovery=subject.hosting.discovery,
-        replicas=list(subject.hosting.replicas),
-        replicas_host=subject.hosting.replicas_host,
+        discovery=context.hosting.discovery,
+        replicas=list(context.hosting.replicas),
+        replicas_host=context.hosting.replicas_host,
     )
 
 
-def _for_pods(subject: RenderContext) -> dict[str, Any]:
-    given = subject.job.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"status", "metadata"})
+def _for_pods(context: RenderContext) -> dict[str, Any]:
+    given = context.job.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"status", "metadata"})
     spec = traits.without(given["spec"], RolloutJobSpec, lambda field: field.reader == "Operator", Traits())
-    return {**given, "metadata": {"name": subject.name}, "spec": spec}
+    return {**given, "metadata": {"name": context.name}, "spec": spec}

@@ -19,19 +19,19 @@ GRACE_SECONDS: Final = 30
 RETRIES: Final = 3
 
 
-def build_finish_job(subject: RenderContext, *, suspend: bool = False) -> Object:
+def build_finish_job(context: RenderContext, *, suspend: bool = False) -> Object:
     """Job <job>-finish: one pod like a worker's, with the workers' options.
 
     Fields of container "worker" in `workers.podTemplate` apply to container "finish", too.
     """
-    spec = subject.job.spec.workers
-    volumes = data_volumes(subject)
+    spec = context.job.spec.workers
+    volumes = data_volumes(context)
     main = container(
-        subject,
+        context,
         spec,
         name="finish",
         module="kuberoll_workers.pods.finish",
-        image=subject.settings.worker_image,
+        image=context.settings.worker_image,
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
@@ -41,7 +41,7 @@ def build_finish_job(subject: RenderContext, *, suspend: bool = False) -> Object
     )
     over = None if spec.pod_template is None else rename_container(spec.pod_template, "worker", "finish")
     template = pod_template(
-        subject,
+        context,
         spec,
         component=names.FINISH,
         container=main,
@@ -51,7 +51,7 @@ def build_finish_job(subject: RenderContext, *, suspend: bool = False) -> Object
         over=over,
         pod_set=names.WORKERS,
     )
-    child = subject.child("batch/v1", "Job", names.finish(subject.name), names.FINISH)
+    child = context.child("batch/v1", "Job", names.finish(context.name), names.FINISH)
     child["spec"] = {
         "backoffLimit": RETRIES,
         "completions": 1,

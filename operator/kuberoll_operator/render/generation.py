@@ -27,27 +27,27 @@ GRACE_SECONDS: Final = 60
 PROBE_SECONDS: Final = 10
 
 
-def build_generation_deployment(subject: RenderContext, *, replicas: int) -> Object:
+def build_generation_deployment(context: RenderContext, *, replicas: int) -> Object:
     """Deployment <job>-generation.
 
     It never has more pods than replicas: a surge pod could wait forever for a second GPU. Weights are not part of it:
         pods
     read them from their mounted configuration while they run.
     """
-    spec = subject.job.spec
-    child = subject.child("apps/v1", "Deployment", names.generation(subject.name), names.GENERATION)
+    spec = context.job.spec
+    child = context.child("apps/v1", "Deployment", names.generation(context.name), names.GENERATION)
     child["spec"] = {
         "progressDeadlineSeconds": spec.startup_deadline_seconds,
         "replicas": replicas,
         "revisionHistoryLimit": 0,
-        "selector": {"matchLabels": names.selector(subject.name, names.GENERATION)},
+        "selector": {"matchLabels": names.selector(context.name, names.GENERATION)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "template": _template(subject),
+        "template": _template(context),
     }
     return shaped(child, MUTABLE)
 
 
-def build_generation_groups(subject: RenderContext, *, replicas: int, size: int) -> Object:
+def build_generation_groups(context: RenderContext, *, replicas: int, size: int) -> Object:
     """LeaderWorkerSet <job>-replicas: every group of pods is one replica.
 
     A group is recreated when one of its containers restarts: the model is spread over its pods and lost with one of
@@ -56,14 +56,14 @@ def build_generation_groups(subject: RenderContext, *, replicas: int, size: int)
     Args:
         size: Pods of a group, including the leader.
     """
-    name = names.leader_worker_set(subject.name)
-    child = subject.child("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, names.GENERATION)
+    name = names.leader_worker_set(context.name)
+    child = context.child("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, names.GENERATION)
     child["spec"] = {
         "leaderWorkerTemplate": {
-            "leaderTemplate": _template(subject, env=[POD_IP]),
+            "leaderTemplate": _template(context, env=[POD_IP]),
             "restartPolicy": "RecreateGroupOnPodRestart",
             "size": size,
-            "workerTemplate": _template(subject, env=[POD_IP], answers=False),
+            "workerTemplate": _template(context, env=[POD_IP], answers=False),
         },
         "replicas": replicas,
         "rolloutStrategy": {
@@ -75,16 +75,16 @@ def build_generation_groups(subject: RenderContext, *, replicas: int, size: int)
     return shaped(child, GROUPS_MUTABLE)
 
 
-def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), answers: bool = True) -> Object:
+def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), answers: bool = True) -> Object:
     """Template of generation pods.
 
     Args:
         env: Additional environment variables.
         answers: True if the pod serves its replica; False if another pod of the group does.
     """
-    spec = subject.job.spec
+    spec = context.job.spec
     options = spec.generation
-    volumes = standard_volumes(subject)
+    volumes = standard_volumes(context)
     volumes.add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
     # Serve's own paths on the policy's port succeed too early, or wait behind generation: the pod's main process
     # answers
@@ -102,16 +102,16 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
         "livenessProbe": {**alive, "periodSeconds": PROBE_SECONDS, "failureThreshold": 6},
     }
     main = container(
-        subject,
+        context,
         options,
         name="generation",
         module="kuberoll_workers.pods.generation",
-        image=subject.settings.generation_image,
+        image=context.settings.generation_image,
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
             *env,
-            *token_variables(subject, *contract.SCOPES),
+            *token_variables(context, *contract.SCOPES),
         ],
         volumes=volumes,
         read_only=False,
@@ -122,7 +122,7 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
         **probes,
     )
     return pod_template(
-        subject,
+        context,
         options,
         component=names.GENERATION,
         container=main,
@@ -133,7 +133,7 @@ def _template(subject: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
     )
 
 
-def build_generation_services(subject: RenderContext, *, leaders: bool = False) -> list[Object]:
+def build_generation_services(context: RenderContext, *, leaders: bool = False) -> list[Object]:
     """Service <job>-generation, the endpoint, and headless Service <job>-generation-pods.
 
     The addresses of the second one are the ready replicas, which workers call one by one.
@@ -143,16 +143,16 @@ def build_generation_services(subject: RenderContext, *, leaders: bool = False) 
     """
     http = {"name": "http", "port": contract.GENERATION_PORT, "targetPort": contract.GENERATION_PORT}
     metrics = {"name": "metrics", "port": contract.STATUS_PORT, "targetPort": contract.STATUS_PORT}
-    serving = dict(subject.hosting.service_labels)
+    serving = dict(context.hosting.service_labels)
     leading = {names.WORKER_INDEX_LABEL: "0"} if leaders else {}
     return [
-        _service(subject, names.generation(subject.name), {"type": "ClusterIP", "ports": [http]}, serving | leading),
+        _service(context, names.generation(context.name), {"type": "ClusterIP", "ports": [http]}, serving | leading),
         _service(
-            subject, names.generation_pods(subject.name), {"clusterIP": "None", "ports": [http, metrics]}, leading
+            context, names.generation_pods(context.name), {"clusterIP": "None", "ports": [http, metrics]}, leading
         ),
     ]
 
 
-def _service(subject: RenderContext, name: str, spec: dict[str, Any], labels: dict[str, str]) -> Object:
-    child = subject.child("v1", "Service", name, names.GENERATION)
-    return {**child, "spec": {**spec, "selector": {**names.selector(subject.name, names.GENERATION), **labels}}}
+def _service(context: RenderContext, name: str, spec: dict[str, Any], labels: dict[str, str]) -> Object:
+    child = context.child("v1", "Service", name, names.GENERATION)
+    return {**child, "spec": {**spec, "selector": {**names.selector(context.name, names.GENERATION), **labels}}}

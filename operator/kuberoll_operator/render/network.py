@@ -24,18 +24,18 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _OF_THE_WORKERS: Final = [names.CHECK, names.FINISH, names.READER, names.WORKERS]
 
 
-def build_network_policies(subject: RenderContext) -> list[Object]:
+def build_network_policies(context: RenderContext) -> list[Object]:
     """NetworkPolicy <job>-workers for all pods with the workers' options, and <job>-generation for our own policy."""
-    return [_workers(subject), *([_generation(subject)] if subject.hosting.in_job else [])]
+    return [_workers(context), *([_generation(context)] if context.hosting.in_job else [])]
 
 
-def _workers(subject: RenderContext) -> Object:
+def _workers(context: RenderContext) -> Object:
     egress: list[Object] = [_DNS]
-    if subject.hosting.in_job:
-        pods = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
-        egress.append({"ports": _policy_ports(subject), "to": [pods]})
-    ports, named = {*subject.settings.egress_ports}, _ports_of(subject)
-    without = subject.settings.egress_except
+    if context.hosting.in_job:
+        pods = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
+        egress.append({"ports": _policy_ports(context), "to": [pods]})
+    ports, named = {*context.settings.egress_ports}, _ports_of(context)
+    without = context.settings.egress_except
     if without:
         egress.append({"ports": [tcp(port) for port in sorted(ports)], "to": _anywhere(without)})
         # Addresses that the job names may be in the cluster: an object store, a tracker, an endpoint.
@@ -47,29 +47,29 @@ def _workers(subject: RenderContext) -> Object:
     spec = {
         "podSelector": {
             "matchExpressions": [{"key": names.COMPONENT_LABEL, "operator": "In", "values": _OF_THE_WORKERS}],
-            "matchLabels": {names.JOB_LABEL: subject.name},
+            "matchLabels": {names.JOB_LABEL: context.name},
         },
         "policyTypes": ["Egress", "Ingress"],
         "egress": egress,
         "ingress": [{"ports": [tcp(contract.PROGRESS_PORT)], "from": _ANYWHERE_INSIDE}],
     }
-    return _policy(subject, names.workers(subject.name), names.WORKERS, spec)
+    return _policy(context, names.workers(context.name), names.WORKERS, spec)
 
 
-def _generation(subject: RenderContext) -> Object:
-    own = {"podSelector": {"matchLabels": names.selector(subject.name, names.GENERATION)}}
-    workers = {"podSelector": {"matchLabels": names.selector(subject.name, names.WORKERS)}}
+def _generation(context: RenderContext) -> Object:
+    own = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
+    workers = {"podSelector": {"matchLabels": names.selector(context.name, names.WORKERS)}}
     spec = {
         **own,
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"ports": _policy_ports(subject), "from": [workers]},
+            {"ports": _policy_ports(context), "from": [workers]},
             {"ports": [tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
             {"from": [own]},
-            *subject.hosting.visitors,
+            *context.hosting.visitors,
         ],
     }
-    return _policy(subject, names.generation(subject.name), names.GENERATION, spec)
+    return _policy(context, names.generation(context.name), names.GENERATION, spec)
 
 
 def _anywhere(without: Collection[str]) -> list[Object]:
@@ -80,19 +80,19 @@ def _anywhere(without: Collection[str]) -> list[Object]:
     ]
 
 
-def _policy_ports(subject: RenderContext) -> list[Object]:
+def _policy_ports(context: RenderContext) -> list[Object]:
     """Ports on which workers reach the policy."""
-    ports = subject.hosting.replica_ports
+    ports = context.hosting.replica_ports
     return [tcp(contract.GENERATION_PORT), *([] if ports is None else [tcp(*ports)])]
 
 
-def _policy(subject: RenderContext, name: str, component: str, spec: dict[str, Any]) -> Object:
-    return {**subject.child("networking.k8s.io/v1", "NetworkPolicy", name, component), "spec": spec}
+def _policy(context: RenderContext, name: str, component: str, spec: dict[str, Any]) -> Object:
+    return {**context.child("networking.k8s.io/v1", "NetworkPolicy", name, component), "spec": spec}
 
 
-def _ports_of(subject: RenderContext) -> set[int]:
+def _ports_of(context: RenderContext) -> set[int]:
     """Ports that the job itself names: of its dataset, trackers, endpoint and object store."""
-    spec = subject.job.spec
+    spec = context.job.spec
     tracking, external = spec.output.tracking, spec.generation.external
     urls = [
         *((external.url, *external.urls) if external else ()),

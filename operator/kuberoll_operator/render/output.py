@@ -12,7 +12,7 @@ _CLAIM = re.compile(r"pvc://(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)(?P<path>/.
 _REMEDY: Final = "name an object store (s3://bucket/run) or a volume of this namespace (pvc://CLAIM/path)"
 
 
-class Output(NamedTuple):
+class OutputLocation(NamedTuple):
     """Location that pods write to.
 
     Attributes:
@@ -24,25 +24,25 @@ class Output(NamedTuple):
     claim: str | None
 
 
-class OutputRefused(ValueError):
+class InvalidOutput(ValueError):
     """An output that pods cannot write to; the message names the field and the remedy."""
 
 
-def output_of(uri: str | None) -> Output:
+def output_of(uri: str | None) -> OutputLocation:
     """The output of `spec.output.uri`, as pods see it.
 
     Raises:
-        OutputRefused: It is a path, or names no claim.
+        InvalidOutput: It is a path, or names no claim.
     """
     if not uri:
-        raise OutputRefused(f"spec.output.uri: missing; in a cluster, {_REMEDY}")
+        raise InvalidOutput(f"spec.output.uri: missing; in a cluster, {_REMEDY}")
     scheme, separator, _ = uri.partition("://")
     if not separator or scheme in {"file", "local", "memory"}:
-        raise OutputRefused(f'spec.output.uri: found "{uri}", which is lost with the pod; {_REMEDY}')
+        raise InvalidOutput(f'spec.output.uri: found "{uri}", which is lost with the pod; {_REMEDY}')
     if scheme != "pvc":
-        return Output(uri, None)
+        return OutputLocation(uri, None)
     found = _CLAIM.fullmatch(uri)
     path = posixpath.normpath((found["path"] or "").strip("/") or ".") if found else ".."
     if found is None or path.split("/")[0] == "..":
-        raise OutputRefused(f'spec.output.uri: found "{uri}"; write pvc://CLAIM or pvc://CLAIM/path')
-    return Output(posixpath.normpath(posixpath.join(OUTPUT_DIRECTORY, path)), found["claim"])
+        raise InvalidOutput(f'spec.output.uri: found "{uri}"; write pvc://CLAIM or pvc://CLAIM/path')
+    return OutputLocation(posixpath.normpath(posixpath.join(OUTPUT_DIRECTORY, path)), found["claim"])

@@ -32,32 +32,32 @@ class Volumes:
         self.mounts.append({"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})})
 
 
-def standard_volumes(subject: RenderContext) -> Volumes:
+def standard_volumes(context: RenderContext) -> Volumes:
     """The configuration, the program's state directory, and /tmp."""
     volumes = Volumes()
-    volumes.add("config", CONFIG_DIRECTORY, {"configMap": {"name": names.config(subject.name)}}, read_only=True)
+    volumes.add("config", CONFIG_DIRECTORY, {"configMap": {"name": names.config(context.name)}}, read_only=True)
     volumes.add("state", STATE_DIRECTORY, {"emptyDir": {}})
     volumes.add("tmp", TEMPORARY_DIRECTORY, {"emptyDir": {}})
     return volumes
 
 
-def data_volumes(subject: RenderContext) -> Volumes:
+def data_volumes(context: RenderContext) -> Volumes:
     """The standard volumes, and those of the dataset and the output."""
-    volumes = standard_volumes(subject)
-    source = subject.job.spec.dataset.source
+    volumes = standard_volumes(context)
+    source = context.job.spec.dataset.source
     if source.config_map is not None:
         named = {"configMap": {"name": source.config_map.name}}
         volumes.add("dataset", DATASET_DIRECTORY, named, read_only=True)
     if source.pvc is not None:
         claim = {"persistentVolumeClaim": {"claimName": source.pvc.claim_name, "readOnly": True}}
         volumes.add("dataset", DATASET_DIRECTORY, claim, read_only=True)
-    if (output := output_of(subject.job.spec.output.uri)).claim is not None:
+    if (output := output_of(context.job.spec.output.uri)).claim is not None:
         volumes.add("output", OUTPUT_DIRECTORY, {"persistentVolumeClaim": {"claimName": output.claim}})
     return volumes
 
 
 def container(
-    subject: RenderContext,
+    context: RenderContext,
     options: PodOptions,
     *,
     name: str,
@@ -98,13 +98,13 @@ def container(
         made["envFrom"] = _plain(options.env_from)
     if resources := options.resources.model_dump(mode="json", by_alias=True, exclude_defaults=True):
         made["resources"] = resources
-    if subject.settings.image_pull_policy:
-        made["imagePullPolicy"] = subject.settings.image_pull_policy
+    if context.settings.image_pull_policy:
+        made["imagePullPolicy"] = context.settings.image_pull_policy
     return made
 
 
 def pod_template(
-    subject: RenderContext,
+    context: RenderContext,
     options: PodOptions,
     *,
     component: str,
@@ -125,10 +125,10 @@ def pod_template(
     """
     security: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     # The kubelet would take the user from the image and leave the group at root.
-    user, group = subject.settings.run_as_user, subject.settings.run_as_group
+    user, group = context.settings.run_as_user, context.settings.run_as_group
     security |= {key: value for key, value in (("runAsUser", user), ("runAsGroup", group)) if value is not None}
-    if subject.settings.fs_group is not None and any(item["name"] == "output" for item in volumes.volumes):
-        security |= {"fsGroup": subject.settings.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    if context.settings.fs_group is not None and any(item["name"] == "output" for item in volumes.volumes):
+        security |= {"fsGroup": context.settings.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     spec: Object = {
         "automountServiceAccountToken": False,
         "containers": [container],
@@ -148,12 +148,12 @@ def pod_template(
         "tolerations": _plain(options.tolerations),
     }
     spec |= {key: value for key, value in optional.items() if value}
-    own = dict(names.labels(subject.name, component) if labels is None else labels)
+    own = dict(names.labels(context.name, component) if labels is None else labels)
     metadata: Object = {"labels": {**options.pod_labels, **own}}
     if options.pod_annotations:
         metadata["annotations"] = dict(options.pod_annotations)
     template = merge({"metadata": metadata, "spec": spec}, over or {})
-    return _assigned(merge(template, {"metadata": {"labels": own}}), subject.assignments.get(pod_set or component))
+    return _assigned(merge(template, {"metadata": {"labels": own}}), context.assignments.get(pod_set or component))
 
 
 def _assigned(template: Object, assignment: Assignment | None) -> Object:

@@ -82,15 +82,15 @@ _OBJECT_STORE_BYTES: Final = 256 * 1024**2
 _TOKEN_SINCE: Final = (2, 52)
 
 
-def build_rayservice(subject: RenderContext, placement: Placement) -> Object:
+def build_rayservice(context: RenderContext, placement: Placement) -> Object:
     """RayService <job>-gen."""
-    child = subject.child("ray.io/v1", "RayService", names.ray_service(subject.name), names.GENERATION)
-    deadline = f"{subject.job.spec.startup_deadline_seconds}s"
+    child = context.child("ray.io/v1", "RayService", names.ray_service(context.name), names.GENERATION)
+    deadline = f"{context.job.spec.startup_deadline_seconds}s"
     made = annotated(child, {INITIALIZING_TIMEOUT: deadline})
     made["spec"] = {
         "excludeHeadPodFromServeSvc": True,
-        "rayClusterConfig": _cluster(subject, placement),
-        "serveConfigV2": _text(serve_config(subject, placement)),
+        "rayClusterConfig": _cluster(context, placement),
+        "serveConfigV2": _text(serve_config(context, placement)),
         # A second cluster would wait for the GPUs of the first.
         "upgradeStrategy": {"type": "None"},
     }
@@ -113,14 +113,14 @@ def keep_cluster(rendered: Object, live: Object | None) -> Object:
     return annotated({**rendered, "spec": spec}, {names.SHAPE_DIGEST: found})
 
 
-def serve_config(subject: RenderContext, placement: Placement) -> dict[str, Any]:
+def serve_config(context: RenderContext, placement: Placement) -> dict[str, Any]:
     """Serve's configuration: `serveConfigV2` before it is written as text."""
-    wanted = weights_source(subject.job.spec.weights)
+    wanted = weights_source(context.job.spec.weights)
     application = {
         "name": APPLICATION,
         "import_path": IMPORT_PATH,
         "route_prefix": "/",
-        "args": serve_args(subject, placement),
+        "args": serve_args(context, placement),
         # Changes in place, in every replica and in later ones; a changed argument would reload all engines.
         "deployments": [{"name": DEPLOYMENT, "user_config": user_config(wanted)}],
     }
@@ -132,9 +132,9 @@ def serve_config(subject: RenderContext, placement: Placement) -> dict[str, Any]
     }
 
 
-def serve_args(subject: RenderContext, placement: Placement) -> dict[str, Any]:
+def serve_args(context: RenderContext, placement: Placement) -> dict[str, Any]:
     """Arguments of the Serve application; defaults are left out."""
-    generation = subject.job.spec.generation
+    generation = context.job.spec.generation
     args = ServeArgs.of(generation, gpus=placement.gpus, bundles=placement.bundles(), tokens_required=True)
     fields = dataclasses.asdict(args)
     if generation.autoscaling is not None:
@@ -145,11 +145,11 @@ def serve_args(subject: RenderContext, placement: Placement) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key in always or value != defaults[key]}
 
 
-def _cluster(subject: RenderContext, placement: Placement) -> dict[str, Any]:
-    generation = subject.job.spec.generation
+def _cluster(context: RenderContext, placement: Placement) -> dict[str, Any]:
+    generation = context.job.spec.generation
     scales = generation.autoscaling is not None
     cluster: dict[str, Any] = {
-        "rayVersion": subject.settings.ray_version,
+        "rayVersion": context.settings.ray_version,
         "headGroupSpec": {
             "rayStartParams": {
                 "dashboard-host": "0.0.0.0",
@@ -158,11 +158,11 @@ def _cluster(subject: RenderContext, placement: Placement) -> dict[str, Any]:
                 "num-gpus": "0",
                 "object-store-memory": str(_OBJECT_STORE_BYTES),
             },
-            "template": _head(subject, service_account=scales),
+            "template": _head(context, service_account=scales),
         },
-        "workerGroupSpecs": [_group(subject, placement)],
+        "workerGroupSpecs": [_group(context, placement)],
     }
-    if tuple(int(part) for part in subject.settings.ray_version.split(".")[:2]) >= _TOKEN_SINCE:
+    if tuple(int(part) for part in context.settings.ray_version.split(".")[:2]) >= _TOKEN_SINCE:
         cluster["authOptions"] = {"mode": "token"}
     if scales:
         cluster["enableInTreeAutoscaling"] = True
@@ -172,8 +172,8 @@ def _cluster(subject: RenderContext, placement: Placement) -> dict[str, Any]:
     return cluster
 
 
-def _group(subject: RenderContext, placement: Placement) -> dict[str, Any]:
-    generation = subject.job.spec.generation
+def _group(context: RenderContext, placement: Placement) -> dict[str, Any]:
+    generation = context.job.spec.generation
     spec = generation.autoscaling
     fewest, most = (fewest_replicas(spec), spec.max_replicas) if spec else 2 * (generation.replicas or 1,)
     return {
@@ -186,21 +186,21 @@ def _group(subject: RenderContext, placement: Placement) -> dict[str, Any]:
             "num-cpus": str(placement.per_pod),
             "object-store-memory": str(_OBJECT_STORE_BYTES),
         },
-        "template": _engines(subject, placement),
+        "template": _engines(context, placement),
     }
 
 
-def _engines(subject: RenderContext, placement: Placement) -> Object:
-    options = subject.job.spec.generation
+def _engines(context: RenderContext, placement: Placement) -> Object:
+    options = context.job.spec.generation
     # The processes of a model that is spread over GPUs exchange data through shared memory.
     volumes = _volumes(shared_gib=1 + max(1, placement.pod_gpus))
     main = container(
-        subject,
+        context,
         options,
         name="generation",
         module=None,
-        image=subject.settings.generation_image,
-        env=_environment(subject),
+        image=context.settings.generation_image,
+        env=_environment(context),
         volumes=volumes,
         read_only=False,
         ports=[
@@ -211,7 +211,7 @@ def _engines(subject: RenderContext, placement: Placement) -> Object:
         livenessProbe=_ALIVE,
     )
     return pod_template(
-        subject,
+        context,
         options,
         component=names.GENERATION,
         container=main,
@@ -219,18 +219,18 @@ def _engines(subject: RenderContext, placement: Placement) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over=options.pod_template,
-        labels=_labels(subject),
+        labels=_labels(context),
     )
 
 
-def _head(subject: RenderContext, *, service_account: bool) -> Object:
+def _head(context: RenderContext, *, service_account: bool) -> Object:
     """Template of the head, which holds no model: of the job's pod options, only those that concern the image apply.
 
     Args:
         service_account: True if Ray's autoscaler runs beside it, which calls the API server with an account that
             KubeRay creates.
     """
-    generation = subject.job.spec.generation
+    generation = context.job.spec.generation
     fields = {"image", "image_pull_secrets", "priority_class_name", "env"}
     taken = generation.model_dump(mode="json", by_alias=True, include=fields, exclude_none=True)
     # Ray's variables must be the same on all nodes; the head needs no others of the engines'.
@@ -238,12 +238,12 @@ def _head(subject: RenderContext, *, service_account: bool) -> Object:
     options = PodOptions.model_validate(taken)
     volumes = _volumes(shared_gib=1)
     main = container(
-        subject,
+        context,
         options,
         name="head",
         module=None,
-        image=subject.settings.generation_image,
-        env=_environment(subject),
+        image=context.settings.generation_image,
+        env=_environment(context),
         volumes=volumes,
         read_only=False,
         ports=[
@@ -258,7 +258,7 @@ def _head(subject: RenderContext, *, service_account: bool) -> Object:
         livenessProbe=_ALIVE,
     )
     return pod_template(
-        subject,
+        context,
         options,
         component=names.GENERATION,
         container=main,
@@ -266,26 +266,26 @@ def _head(subject: RenderContext, *, service_account: bool) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over={"spec": {"automountServiceAccountToken": True}} if service_account else None,
-        labels=_labels(subject),
+        labels=_labels(context),
         pod_set=names.HEAD,
     )
 
 
-def _labels(subject: RenderContext) -> dict[str, str]:
+def _labels(context: RenderContext) -> dict[str, str]:
     """Our labels without app.kubernetes.io/name: KubeRay's Services of the head select by its own value."""
-    found = names.labels(subject.name, names.GENERATION)
+    found = names.labels(context.name, names.GENERATION)
     return {key: value for key, value in found.items() if key != "app.kubernetes.io/name"}
 
 
-def _environment(subject: RenderContext) -> list[Object]:
-    balance = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": BALANCE[subject.job.spec.generation.routing]}
+def _environment(context: RenderContext) -> list[Object]:
+    balance = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": BALANCE[context.job.spec.generation.routing]}
     own = {"HF_HOME": f"{STATE_DIRECTORY}/huggingface", "HOME": STATE_DIRECTORY}
     return [
         *(
             {"name": name, "value": value}
             for name, value in {**own, **dict(sorted((SERVE_ENVIRONMENT | balance).items()))}.items()
         ),
-        *token_variables(subject, *contract.SCOPES),
+        *token_variables(context, *contract.SCOPES),
     ]
 
 

@@ -20,34 +20,34 @@ MUTABLE: Final = frozenset({"parallelism", "suspend"})
 GRACE_SECONDS: Final = 120
 
 
-def worker_template(subject: RenderContext, component: str, *, arguments: Sequence[str] = ()) -> Object:
+def worker_template(context: RenderContext, component: str, *, arguments: Sequence[str] = ()) -> Object:
     """Template of a worker's pod.
 
     Args:
         component: Component of the job, for the pod's labels.
         arguments: Additional arguments of the program.
     """
-    spec = subject.job.spec.workers
-    volumes = data_volumes(subject)
+    spec = context.job.spec.workers
+    volumes = data_volumes(context)
     main = container(
-        subject,
+        context,
         spec,
         name="worker",
         module="kuberoll_workers.pods.worker",
         arguments=arguments,
-        image=subject.settings.worker_image,
+        image=context.settings.worker_image,
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
             POD_IP,
-            *token_variables(subject, "generate"),
+            *token_variables(context, "generate"),
         ],
         volumes=volumes,
         read_only=True,
         ports=[{"name": "metrics", "containerPort": contract.PROGRESS_PORT}],
     )
     return pod_template(
-        subject,
+        context,
         spec,
         component=component,
         container=main,
@@ -59,33 +59,33 @@ def worker_template(subject: RenderContext, component: str, *, arguments: Sequen
     )
 
 
-def build_workers_job(subject: RenderContext, *, suspend: bool) -> Object:
+def build_workers_job(context: RenderContext, *, suspend: bool) -> Object:
     """Job <job>-workers."""
-    spec = subject.job.spec.workers
-    assignment = subject.assignments.get(names.WORKERS)
+    spec = context.job.spec.workers
+    assignment = context.assignments.get(names.WORKERS)
     paid_for = None if assignment is None else assignment.count
-    child = subject.child("batch/v1", "Job", names.workers(subject.name), names.WORKERS)
+    child = context.child("batch/v1", "Job", names.workers(context.name), names.WORKERS)
     child["spec"] = {
         "backoffLimitPerIndex": spec.retries_per_shard,
         "completionMode": "Indexed",
-        "completions": subject.shards,
-        "maxFailedIndexes": min(spec.max_failed_shards, subject.shards),
-        "parallelism": min(spec.replicas, subject.shards, spec.replicas if paid_for is None else paid_for),
+        "completions": context.shards,
+        "maxFailedIndexes": min(spec.max_failed_shards, context.shards),
+        "parallelism": min(spec.replicas, context.shards, spec.replicas if paid_for is None else paid_for),
         "podFailurePolicy": failure_policy("worker", ignored=(contract.EXIT_DRAINED,)),
         "podReplacementPolicy": "Failed",
         "suspend": suspend,
-        "template": worker_template(subject, names.WORKERS),
+        "template": worker_template(context, names.WORKERS),
     }
     return shaped(child, MUTABLE)
 
 
-def build_workers_service(subject: RenderContext) -> Object:
+def build_workers_service(context: RenderContext) -> Object:
     """Headless Service <job>-workers, of worker pods' metrics."""
-    child = subject.child("v1", "Service", names.workers(subject.name), names.WORKERS)
+    child = context.child("v1", "Service", names.workers(context.name), names.WORKERS)
     child["spec"] = {
         "clusterIP": "None",
         "ports": [{"name": "metrics", "port": contract.PROGRESS_PORT, "targetPort": "metrics"}],
-        "selector": names.selector(subject.name, names.WORKERS),
+        "selector": names.selector(context.name, names.WORKERS),
     }
     return child
 

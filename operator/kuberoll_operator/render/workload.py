@@ -44,7 +44,7 @@ class Priority(NamedTuple):
 
 
 def build_workload(
-    subject: RenderContext, engines: Sequence[PodSet], *, queue: str, priority: Priority | None
+    context: RenderContext, engines: Sequence[PodSet], *, queue: str, priority: Priority | None
 ) -> Object:
     """Workload <job>-workload.
 
@@ -52,11 +52,11 @@ def build_workload(
         engines: Pods of the policy; none for an external policy.
         queue: Name of the LocalQueue.
     """
-    child = subject.child("kueue.x-k8s.io/v1beta2", "Workload", names.workload(subject.name), names.QUOTA)
+    child = context.child("kueue.x-k8s.io/v1beta2", "Workload", names.workload(context.name), names.QUOTA)
     child["spec"] = {
         "podSets": [
             {"name": item.name, "count": item.pods, "template": _demand(item.template)}
-            for item in (*engines, workers_pod_set(subject))
+            for item in (*engines, workers_pod_set(context))
         ],
         "queueName": queue,
     }
@@ -66,9 +66,9 @@ def build_workload(
     return child
 
 
-def workers_pod_set(subject: RenderContext) -> PodSet:
+def workers_pod_set(context: RenderContext) -> PodSet:
     """Pod set of the environment workers. There is always room for one: the finish pod takes its place at the end."""
-    job = build_workers_job(subject, suspend=True)
+    job = build_workers_job(context, suspend=True)
     return PodSet(names.WORKERS, max(1, job["spec"]["parallelism"]), job["spec"]["template"])
 
 

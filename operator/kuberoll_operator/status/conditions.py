@@ -11,10 +11,10 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.backends.pods import (
     MESSAGE_CHARACTERS,
-    Problem,
+    PodProblem,
     any_active,
+    describe_exit,
     diagnose,
-    how_it_ended,
     pods_of,
     redact,
 )
@@ -37,11 +37,11 @@ def conditions_of(facts: Facts) -> dict[str, Verdict]:
     found: dict[str, Verdict] = {}
     suspended = condition(old, conditions.SUSPENDED)
     if facts.stage is Stage.SUSPENDED:
-        found[conditions.SUSPENDED] = _suspended(observed, settled=facts.settled)
+        found[conditions.SUSPENDED] = _suspended(observed, settled=facts.released)
     elif facts.stage is Stage.QUEUED:
         error = _error(observed, job, names.workload)
         words = redact(f"{facts.quota.message}; {error.message}" if error else facts.quota.message)
-        found[conditions.SUSPENDED] = (facts.settled, Reason.QUEUED if facts.settled else Reason.EVICTED, words)
+        found[conditions.SUSPENDED] = (facts.released, Reason.QUEUED if facts.released else Reason.EVICTED, words)
     elif suspended and facts.stage is not Stage.FAILING:
         admitted = facts.quota.queue is not None
         reason = Reason.ADMITTED if admitted else Reason.JOB_RESUMED
@@ -58,14 +58,14 @@ def conditions_of(facts: Facts) -> dict[str, Verdict]:
         before = condition(old, conditions.SUCCESS_CRITERIA_MET)
         text = before.get("message", "") if before.get("status") == "True" else _outcome(facts)
         found[conditions.SUCCESS_CRITERIA_MET] = (True, Reason.TRAJECTORIES_DONE, text)
-        if facts.settled:
+        if facts.released:
             found[conditions.COMPLETE] = (True, Reason.TRAJECTORIES_DONE, text)
     if facts.stage is Stage.FAILING and facts.failure is not None:
         found[conditions.FAILURE_TARGET] = (True, facts.failure.reason, facts.failure.message)
         jobs = [observed.get("Job", part(job.metadata.name)) for part in (names.check, names.workers, names.finish)]
         stopped = all(live is None or not is_ours(live, job, raw) or is_at_rest(live) for live in jobs)
         # The cleanup starts only after the cause was recorded: what this reconcile writes is not observed yet.
-        if facts.settled and stopped and is_true(old, conditions.FAILURE_TARGET):
+        if facts.released and stopped and is_true(old, conditions.FAILURE_TARGET):
             found[conditions.FAILED] = (True, facts.failure.reason, facts.failure.message)
     return found
 
@@ -88,13 +88,13 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
     if facts.stage is Stage.QUEUED:
         return (before["status"] == "True", before["reason"], before.get("message", "")) if before else None
     if facts.stage is Stage.CHECKING:
-        blocked = facts.taken or _error(observed, job, names.config, names.check)
+        blocked = facts.name_conflict or _error(observed, job, names.config, names.check)
         living = [pod for pod in pods_of(observed.pods, names.CHECK) if any_active([pod])]
         problem = diagnose(living, "worker")
         if blocked is not None:
             return False, blocked.reason, blocked.message
         if problem is not None:
-            return False, *_kept(problem, before)
+            return False, *_stable_message(problem, before)
         return False, Reason.CHECKING, "a pod is checking the workers' inputs; engines start after that"
     if facts.stage is Stage.FAILING:
         if facts.check.problem is not None:
@@ -120,7 +120,7 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         stopped = {Stage.SUSPENDED: "suspended", Stage.QUEUED: "it has no quota"}
         why = stopped.get(facts.stage, "all shards are done")
         return False, Reason.RELEASED, f"the engines are released: {why}"
-    blocked = facts.taken or _error(
+    blocked = facts.name_conflict or _error(
         observed, job, names.config, names.generation, names.generation_pods, names.ray_service
     )
     if facts.stage is Stage.CHECKING and blocked is None:
@@ -130,7 +130,7 @@ def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     if state.repeats and before.get("reason") == state.reason:
         cause = cause._replace(message=str(before.get("message", "")))
     if facts.ready:
-        less = state.ready < state.desired or not state.settled
+        less = state.ready < state.desired or not state.stable
         words = (blocked.message if blocked else "") or (cause.message if less else "")
         return True, Reason.READY, redact("; ".join(part for part in (count, state.note, words) if part))
     if blocked:
@@ -186,24 +186,24 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     if facts.stage is Stage.QUEUED:
         return False, Reason.QUEUED, count
     parts = (names.config, names.workers) if facts.ready else (names.workers,)
-    blocked = facts.taken or _error(observed, job, *parts)
+    blocked = facts.name_conflict or _error(observed, job, *parts)
     if blocked and not shards.active:
         return False, blocked.reason, blocked.message
-    if not shards.begun:
+    if not shards.started:
         text = "the workers start next" if facts.ready else "workers start when generation is ready"
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
     bad = [
-        (end.finished, shard) for shard, end in shards.ended.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
+        (end.finished, shard) for shard, end in shards.exits.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
     ]
-    last = f"; shard {max(bad)[1]} was retried after: {how_it_ended(shards.ended[max(bad)[1]])}" if bad else ""
+    last = f"; shard {max(bad)[1]} was retried after: {describe_exit(shards.exits[max(bad)[1]])}" if bad else ""
     text = redact(f"{running} workers are running, {count}{last}")
     problem = diagnose(living, "worker")
     if running or (before.get("status") == "True" and problem is None):
         return True, Reason.RUNNING, text
     if problem is not None:
-        return False, *_kept(problem, before)
+        return False, *_stable_message(problem, before)
     if job.spec.workers.replicas == 0:
         return False, Reason.STARTING, f"workers.replicas is 0, {count}"
     return False, Reason.CRASHING if bad else Reason.STARTING, text
@@ -212,7 +212,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
 def _finishing(facts: Facts) -> Verdict:
     job, observed = facts.job, facts.observed
     problem = diagnose(pods_of(observed.pods, names.FINISH), "finish")
-    found = facts.taken or _error(observed, job, names.config, names.finish) or problem
+    found = facts.name_conflict or _error(observed, job, names.config, names.finish) or problem
     return (
         (False, found.reason, found.message)
         if found
@@ -230,7 +230,7 @@ def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> Verdict:
     return before["status"] == "True", before["reason"], before.get("message", "")
 
 
-def _kept(problem: Problem, before: Mapping[str, Any]) -> tuple[str, str]:
+def _stable_message(problem: PodProblem, before: Mapping[str, Any]) -> tuple[str, str]:
     """Reason and message of a problem; the earlier message if the new one only repeats it."""
     if problem.repeats and before.get("reason") == problem.reason:
         return problem.reason, str(before.get("message", ""))

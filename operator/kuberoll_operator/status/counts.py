@@ -59,13 +59,13 @@ def progress_of(old: Json, facts: Facts) -> Json:
         if key != "estimatedSecondsRemaining"
     }
     if facts.finish.message is not None:
-        found = _settled(before, facts.finish.message)
+        found = _final_counts(before, facts.finish.message)
     else:
         if facts.check.planned is not None:
             before["trajectories"] = facts.check.planned
         # What the check counted is exact.
         known = facts.check.planned is not None or is_true(old, conditions.WORKERS_CHECKED)
-        found = _counted(before, _tallies(observed), before["trajectories"] if known else None, facts.shards.count)
+        found = _sum_counts(before, _tallies(observed), before["trajectories"] if known else None, facts.shards.count)
     if facts.stage is Stage.RUNNING:
         ready = condition(old, conditions.WORKERS_READY)
         since = parse_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None
@@ -79,7 +79,7 @@ def _new_progress() -> Json:
     return dict.fromkeys(counts, 0)
 
 
-def _counted(before: Json, tallies: list[_Tally], planned: int | None, shards: int) -> Json:
+def _sum_counts(before: Json, tallies: list[_Tally], planned: int | None, shards: int) -> Json:
     """Sum of the shards' counts; the previous counts if missing reports would make the sum smaller.
 
     Args:
@@ -105,7 +105,7 @@ def _counted(before: Json, tallies: list[_Tally], planned: int | None, shards: i
     }
 
 
-def _settled(before: Json, message: FinishMessage) -> Json:
+def _final_counts(before: Json, message: FinishMessage) -> Json:
     """The final counts: those of the finish pod, taken from the stored trajectories."""
     ended = message.trajectories + message.failed + message.dropped
     return {
@@ -161,13 +161,13 @@ def _remaining(before: Mapping[str, Any], found: Json, running_since: datetime |
         return None if earlier is None else int(earlier)
     ran = max(seconds, (now - running_since).total_seconds())
     weight = seconds / min(ran, max(seconds, _PACE_SECONDS))
-    pace = 0.0 if earlier is None else _left(before) / max(0.5, earlier)
+    pace = 0.0 if earlier is None else _remaining_trajectories(before) / max(0.5, earlier)
     gained = sum(found[key] - before.get(key, 0) for key in ("completed", "failed"))
     pace += weight * (gained / seconds - pace)
-    return min(round(_left(found) / pace), MAX_COUNT) if pace > 0 else None
+    return min(round(_remaining_trajectories(found) / pace), MAX_COUNT) if pace > 0 else None
 
 
-def _left(progress: Mapping[str, Any]) -> int:
+def _remaining_trajectories(progress: Mapping[str, Any]) -> int:
     planned, completed, failed = (progress.get(key) or 0 for key in ("trajectories", "completed", "failed"))
     return max(0, planned - completed - failed)
 

@@ -71,7 +71,7 @@ def compute_status(facts: Facts) -> Json:
     new["summary"] = _summary(new)
     if _without_time(new) == _without_time(old):
         return old
-    if _pressing(new) == _pressing(old) and (soon := _next_write(old, settings.progress_seconds)) and now < soon:
+    if _urgent_part(new) == _urgent_part(old) and (soon := _next_write(old, settings.progress_seconds)) and now < soon:
         return old
     new["progress"]["lastUpdated"] = time
     return new
@@ -107,7 +107,7 @@ def _phase(facts: Facts, found: Mapping[str, Verdict]) -> str:
     observed = facts.observed
     if conditions.COMPLETE in found:
         return "Succeeded"
-    if facts.stage in {Stage.CHECKING, Stage.STARTING} and (facts.taken or observed.errors):
+    if facts.stage in {Stage.CHECKING, Stage.STARTING} and (facts.name_conflict or observed.errors):
         return "Pending"
     return _PHASES[facts.stage]
 
@@ -178,11 +178,11 @@ def _summary(status: Json) -> Json:
         "workers": ratio_text(workers["ready"], workers["desired"]),
         "progress": ratio_text(progress["completed"], progress["trajectories"]),
         "meanReward": number_text(results.get("meanReward")),
-        "reason": _telling(status)[:64],
+        "reason": _main_reason(status)[:64],
     }
 
 
-def _telling(status: Json) -> str:
+def _main_reason(status: Json) -> str:
     """The reason of the most informative condition: of the end, else of whatever the job waits for."""
     for kind in (conditions.COMPLETE, conditions.FAILED, conditions.FAILURE_TARGET, conditions.SUSPENDED):
         if is_true(status, kind):
@@ -202,25 +202,25 @@ def _next_write(status: Mapping[str, Any], interval: float) -> datetime | None:
 
 
 def _without_time(status: Mapping[str, Any]) -> Json:
-    return {**status, "progress": _less(status.get("progress") or {}, ("lastUpdated",))}
+    return {**status, "progress": _omit(status.get("progress") or {}, ("lastUpdated",))}
 
 
-def _pressing(status: Mapping[str, Any]) -> Json:
+def _urgent_part(status: Mapping[str, Any]) -> Json:
     """The part of the status that is written at once: everything but counters, and messages whose reason stays."""
     return {
-        **_less(status, ("progress", "summary")),
-        "conditions": [_less(item, ("message",)) for item in status.get("conditions") or ()],
-        "generation": _less(status.get("generation") or {}, ("readyReplicas",)),
-        "workers": _less(status.get("workers") or {}, ("active", "ready", "succeeded", "failed")),
-        "begun": _begun(status.get("progress") or {}),
+        **_omit(status, ("progress", "summary")),
+        "conditions": [_omit(item, ("message",)) for item in status.get("conditions") or ()],
+        "generation": _omit(status.get("generation") or {}, ("readyReplicas",)),
+        "workers": _omit(status.get("workers") or {}, ("active", "ready", "succeeded", "failed")),
+        "begun": _start_flags(status.get("progress") or {}),
     }
 
 
-def _begun(progress: Mapping[str, Any]) -> tuple[bool, bool]:
+def _start_flags(progress: Mapping[str, Any]) -> tuple[bool, bool]:
     """Two flags: the number of trajectories is known, and the first one has ended."""
     return bool(progress.get("trajectories")), bool(progress.get("completed") or progress.get("failed"))
 
 
-def _less(mapping: Mapping[str, Any], keys: Iterable[str]) -> Json:
+def _omit(mapping: Mapping[str, Any], keys: Iterable[str]) -> Json:
     left_out = set(keys)
     return {key: value for key, value in mapping.items() if key not in left_out}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kuberoll_api.metrics import Counter, Gauge, Group, Histogram, Label, every
+from kuberoll_api.metrics import Counter, Gauge, Histogram, Label, MetricGroup, metrics_by_name
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _REWARDS = (-10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
@@ -205,7 +205,7 @@ SESSIONS_MOVED: Final = Counter(
 )
 
 GROUPS: Final = (
-    Group(
+    MetricGroup(
         "Trajectories",
         (
             TRAJECTORIES_PLANNED,
@@ -220,7 +220,7 @@ GROUPS: Final = (
             DROPPED_TOKENS,
         ),
     ),
-    Group(
+    MetricGroup(
         "Turns",
         (
             TURNS,
@@ -231,13 +231,13 @@ GROUPS: Final = (
             TOKENS,
         ),
     ),
-    Group("Rewards", (TRAJECTORY_REWARD, REWARD)),
-    Group("Failures", (FAILURES, RETRIES, PREFIX_VIOLATIONS)),
-    Group(
+    MetricGroup("Rewards", (TRAJECTORY_REWARD, REWARD)),
+    MetricGroup("Failures", (FAILURES, RETRIES, PREFIX_VIOLATIONS)),
+    MetricGroup(
         "Request routing",
         (POLICY_REQUESTS, POLICY_REPLICAS, POLICY_WAITING_REQUESTS, POLICY_WINDOW_REQUESTS, SESSIONS_MOVED),
     ),
-    Group("The worker itself", (JOURNAL_SYNC_SECONDS, JOURNAL_ERRORS, EVENT_LOOP_LAG_SECONDS)),
+    MetricGroup("The worker itself", (JOURNAL_SYNC_SECONDS, JOURNAL_ERRORS, EVENT_LOOP_LAG_SECONDS)),
 )
 
-METRICS: Final = every(GROUPS)
+METRICS: Final = metrics_by_name(GROUPS)

@@ -20,7 +20,7 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.contract import PodProgress, PodWeights, ServeWeights
 from kuberoll_operator import names
 from kuberoll_operator.backends import BACKENDS
-from kuberoll_operator.backends.pods import leads, pods_of, shard_of
+from kuberoll_operator.backends.pods import is_leader, pods_of, shard_of
 from kuberoll_operator.model import Key, Object, PodReports, ServedWeights, is_true, status_of
 
 ANSWER_SECONDS = 2.0
@@ -37,7 +37,7 @@ _SERVE_WEIGHTS: Final = TypeAdapter(ServeWeights)
 _Answer = TypeVar("_Answer")
 
 
-class _Questions:
+class _Endpoints:
     """Endpoints of a job that are polled.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Questions:
             if (host := _host(pod)) is not None and (shard := shard_of(pod)) is not None
         }
         # A replica that spans pods answers through its leader.
-        engines = [pod for pod in pods_of(pods, names.GENERATION) if source == "Pods" and leads(pod)]
+        engines = [pod for pod in pods_of(pods, names.GENERATION) if source == "Pods" and is_leader(pod)]
         self.engines = {pod["metadata"]["uid"]: host for pod in engines if (host := _host(pod)) is not None}
         ready = source == "Serve" and is_true(status, conditions.GENERATION_READY)
         self.serve = f"{generation['endpoint']}/v1/weights" if ready and generation.get("endpoint") else None
@@ -68,14 +68,14 @@ class _Questions:
         return bool(self.workers or self.engines or self.serve)
 
 
-class ProgressPoller:
+class ReportPoller:
     """Polls the pods of jobs, and reports jobs with news; an async context manager.
 
     A job is polled as long as it has pods that can answer. The last answer of a pod that does not respond counts until
     the pod is gone.
 
     Args:
-        told: Called with the key of a job that has news.
+        on_news: Called with the key of a job that has news.
         seconds: Seconds between two polls of a job.
         port: Progress port of worker pods.
         weights_port: Status port of generation pods.
@@ -85,7 +85,7 @@ class ProgressPoller:
 
     def __init__(
         self,
-        told: Callable[[Key], None],
+        on_news: Callable[[Key], None],
         *,
         seconds: float,
         port: int = contract.PROGRESS_PORT,
@@ -94,9 +94,9 @@ class ProgressPoller:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._sleep = sleep
-        self._told, self._seconds, self._port, self._weights_port = told, seconds, port, weights_port
+        self._on_news, self._seconds, self._port, self._weights_port = on_news, seconds, port, weights_port
         self._token = token
-        self._questions: dict[Key, _Questions] = {}
+        self._endpoints: dict[Key, _Endpoints] = {}
         self._known: dict[Key, dict[str, PodProgress]] = {}
         self._served: dict[Key, dict[str, ServedWeights]] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
@@ -124,17 +124,17 @@ class ProgressPoller:
             raw: The job, live.
             pods: All pods of the job.
         """
-        there = {pod["metadata"]["uid"] for pod in pods}
-        known = {uid: item for uid, item in self._known.get(key, {}).items() if uid in there}
+        uids = {pod["metadata"]["uid"] for pod in pods}
+        known = {uid: item for uid, item in self._known.get(key, {}).items() if uid in uids}
         if key in self._known:
             self._known[key] = known
-        questions = _Questions(raw, pods, self._token)
+        endpoints = _Endpoints(raw, pods, self._token)
         served = self._served.get(key, {})
-        if questions.serve is None:
-            served = {uid: item for uid, item in served.items() if uid in there}
-        self._questions[key] = questions
-        if questions and key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._poll_while_asked(key))
+        if endpoints.serve is None:
+            served = {uid: item for uid, item in served.items() if uid in uids}
+        self._endpoints[key] = endpoints
+        if endpoints and key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._poll_repeatedly(key))
         progress: dict[int, PodProgress] = {}
         for item in known.values():
             # A shard's pod and its successor may both exist for a moment.
@@ -144,36 +144,36 @@ class ProgressPoller:
 
     def forget(self, key: Key) -> None:
         """Stop polling a job that is gone or has finished."""
-        self._questions.pop(key, None)
+        self._endpoints.pop(key, None)
         self._known.pop(key, None)
         self._served.pop(key, None)
 
-    async def _poll_while_asked(self, key: Key) -> None:
+    async def _poll_repeatedly(self, key: Key) -> None:
         try:
-            while questions := self._questions.get(key):
-                answered = await self._poll(key, questions)
+            while endpoints := self._endpoints.get(key):
+                answered = await self._poll(key, endpoints)
                 # A pod that has just started does not answer yet, or has nothing to report.
                 await self._sleep(self._seconds if answered else min(FIRST_SECONDS, self._seconds))
         finally:
             del self._tasks[key]
 
-    async def _poll(self, key: Key, questions: _Questions) -> bool:
+    async def _poll(self, key: Key, endpoints: _Endpoints) -> bool:
         """Poll once; True if all workers answered and have counted at least one turn."""
-        shards = dict(questions.workers)
+        shards = dict(endpoints.workers)
         answers, served = await asyncio.gather(
             asyncio.gather(*(self._progress(shard, host) for shard, host in shards.values())),
-            self._weights(questions),
+            self._weights(endpoints),
         )
-        if key not in self._questions:
+        if key not in self._endpoints:
             return True
-        before, had = self._known.get(key, {}), self._served.get(key, {})
+        before, served_before = self._known.get(key, {}), self._served.get(key, {})
         found = {uid: answer for uid, answer in zip(shards, answers, strict=True) if answer is not None}
         # Serve reports on all replicas, a pod on itself only.
-        served = served if questions.serve and served else {**had, **served}
-        if any(before.get(uid) != answer for uid, answer in found.items()) or served != had:
+        served = served if endpoints.serve and served else {**served_before, **served}
+        if any(before.get(uid) != answer for uid, answer in found.items()) or served != served_before:
             self._known[key] = {**before, **found}
             self._served[key] = served
-            self._told(key)
+            self._on_news(key)
         return len(found) == len(shards) and all(answer.turns for answer in found.values())
 
     async def _progress(self, shard: int, host: str) -> PodProgress | None:
@@ -181,16 +181,16 @@ class ProgressPoller:
         # The pod's own shard counts, not the one that it reports.
         return None if answer is None else dataclasses.replace(answer, shard=shard)
 
-    async def _weights(self, questions: _Questions) -> dict[str, ServedWeights]:
+    async def _weights(self, endpoints: _Endpoints) -> dict[str, ServedWeights]:
         """Weights of the replicas that answered."""
-        if questions.serve is not None:
-            weights = await self._ask(questions.serve, _SERVE_WEIGHTS, token=questions.token)
+        if endpoints.serve is not None:
+            weights = await self._ask(endpoints.serve, _SERVE_WEIGHTS, token=endpoints.token)
             if weights is None:
                 return {}
             return {
                 name: ServedWeights(version, weights.problems.get(name)) for name, version in weights.replicas.items()
             }
-        engines = dict(questions.engines)
+        engines = dict(endpoints.engines)
         urls = [f"http://{host}:{self._weights_port}/weights" for host in engines.values()]
         answers = await asyncio.gather(*map(self._pod_weights, urls))
         return {

@@ -24,20 +24,20 @@ _TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Lines:
     """Line number of a value, and of its parts.
 
     Attributes:
         line: Line number from 1; that of the key, for a value in a mapping.
-        inside: Places of the items of a mapping or list.
+        parts:Places of the items of a mapping or list.
     """
 
     line: int
-    inside: Mapping[str | int, Place]
+    parts: Mapping[str | int, Lines]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class YamlProblem:
     """A value that YAML allows and a manifest does not.
 
     Attributes:
@@ -50,7 +50,7 @@ class Problem:
     message: str
 
 
-def plain(root: Node, constructor: SafeConstructor) -> tuple[Any, Place, list[Problem]]:
+def plain(root: Node, constructor: SafeConstructor) -> tuple[Any, Lines, list[YamlProblem]]:
     """The value of a node, as dicts, lists, strings, finite numbers, booleans and None.
 
     A value with a problem is replaced by its text or by None.
@@ -60,16 +60,16 @@ def plain(root: Node, constructor: SafeConstructor) -> tuple[Any, Place, list[Pr
     """
     reader = _Reader(constructor)
     read = reader.read(root, ())
-    place = Place(_line(root), read.inside)
+    place = Lines(_line(root), read.parts)
     if read.size > MAX_VALUES:
-        return None, place, [Problem((), place.line, f"more than {MAX_VALUES} values with all aliases expanded")]
+        return None, place, [YamlProblem((), place.line, f"more than {MAX_VALUES} values with all aliases expanded")]
     return read.value, place, reader.problems
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
     value: Any
-    inside: Mapping[str | int, Place]
+    parts: Mapping[str | int, Lines]
     size: int
 
 
@@ -77,7 +77,7 @@ class _Reader:
     """Reads each node once, however many aliases refer to it."""
 
     def __init__(self, constructor: SafeConstructor) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[YamlProblem] = []
         self._done: dict[int, _Read] = {}
         self._above: set[int] = set()
         self._scalars: dict[str, tuple[str, Callable[[ScalarNode], Any]]] = {
@@ -108,7 +108,7 @@ class _Reader:
 
     def _mapping(self, node: MappingNode, path: Path) -> _Read:
         value: dict[str, Any] = {}
-        inside: dict[str | int, Place] = {}
+        inside: dict[str | int, Lines] = {}
         size = 1
         merged: list[_Read] = []
         for key_node, value_node in node.value:
@@ -124,12 +124,12 @@ class _Reader:
                 continue
             read = self.read(value_node, (*path, key))
             value[key] = read.value
-            inside[key] = Place(_line(key_node), read.inside)
+            inside[key] = Lines(_line(key_node), read.parts)
             size += read.size
         # A mapping's own keys win over merged ones, and earlier merges over later ones.
         for read in merged:
             value = {**read.value, **value}
-            inside = {**read.inside, **inside}
+            inside = {**read.parts, **inside}
             size += read.size
         return _Read(value, inside, size)
 
@@ -151,8 +151,8 @@ class _Reader:
 
     def _sequence(self, node: SequenceNode, path: Path) -> _Read:
         items = [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
-        inside: dict[str | int, Place] = {
-            index: Place(_line(item), items[index].inside) for index, item in enumerate(node.value)
+        inside: dict[str | int, Lines] = {
+            index: Lines(_line(item), items[index].parts) for index, item in enumerate(node.value)
         }
         return _Read([item.value for item in items], inside, 1 + sum(item.size for item in items))
 
@@ -195,7 +195,7 @@ class _Reader:
         self._problem(path, node, f"found a value of type {tag}; a manifest has only {allowed}")
 
     def _problem(self, path: Path, node: Node, message: str) -> None:
-        self.problems.append(Problem(path, _line(node), message))
+        self.problems.append(YamlProblem(path, _line(node), message))
 
 
 def _line(node: Node) -> int:

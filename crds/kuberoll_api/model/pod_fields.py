@@ -116,7 +116,7 @@ class _PodTemplate(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shaped:
+class _Keys:
     """Constraint on the keys of a dict, in the schema and in validation; the value stays a dict."""
 
     shape: Any
@@ -125,10 +125,10 @@ class _Shaped:
         return handler.generate_schema(self.shape)
 
 
-EnvVar = Annotated[JsonObject, _Shaped(_EnvVar)]
-EnvFrom = Annotated[JsonObject, _Shaped(_EnvFrom)]
-Toleration = Annotated[JsonObject, _Shaped(_Toleration)]
-Volume = Annotated[JsonObject, _Shaped(_Volume)]
-VolumeMount = Annotated[JsonObject, _Shaped(_VolumeMount)]
-PullSecret = Annotated[JsonObject, _Shaped(_PullSecret)]
-PodTemplate = Annotated[JsonObject, _Shaped(_PodTemplate)]
+EnvVar = Annotated[JsonObject, _Keys(_EnvVar)]
+EnvFrom = Annotated[JsonObject, _Keys(_EnvFrom)]
+Toleration = Annotated[JsonObject, _Keys(_Toleration)]
+Volume = Annotated[JsonObject, _Keys(_Volume)]
+VolumeMount = Annotated[JsonObject, _Keys(_VolumeMount)]
+PullSecret = Annotated[JsonObject, _Keys(_PullSecret)]
+PodTemplate = Annotated[JsonObject, _Keys(_PodTemplate)]

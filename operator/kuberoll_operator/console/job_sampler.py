@@ -12,8 +12,8 @@ import aiohttp
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.console.connection import Connection
-from kuberoll_operator.console.errors import sentence_of
-from kuberoll_operator.console.rates import Look, PodCounts, Row, counts_of, progress_of, row_of
+from kuberoll_operator.console.errors import describe_error
+from kuberoll_operator.console.rates import JobRow, JobSample, PodCounts, counts_of, progress_of, row_of
 from kuberoll_operator.kube.errors import Forbidden
 from kuberoll_operator.kube.resources import PODS, ROLLOUT_JOBS
 from kuberoll_operator.model import Object
@@ -26,7 +26,7 @@ _BY_STATUS: Final = "rates come from the status, which is updated about every 15
 _Key = tuple[str, str]
 
 
-class Jobs:
+class JobSampler:
     """Jobs of a namespace.
 
     Args:
@@ -38,20 +38,20 @@ class Jobs:
 
     def __init__(self, connection: Connection, namespace: str | None) -> None:
         self._connection, self._namespace = connection, namespace
-        self._before: dict[_Key, Look] = {}
-        self._by_status: dict[_Key, tuple[Look, Look]] = {}
+        self._before: dict[_Key, JobSample] = {}
+        self._by_status: dict[_Key, tuple[JobSample, JobSample]] = {}
         self._room = asyncio.Semaphore(CONCURRENCY)
         self._refused: str | None = None
         self.notes: list[str] = []
 
-    async def look(self) -> list[Row]:
+    async def sample(self) -> list[JobRow]:
         """The jobs now, with rates since the last call."""
         client = self._connection.client
         jobs = [job async for job in client.items(ROLLOUT_JOBS, self._namespace)]
         counts, asked = await self._counts([job for job in jobs if (job.get("status") or {}).get("phase") == "Running"])
         rows, looks = [], {}
         for job in sorted(jobs, key=_key):
-            look = Look(job, time.monotonic(), counts.get(_key(job), {}))
+            look = JobSample(job, time.monotonic(), counts.get(_key(job), {}))
             looks[_key(job)] = look
             rows.append(row_of(look, self._before_of(look)))
         self._before = looks
@@ -61,7 +61,7 @@ class Jobs:
             self.notes.append(f"{asked - answered} of {asked} workers do not answer through the API server")
         return rows
 
-    def _before_of(self, look: Look) -> Look | None:
+    def _before_of(self, look: JobSample) -> JobSample | None:
         """The sample to compare with: the last one, or for rates from the status the last with other numbers."""
         key = _key(look.job)
         last = self._before.get(key)
@@ -90,7 +90,7 @@ class Jobs:
             async with self._connection.access.session() as session:
                 answers = await asyncio.gather(*(self._ask(session, pod) for pod in pods))
         except Forbidden as error:
-            self._refused = f"{_BY_STATUS} ({sentence_of(error)})"
+            self._refused = f"{_BY_STATUS} ({describe_error(error)})"
             return {}, 0
         except _MayNotProxy:
             self._refused = (
