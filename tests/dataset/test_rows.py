@@ -199,7 +199,7 @@ def test_content_is_the_whole_row() -> None:
         ({"prompt": "x"}, "task_name is missing"),
         ({"prompt": "x", "task_name": "chess"}, "task_name: found 'chess'; the job's environments are a, b"),
         ({"prompt": "x", "task_name": ["a"]}, "task_name: found ['a']"),
-        ({"task_name": "a"}, "there is neither messages nor prompt"),
+        ({"task_name": "a"}, "messages and prompt are missing"),
         ({"task_name": "a", "prompt": "x", "messages": []}, "messages and prompt exclude each other"),
         ({"task_name": "a", "messages": []}, "messages: found an empty list; it must be a list of at least"),
         ({"task_name": "a", "prompt": 3}, "prompt: found a number 3"),
@@ -253,7 +253,7 @@ def test_content_is_the_whole_row() -> None:
         (batch(n=4), "body.n: the number of samples is the job's dataset.repeats"),
         (batch(response_format={"type": "json_object"}), "body.response_format: not supported"),
         (batch({"task_name": "a"}, stop=[1]), "body.stop: found a list; it must be a list of texts"),
-        ({"custom_id": "1", "body": {"prompt": "x"}}, "body: there is neither messages nor input"),
+        ({"custom_id": "1", "body": {"prompt": "x"}}, "body: messages and input are missing"),
     ],
 )  # fmt: skip
 def test_unusable_rows_name_the_row_and_the_field(row: Any, message: str) -> None:

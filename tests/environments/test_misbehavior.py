@@ -56,7 +56,7 @@ IN_WORDS = {
     "os_exit": "the environment's process ended with exit code 3",
     "kill": "the environment's process was ended by signal SIGKILL",
     "segfault": "the environment's process was ended by signal SIGSEGV",
-    "endless_message": "does not keep to its protocol",
+    "endless_message": "violates its protocol",
 }
 
 

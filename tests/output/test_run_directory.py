@@ -133,7 +133,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(RunRefused, match="cannot be made"):
+    with pytest.raises(RunRefused, match="cannot be created"):
         opened(tmp_path / "run", manifest())
 
 

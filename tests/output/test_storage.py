@@ -367,7 +367,7 @@ def test_a_lock_object_out_of_the_future_that_is_renewed_keeps_others_out(
 def test_a_foreign_lock_object_is_named_and_left_alone(held: bytes, s3: tuple[S3Server, str]) -> None:
     storage = open_storage(f"{s3[1]}/run")
     storage.write(".lock", held)
-    with pytest.raises(StorageError, match=r"/\.lock is not a lock of KubeRoll's: remove it"):
+    with pytest.raises(StorageError, match=r"/\.lock is not a lock of KubeRoll: remove it"):
         storage.lock()
     assert storage.read(".lock") == held
 

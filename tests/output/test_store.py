@@ -51,7 +51,7 @@ async def test_results_are_in_their_shards_and_shards_in_their_final_form(tmp_pa
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(record(8), "task_index 8 is none of the dataset's 8 tasks"), (record(6, 2), "rollout_index 2: no task")],
+    [(record(8), "task_index 8 is not one of the dataset's 8 tasks"), (record(6, 2), "rollout_index 2: no task")],
 )
 async def test_what_the_dataset_does_not_have_is_refused(tmp_path: Path, line: Any, words: str) -> None:
     (tmp_path / "shard-00000.jsonl").write_bytes(encode_line(line))

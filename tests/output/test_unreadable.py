@@ -24,7 +24,7 @@ def test_a_hundred_lines_are_named_and_the_rest_is_not(caplog: pytest.LogCapture
         "when it is resumed"
     )
     assert messages[99].startswith("x.jsonl:99: torn")
-    assert messages[100] == "more than 100 stored lines cannot be read; further ones are left out without a word"
+    assert messages[100] == "more than 100 stored lines cannot be read; further ones are left out silently"
 
 
 def test_what_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""From rows to prompt groups to samples, and which shard each belongs to."""
+"""Expansion of rows to prompt groups and samples, and their assignment to shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kuberoll_workers.rollouts.seeds import trajectory_seed
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """The samples that one row asks for: `rollout_indexes` of the task `task_index`, the first `keep` to finish."""
+    """Samples of one row: `rollout_indexes` of the task `task_index`, of which the first `keep` to finish are kept."""
 
     row: Row
     task_index: int
@@ -31,22 +31,22 @@ class PromptGroup:
 
 
 class _Tasks:
-    """The tasks met so far, some 150 bytes each: a million of them take 143 MB."""
+    """All tasks so far, at about 150 bytes each: a million of them take 143 MB."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._ends = array("q")
-        # Of the task's first row, for rows that name their task: what it holds and where it is.
+        # Content and place of the task's first row, for rows that name their task.
         self._contents = array("Q")
         self._sources = array("I")
         self._positions = array("q")
         self._source_numbers: dict[tuple[str, str], int] = {}
 
     def number(self, row: Row) -> int:
-        """The row's task: by its `task_id` where it has one, else by its content.
+        """Number of the row's task, identified by its `task_id` if it has one, else by its content.
 
         Raises:
-            DatasetError: Another row of the same `task_id` has another content.
+            DatasetError: Another row with the same `task_id` has different content.
         """
         if row.task_id is None:
             key, content = _digest(row.content, 16, b"content"), 0
@@ -61,8 +61,9 @@ class _Tasks:
             self._positions.append(row.place.number)
         elif self._contents[number] != content:
             raise DatasetError(
-                f"{row.where}: task_id: {row.task_id!r} is the task of {self._place(number)} already, and that row has "
-                "another content; rows of one task are equal. Give one of them another task_id (Gym: _ng_task_index)"
+                f"{row.where}: task_id: {row.task_id!r} is already the task of {self._place(number)}, and that row has "
+                "different content; rows of one task must be equal. Give one of them another task_id (Gym: "
+                "_ng_task_index)"
             )
         return number
 
@@ -82,17 +83,18 @@ def _digest(data: bytes, size: int, kind: bytes) -> int:
 
 
 def expand(rows: Iterable[Row], repeats: Mapping[str, int], *, oversample: int = 0) -> Iterator[PromptGroup]:
-    """Number tasks and rollouts; all samples of a row come together (order aabbcc).
+    """Number tasks and rollouts; all samples of a row are adjacent (order aabbcc).
 
-    Rows of the same `task_id`, or without one of the same content, are the same task, wherever they stand; a
-    duplicate continues the numbering of its rollouts. Memory: some 150 bytes a task.
+    Rows with the same `task_id`, or without one with the same content, are the same task, wherever they are; a
+    duplicate
+    continues the numbering of its rollouts. Memory: about 150 bytes per task.
 
     Args:
         repeats: Samples per row, by task name.
-        oversample: Samples of each row beyond those.
+        oversample: Additional samples per row.
 
     Raises:
-        DatasetError: Rows of one `task_id` differ.
+        DatasetError: Rows with the same `task_id` differ.
     """
     tasks = _Tasks()
     for row in rows:
@@ -110,11 +112,11 @@ def sample_groups(
     done: RunState,
     seed: int | None,
 ) -> Iterator[SampleGroup]:
-    """The groups of some shards that are still to be run, tokenized when they are asked for.
+    """Groups of some shards that still have to be run, tokenized on demand.
 
     Args:
-        done: What is there already.
-        seed: The job's base seed; None: no seeds.
+        done: State of the run so far.
+        seed: The job's base seed; None for random sampling.
     """
     wanted = frozenset(shards)
     for group in groups:
@@ -143,14 +145,14 @@ def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:
     """Render a row's chat once, for all samples of its group.
 
     Raises:
-        DatasetError: The model's chat template refuses the messages.
+        DatasetError: The model's chat template rejects the messages.
     """
     row = group.row
     try:
         ids = tokenizer.render_chat(row.messages)
     except Exception as error:
-        # Templates are programs: they raise what they like (a role they do not know, an order they forbid).
-        raise DatasetError(f"{row.where}: the model's chat template refuses these messages: {error}") from error
+        # Templates are programs and raise arbitrary errors (an unknown role, a forbidden order).
+        raise DatasetError(f"{row.where}: the model's chat template rejects these messages: {error}") from error
     return Prompt(
         task_index=group.task_index,
         task_name=row.task_name,
@@ -164,9 +166,9 @@ def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:
 
 
 def prompt_messages(messages: list[dict[str, Any]], ids: Any) -> Iterator[Message]:
-    """The prompt's messages, the last of them carrying the ids of the whole prompt.
+    """The prompt's messages; the last one carries the token ids of the whole prompt.
 
-    A template may write tokens between messages that belong to none, so ids are not split by message.
+    A template may write tokens between messages, so ids cannot be split by message.
     """
     for number, message in enumerate(messages, start=1):
         own = ids if number == len(messages) else token_array()

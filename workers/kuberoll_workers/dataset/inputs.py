@@ -1,4 +1,4 @@
-"""A look at the whole dataset before anything expensive starts."""
+"""Check of the whole dataset before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kuberoll_workers.dataset.rows import DatasetError, Row
 
 _ROWS_AHEAD = 256
 BLOCK_ROWS = 256
-"""Rows that have one digest, or fewer where they are large: they are compared before the first of them is run."""
+"""Maximum number of rows with a common digest, which is checked before the first of them is run."""
 
 _BLOCK_BYTES = 4 << 20
 
@@ -27,11 +27,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSummary:
-    """What a dataset comes to: counts, and a digest of what all rows say, in order, in whatever container they are.
+    """Summary of a dataset: counts, and a digest of the content of all rows in order, independent of the file format.
 
     Attributes:
-        rollouts: Samples of the task that has most of them, those beyond `repeats` included.
-        blocks: A digest of every `BLOCK_ROWS` rows, for those who read the rows again.
+        rollouts: Maximum number of samples of a task, including oversampling.
+        blocks: Digest of every block of rows, to verify later readings.
     """
 
     rows: int
@@ -43,24 +43,24 @@ class InputSummary:
     blocks: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The form in which a run's manifest holds it."""
+        """Form in a run's manifest."""
         return {"rows": self.rows, "trajectories": self.trajectories, "digest": self.digest}
 
 
 def prompt_groups(
     job: RolloutJob, *, base: Path, environment: EnvironmentSource, blocks: Sequence[str] | None = None
 ) -> Iterator[PromptGroup]:
-    """All prompt groups of a job in order; the same ones in every process that asks.
+    """All prompt groups of a job in order, the same in every process.
 
-    Files are read in a thread, some rows ahead: who takes the groups on an event loop does not wait for a network.
+    Files are read ahead in a thread, so that an event loop that takes the groups does not wait for the network.
 
     Args:
         base: The manifest's directory.
-        environment: Makes an environment by name, where rows are generated.
-        blocks: The digests of the rows that the run was checked with; None: whatever is there is taken.
+        environment: Creates an environment by name, if rows are generated.
+        blocks: Digests of the rows that the run was checked with; None to accept all rows.
 
     Raises:
-        DatasetError: A row is not usable, or the rows are not those of `blocks`.
+        DatasetError: A row is invalid, or the rows do not match `blocks`.
     """
     oversample = job.spec.rollout.groups.oversample
     rows: Iterator[Row] = _rows(job, base, environment)
@@ -73,30 +73,30 @@ def prompt_groups(
 
 
 def same_rows(rows: Iterable[Row], blocks: Sequence[str]) -> Iterator[Row]:
-    """The same rows, each handed on only when its block is known to be what it was when the digests were made.
+    """The same rows, each returned only after its block matched its digest.
 
     Raises:
-        DatasetError: Rows were changed, added or taken away since; names them.
+        DatasetError: Rows were changed, added or removed; the message names them.
     """
     expected = iter(blocks)
     number = 0
     for block in _blocks(rows):
         digest = next(expected, None)
         if digest is None:
-            raise _changed(f"it has more than {number} rows by now: {block[0].where} was not there")
+            raise _changed(f"it now has more than {number} rows: {block[0].where} is new")
         if _digest(block) != digest:
             raise _changed(f"rows {number + 1} to {number + len(block)} ({block[0].where} to {block[-1].where}) differ")
         number += len(block)
         yield from block
     if next(expected, None) is not None:
-        raise _changed(f"it has only {number} rows by now")
+        raise _changed(f"it now has only {number} rows")
 
 
 def _changed(what: str) -> DatasetError:
     return DatasetError(
-        f"spec.dataset: the rows are not those that this run was checked with: {what}. Rows that were changed would be "
-        "mixed with others under one digest: put back what it was and resume, or start another run with another "
-        "--output. Where an environment generates the rows, generate_dataset has to return the same ones each time"
+        f"spec.dataset: the rows are not those that this run was checked with: {what}. Changed rows would be "
+        "mixed with others under one digest: restore the dataset and resume, or start a new run with another "
+        "--output. If an environment generates the rows, generate_dataset must return the same ones each time"
     )
 
 
@@ -116,15 +116,15 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _digest(block: Iterable[Row]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for row in block:
-        # A row's length keeps two rows from being one.
+        # The length separates adjacent rows.
         digest.update(len(row.content).to_bytes(8, "little") + row.content)
     return digest.hexdigest()
 
 
 def read_ahead(items: Iterator[_Item], count: int) -> Generator[_Item]:
-    """The same items in the same order, taken in a thread of its own, at most `count` and one before they are wanted.
+    """The same items in the same order, read by a thread that is at most `count` + 1 items ahead.
 
-    What `items` raises is raised in its place. The thread ends with the generator.
+    Exceptions of `items` are raised at their position. The thread ends with the generator.
     """
     ready: queue.Queue[_Item | _End] = queue.Queue(count)
     stop = threading.Event()
@@ -149,7 +149,7 @@ def read_ahead(items: Iterator[_Item], count: int) -> Generator[_Item]:
             raise item.error
     finally:
         stop.set()
-        # The thread may be waiting for a place; what it adds after that finds one.
+        # The thread may be waiting for space in the queue; emptying it lets the thread end.
         with contextlib.suppress(queue.Empty):
             while True:
                 ready.get_nowait()
@@ -162,7 +162,7 @@ class _End:
 
 
 def repeats_of(job: RolloutJob) -> dict[str, int]:
-    """Samples per prompt, by environment name."""
+    """Number of samples per prompt, by environment name."""
     default = job.spec.dataset.repeats
     return {item.name: item.repeats if item.repeats is not None else default for item in job.spec.environments}
 
@@ -171,7 +171,7 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
     """Read and check every row once.
 
     Raises:
-        DatasetError: The first row that is not usable, or that there is none.
+        DatasetError: A row is invalid, or there are no rows.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -193,7 +193,7 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
         rollouts = max(rollouts, group.rollout_indexes.stop)
         counts[group.row.task_name] += group.keep
     if rows == 0:
-        raise DatasetError("spec.dataset: there is not a single row")
+        raise DatasetError("spec.dataset: there are no rows")
     return InputSummary(
         rows=rows,
         tasks=tasks,

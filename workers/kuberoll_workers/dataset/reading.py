@@ -1,4 +1,4 @@
-"""A job's dataset: from its source to checked rows."""
+"""Reading of a job's dataset: from its source to validated rows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kuberoll_workers.environments.outcome import EnvironmentFault
 __all__ = ["DatasetError", "EnvironmentSource", "Place", "Row", "parse_row", "read_rows"]
 
 EnvironmentSource = Callable[[str], EnvironmentInterface]
-"""Makes an environment by its name in the job; asked only where an environment generates its own rows."""
+"""Creates an environment by its name in the job; called only if an environment generates rows."""
 
 
 def read_rows(
     dataset: Dataset, *, base: Path, task_names: Sequence[str], environment: EnvironmentSource
 ) -> Iterator[Row]:
-    """All rows of a dataset in order, checked, up to its limit; files are streamed.
+    """All rows of a dataset in order, validated, up to its limit; files are streamed.
 
     Args:
-        base: Where relative paths start: the manifest's directory.
-        task_names: The names of the job's environments, in its order.
+        base: Directory of relative paths: the manifest's.
+        task_names: Names of the job's environments, in their order.
 
     Raises:
-        DatasetError: The source cannot be read, or a row is not usable.
+        DatasetError: The source cannot be read, or a row is invalid.
     """
     for place, row in itertools.islice(_raw_rows(dataset, base, task_names, environment), dataset.limit):
         yield parse_row(row, place=place, task_names=task_names, template=dataset.prompt_template)
@@ -76,7 +76,7 @@ def _generated_rows(
                 f"{FIELD}.generator: environment {name!r}: generate_dataset called sys.exit({error.code!r})"
             ) from error
         except Exception as error:
-            # The environment is the user's code: whatever it raises is about its rows.
+            # The environment is the user's code, so every exception concerns its rows.
             raise DatasetError(
                 f"{FIELD}.generator: environment {name!r}: generate_dataset raised {type(error).__name__}: {error}"
             ) from error

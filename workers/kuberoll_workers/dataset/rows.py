@@ -1,4 +1,4 @@
-"""What one dataset row must hold, in each of the forms in which people have their rows."""
+"""Validation of one dataset row, in any of the supported formats."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pydantic.alias_generators import to_camel
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_api.model.generation import Sampling
 
-# The seed is the run's: a row may not set it, or the samples of its group would all be one.
+# The run sets the seed: a seed in the row would make all samples of its group equal.
 _SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if name != "seed"}
 
-# A request's sampling, in the spellings of OpenAI's APIs and of vLLM.
+# Sampling parameters of a request, in the spelling of OpenAI's APIs and of vLLM.
 _PARAMETERS = {
     **{name: name for name in Sampling.model_fields if name not in ("greedy", "seed", "stop")},
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
 }
 _PROMPT_PARAMETERS = {"input", "messages", "instructions", "stop"}
-# What does not change which tokens a policy samples.
+# Parameters that do not change which tokens a policy samples.
 _IDLE_PARAMETERS = {
     "background", "include", "logprobs", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
     "safety_identifier", "service_tier", "store", "stream", "stream_options", "tool_choice", "top_logprobs",
@@ -36,24 +36,24 @@ _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
-# Gym's numbering of one rollout: with it the samples of a task would be different rows.
+# Gym's numbering of a rollout, which would make the samples of a task different rows.
 _ROLLOUT_FIELDS = ("_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id")
 _GYM_FIELDS = {
     "responses_create_params", "agent_ref", "task_name", "task_id", "sampling", "stop_strings", "idx", "metadata",
 }  # fmt: skip
 
 _ANSWERED = (
-    "the last message is the assistant's: as a prompt it would give the answer away. Move it to where the environment "
-    "looks for it: jq -c '.metadata.ground_truth = .messages[-1].content | del(.messages[-1])'"
+    "the last message is the assistant's: as a prompt it would give the answer away. Move it to the field that the "
+    "environment reads: jq -c '.metadata.ground_truth = .messages[-1].content | del(.messages[-1])'"
 )
 
 
 class DatasetError(ValueError):
-    """The dataset cannot be used; the message names the row and says how to mend it."""
+    """The dataset is invalid; the message names the row and the remedy."""
 
 
 class Place(NamedTuple):
-    """Where a row is, as text: `file:line`, `file[index]`, or its place in the manifest."""
+    """Position of a row as text: `file:line`, `file[index]`, or its path in the manifest."""
 
     before: str
     number: int
@@ -65,14 +65,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One checked row.
+    """One validated row.
 
     Attributes:
-        place: Names the row in errors.
-        content: The canonical JSON of the whole row: two rows with the same content are one task.
-        task_id: The row's own name for its task; rows with the same one are one task. None: its content decides.
-        messages: The prompt's chat messages, at least one, their contents texts.
-        metadata: First state of the episode.
+        place: Position of the row, for errors.
+        content: Canonical JSON of the whole row; rows with equal content are one task.
+        task_id: The row's own name of its task; rows with the same name are one task. None: the content decides.
+        messages: The prompt's chat messages, at least one, with text content.
+        metadata: Initial state of the episode.
         sampling: Overrides of the job's sampling, by snake_case name.
     """
 
@@ -93,11 +93,11 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class _Form:
-    """A row's fields by the names that plain rows have for them.
+    """Fields of a row, under the names of the plain format.
 
     Attributes:
-        messages: The prompt; None: the row has none, and needs the job's template.
-        called: What the row itself calls a field, where that is not its plain name.
+        messages: The prompt; None if the row has none and needs the job's template.
+        called: The row's own name of a field, if it differs from the plain format's.
     """
 
     messages: list[dict[str, Any]] | None
@@ -111,7 +111,7 @@ class _Form:
 
 
 def parse_row(row: Any, *, place: Place, task_names: Sequence[str], template: PromptTemplate | None) -> Row:
-    """Check one row.
+    """Validate one row.
 
     A plain row has its prompt in `messages` (chat messages) or `prompt` (text or chat messages), or the job has a
     promptTemplate over the row's fields; `task_name` names its environment (not needed when there is one only);
@@ -120,10 +120,10 @@ def parse_row(row: Any, *, place: Place, task_names: Sequence[str], template: Pr
     null counts as absent.
 
     Args:
-        task_names: The names of the job's environments, in its order.
+        task_names: Names of the job's environments, in their order.
 
     Raises:
-        DatasetError: Names the row and the field.
+        DatasetError: The row is invalid; the message names the row and the field.
     """
     where = str(place)
     if not isinstance(row, dict):
@@ -148,16 +148,17 @@ def parse_row(row: Any, *, place: Place, task_names: Sequence[str], template: Pr
 
 
 def canonical(value: Any, where: str) -> bytes:
-    """JSON that depends on what a value says alone: keys sorted, fields that are null left out, 1.0 written as 1.
+    """JSON that depends only on the meaning of a value: sorted keys, no null fields, 1.0 written as 1.
 
-    Containers differ in these: Parquet has nulls where JSON has no field, and floats in a column that has one.
+    File formats differ in these: Parquet has nulls for missing fields, and floats for integers in a column with a
+        float.
 
     Raises:
-        DatasetError: JSON has no form for the value.
+        DatasetError: JSON cannot represent the value.
     """
     try:
         said = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-        # Nulls (NaN is written as one too) and whole floats can be seen in the text; most rows have neither.
+        # Nulls (NaN is written as null, too) and whole floats are visible in the text; most rows have neither.
         if b"null" in said or b".0" in said:
             return orjson.dumps(_bare(value), option=orjson.OPT_SORT_KEYS)
         return said
@@ -210,7 +211,7 @@ def _batch_form(row: dict[str, Any], where: str) -> _Form:
     form = _plain_form({**row, "messages": None, "prompt": None}, where)
     form.messages = _request_messages(body, where, "body")
     if form.messages is None:
-        raise DatasetError(f"{where}: body: there is neither messages nor input; only chat requests can be read")
+        raise DatasetError(f"{where}: body: messages and input are missing; only chat requests can be read")
     _take_parameters(form, body, where, "body")
     form.idx = row["custom_id"] if form.idx is None else form.idx
     return form
@@ -235,7 +236,7 @@ def _gym_form(row: dict[str, Any], where: str) -> _Form:
 
 
 def _gym_metadata(row: Mapping[str, Any], metadata: Any, where: str) -> Any:
-    """Gym hands its environments the whole row: here what is beside the prompt is the episode's first state."""
+    """Initial state of a Gym row: Gym passes the whole row to its environments, so all fields beside the prompt."""
     rest = {key: value for key, value in row.items() if key not in _GYM_FIELDS and not key.startswith("_ng_")}
     if not isinstance(metadata, dict):
         return (rest or None) if metadata is None else metadata
@@ -248,7 +249,7 @@ def _gym_metadata(row: Mapping[str, Any], metadata: Any, where: str) -> Any:
 
 
 def _request_messages(params: Mapping[str, Any], where: str, name: str) -> list[dict[str, Any]] | None:
-    """The prompt of a request, of the Responses API or of chat completions."""
+    """Prompt of a request of the Responses API or of chat completions."""
     given, items, instructions = params.get("messages"), params.get("input"), params.get("instructions")
     if given is not None and items is not None:
         raise DatasetError(f"{where}: {name}: messages and input exclude each other: keep one")
@@ -273,12 +274,12 @@ def _input_message(item: Any, called: str) -> Any:
         return item
     kind = item.get("type")
     if kind not in (None, "message"):
-        raise DatasetError(f"{called}: found an item of type {kind!r}; a prompt can hold messages of text only")
+        raise DatasetError(f"{called}: found an item of type {kind!r}; a prompt can only contain text messages")
     return {key: item.get(key) for key in ("role", "content")}
 
 
 def _take_parameters(form: _Form, params: Mapping[str, Any], where: str, name: str) -> None:
-    """Take a request's sampling and stop strings into a form; the row's own go before them."""
+    """Copy a request's sampling and stop strings into a form; the row's own take precedence."""
     for key, value in params.items():
         if key in _PARAMETERS or key in _PROMPT_PARAMETERS or key in _IDLE_PARAMETERS or value in _NOTHING:
             continue
@@ -299,11 +300,11 @@ def _take_parameters(form: _Form, params: Mapping[str, Any], where: str, name: s
 
 def _why_refused(key: str) -> str:
     if key == "seed":
-        return "a row may not set it, every sample has a seed of its own (dataset.seedPerRepeat); remove it"
+        return "a row cannot set it, because every sample has its own seed (dataset.seedPerRepeat); remove it"
     if key == "n":
         return "the number of samples is the job's dataset.repeats; remove it"
     if key in ("tools", "functions"):
-        return "a policy is not offered tools; write them into the prompt, or remove them"
+        return "tools are not supported; describe them in the prompt, or remove them"
     return "not supported: it would change what is sampled; remove it"
 
 
@@ -332,9 +333,9 @@ def _checked_message(message: Any, called: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise DatasetError(f"{called}: a message is an object with a role and a content, texts")
-    # Chat templates ask whether a field is there, not whether it is null.
+    # Chat templates test whether a field exists, not whether it is null.
     given = {key: value for key, value in message.items() if value is not None}
-    # OpenAI's newer name for system; templates that do not know it drop the message without a word.
+    # OpenAI's newer name for system; templates that do not know it silently drop the message.
     given["role"] = "system" if role == "developer" else role
     given["content"] = _text(message.get("content"), called)
     return given
@@ -354,13 +355,13 @@ def _part_text(part: Any, called: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else _kind(part)
     text = part.get("text") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise DatasetError(f"{called}: found a part of type {kind!r}; a policy here reads text only")
+        raise DatasetError(f"{called}: found a part of type {kind!r}; only text is supported")
     return text
 
 
 def _templated(row: Mapping[str, Any], where: str, template: PromptTemplate | None) -> list[dict[str, Any]]:
     if template is None:
-        raise DatasetError(f"{where}: there is neither messages nor prompt, and the job has no dataset.promptTemplate")
+        raise DatasetError(f"{where}: messages and prompt are missing, and the job has no dataset.promptTemplate")
     texts = [("system", template.system), ("user", template.user)]
     return [{"role": role, "content": _fill(text, row, where)} for role, text in texts if text is not None]
 
@@ -388,7 +389,7 @@ def _task_name(form: _Form, where: str, task_names: Sequence[str]) -> str:
     if name not in task_names:
         raise DatasetError(
             f"{where}: {called}: found {name!r}; the job's environments are {', '.join(task_names)}. "
-            "Mend the row, or add the environment to spec.environments"
+            "Fix the row, or add the environment to spec.environments"
         )
     return str(name)
 
@@ -414,7 +415,7 @@ def _stop_strings(value: Any, where: str, called: str) -> tuple[str, ...] | None
 
 
 def _sampling(form: _Form, where: str) -> dict[str, Any]:
-    """A row's sampling overrides; keys in the manifest's camelCase or in vLLM's snake_case."""
+    """A row's sampling overrides; keys may be the manifest's camelCase or vLLM's snake_case."""
     if form.sampling is None:
         return {}
     if not isinstance(form.sampling, dict):
@@ -437,7 +438,7 @@ def _sampling(form: _Form, where: str) -> dict[str, Any]:
 
 
 def _snake_case(sampling: Mapping[str, Any], called: dict[str, str], name: str) -> dict[str, Any]:
-    """Sampling settings by our names for them; notes under which names the row has them."""
+    """Sampling settings by our names; records the row's own names."""
     named = {}
     for key, setting in sampling.items():
         if setting is not None:

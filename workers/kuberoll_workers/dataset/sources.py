@@ -1,4 +1,4 @@
-"""Files and hub datasets as streams of raw rows: memory does not grow with them."""
+"""Files and hub datasets as streams of raw rows, in constant memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 RawRow = tuple[Place, Any]
-"""A row that is not checked yet, and where it is."""
+"""Position and content of a row that is not validated yet."""
 
 FIELD = "spec.dataset.source"
 
@@ -37,7 +37,7 @@ _PARQUET_ROWS = 256
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _COMPRESSED = ("", ".gz", ".zst")
 
-# What a file is, is said by its first bytes: names lie, and signed URLs hide them.
+# The first bytes tell a file's format: names can be wrong, and signed URLs hide them.
 _PARQUET = b"PAR1"
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x50\x2a\x4d\x18": "zstd"}
 _UNREADABLE = {
@@ -52,16 +52,17 @@ _JSON_LINES = "the file must be JSON lines, one row on each line"
 
 
 def file_rows(uri: str, base: Path) -> Iterator[RawRow]:
-    """The rows of a file, of all files of a directory, or of all that a pattern (`data/*.jsonl.gz`) matches, by name.
+    """Rows of a file, of all files in a directory, or of all that match a pattern (`data/*.jsonl.gz`), sorted by name.
 
-    JSON lines, plain or compressed with gzip or Zstandard, and Parquet, in local paths and behind every fsspec URI.
-    What comes over http is copied to a temporary file first: servers do not wait for those who read slowly.
+    JSON lines, plain or compressed with gzip or Zstandard, and Parquet, at local paths and fsspec URIs. Files at http
+    URLs
+    are copied to a temporary file first, because servers do not wait for slow readers.
 
     Args:
-        uri: A path or URI; a relative path starts at `base`.
+        uri: Path or URI; a relative path starts at `base`.
 
     Raises:
-        DatasetError: It cannot be read, with file and line.
+        DatasetError: It cannot be read; the message names file and line.
     """
     uri = resolve_uri(uri, base)
     filesystem, path = _filesystem(uri)
@@ -72,7 +73,7 @@ def file_rows(uri: str, base: Path) -> Iterator[RawRow]:
 
 
 def resolve_uri(uri: str, base: Path) -> str:
-    """A URI as it is, or the path of a local file; relative paths start at `base`."""
+    """A URI unchanged, or the path of a local file; relative paths start at `base`."""
     scheme, separator, rest = uri.partition("://")
     if separator and scheme != "file":
         return uri
@@ -94,7 +95,7 @@ def _is_http(uri: str) -> bool:
 
 
 def _shown(uri: str) -> str:
-    """A URI for people: the query of a URL is often a signature."""
+    """A URI for messages, without the query of a URL, which is often a signature."""
     return uri.partition("?")[0] if _is_http(uri) else uri
 
 
@@ -107,17 +108,17 @@ def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
     if _is_http(uri):
         import aiohttp
 
-        # A long file takes long; what counts is that bytes keep coming.
+        # A long file takes long, so only pauses are limited.
         options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)}
     with _readable(_shown(uri), uri):
         filesystem, path = fsspec.core.url_to_fs(uri, **options)
-        # What was listed earlier in this process is not what is there now.
+        # Earlier listings of this process may be outdated.
         filesystem.invalidate_cache()
         return filesystem, str(path)
 
 
 def _files(filesystem: AbstractFileSystem, path: str, uri: str) -> list[str]:
-    """The files that a path names, by name."""
+    """Files that a path names, sorted by name."""
     if _is_http(uri):
         return [path]
     with _readable(uri, uri):
@@ -152,7 +153,7 @@ def _looks_like_rows(path: str) -> bool:
 
 @contextlib.contextmanager
 def _readable(where: str, uri: str) -> Iterator[None]:
-    """What goes wrong while reading becomes a DatasetError that names the file."""
+    """Convert errors of reading into a DatasetError that names the file."""
     try:
         yield
     except DatasetError:
@@ -162,7 +163,7 @@ def _readable(where: str, uri: str) -> Iterator[None]:
     except ImportError as error:
         raise DatasetError(f"{FIELD}.uri: {where}: {_missing_package(uri, error)}") from error
     except Exception as error:
-        # Every store's library has errors of its own: credentials, buckets, names, networks.
+        # Every store's library has its own errors: credentials, buckets, names, networks.
         reason = str(getattr(error, "strerror", None) or str(error) or repr(error)).replace(uri, where)
         raise DatasetError(f"{FIELD}.uri: {where}: {reason}") from error
 
@@ -200,7 +201,7 @@ def _container_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
 
 
 class _Decompressed(io.RawIOBase):
-    """What a compressed file holds; says which file is torn."""
+    """Content of a compressed file, with errors that name the file."""
 
     def __init__(self, file: IO[bytes], codec: str, where: str) -> None:
         import pyarrow
@@ -216,8 +217,8 @@ class _Decompressed(io.RawIOBase):
             return int(self._stream.readinto(buffer))
         except OSError as error:
             if error.errno is not None:
-                raise  # of the place that it is read from
-            raise DatasetError(f"{self._where}: the compressed file is torn or damaged: {error}") from error
+                raise  # an error of the storage
+            raise DatasetError(f"{self._where}: the compressed file is incomplete or damaged: {error}") from error
 
 
 def _decompressed(file: io.BufferedReader, codec: str, where: str) -> io.BufferedReader:
@@ -225,10 +226,10 @@ def _decompressed(file: io.BufferedReader, codec: str, where: str) -> io.Buffere
 
 
 def _json_rows(lines: io.BufferedReader, where: str) -> Iterator[RawRow]:
-    # Some editors write a byte-order mark; it is no part of the JSON.
+    # Some editors write a byte-order mark, which is not part of the JSON.
     if lines.peek(3)[:3] == b"\xef\xbb\xbf":
         lines.read(3)
-    # Looked at before the line is read: an array is often one line, however long.
+    # Checked before the line is read, because an array is often one very long line.
     if lines.peek(1)[:1] == b"[":
         raise DatasetError(f"{where}:1: found a JSON array; {_JSON_LINES}: jq -c '.[]' {where} > rows.jsonl")
     before = f"{where}:"
@@ -241,22 +242,22 @@ def _json_rows(lines: io.BufferedReader, where: str) -> Iterator[RawRow]:
             row = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             _refuse_line(text, place, error)
-        # The parser makes floats of integers that are too long for 64 bits; most lines have no number as long.
+        # The parser converts integers beyond 64 bits to floats; most lines have no such number.
         if _LONG_NUMBER.search(text) is not None:
             row = checked_integers(json.loads(text, parse_int=_integer), place)
         yield place, row
 
 
 def _integer(digits: str) -> int:
-    # Of thousands of digits, which Python takes long to read, the first say that there are too many.
+    # Python parses thousands of digits slowly; the first ones suffice to reject the number.
     return int(digits[:400])
 
 
 def checked_integers(value: Any, place: Place, path: str = "") -> Any:
-    """A row as it is, whose integers all fit into 64 bits.
+    """The row, unchanged, after a check that all integers fit into 64 bits.
 
     Raises:
-        DatasetError: One does not: records, aggregates and trainers could not hold it exactly.
+        DatasetError: One does not fit: records, aggregates and trainers could not represent it exactly.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -273,7 +274,7 @@ def checked_integers(value: Any, place: Place, path: str = "") -> Any:
 
 
 def _refuse_line(text: bytes, place: Place, error: orjson.JSONDecodeError) -> NoReturn:
-    """Say of a line that is no JSON what is wrong with it."""
+    """Raise an error that explains why a line is not JSON."""
 
     def constant(name: str) -> NoReturn:
         raise DatasetError(f"{place}: found {name}, which JSON does not have; write null, or remove the row") from error
@@ -287,7 +288,7 @@ def _refuse_line(text: bytes, place: Place, error: orjson.JSONDecodeError) -> No
         ) from error
     except (json.JSONDecodeError, RecursionError):
         pass
-    raise DatasetError(f"{place}: not a JSON object: {error}; {_JSON_LINES} (jq -c . writes it so)") from error
+    raise DatasetError(f"{place}: not a JSON object: {error}; {_JSON_LINES} (jq -c . produces them)") from error
 
 
 def _parquet_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
@@ -295,7 +296,7 @@ def _parquet_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
     import pyarrow.parquet
 
     try:
-        # Read by pages: a row group may be larger than the memory.
+        # Read in pages: a row group may be larger than memory.
         with pyarrow.parquet.ParquetFile(file, buffer_size=_CHUNK, pre_buffer=False) as parquet:
             before, number = f"{where}[", 0
             for batch in parquet.iter_batches(batch_size=_PARQUET_ROWS):
@@ -304,11 +305,11 @@ def _parquet_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
                     yield place, json_row(row, place)
                     number += 1
     except pyarrow.ArrowException as error:
-        raise DatasetError(f"{where}: not a Parquet file that can be read: {error}") from error
+        raise DatasetError(f"{where}: not a readable Parquet file: {error}") from error
 
 
 def hub_rows(source: HuggingFaceSource, base: Path) -> Iterator[RawRow]:
-    """The rows of a dataset of the Hugging Face hub, or of a local directory that `datasets` can load; streamed.
+    """Rows of a dataset of the Hugging Face hub, or of a local directory that `datasets` can load; streamed.
 
     Raises:
         DatasetError: The package is missing, or the dataset cannot be read.
@@ -332,18 +333,18 @@ def hub_rows(source: HuggingFaceSource, base: Path) -> Iterator[RawRow]:
     except DatasetError:
         raise
     except Exception as error:
-        # The hub's client, the loaders and the formats all raise kinds of their own.
+        # The hub's client, the loaders and the formats all have their own errors.
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise DatasetError(f"{field}: {source.name}: {type(error).__name__}: {reason}") from error
 
 
 def json_row(row: Any, place: Place) -> Any:
-    """A row of Python values as the JSON row that says the same.
+    """A row of Python values as JSON values.
 
-    Fields that are null are left out: a column has them where a JSON row has no field. Times become ISO 8601 texts.
+    Null fields are left out, because a column has nulls for missing fields. Times become ISO 8601 strings.
 
     Raises:
-        DatasetError: JSON has no form for a value; names the row and the field.
+        DatasetError: JSON cannot represent a value; the message names the row and the field.
     """
     return _json_value(row, place, "")
 
@@ -369,6 +370,6 @@ def _json_value(value: Any, place: Place, path: str) -> Any:
     if hasattr(value, "tolist"):  # numpy's arrays and numbers
         return _json_value(value.tolist(), place, path)
     raise DatasetError(
-        f"{place}: {path.lstrip('.')}: found a {type(value).__name__}, which JSON has no form for; remove the column, "
+        f"{place}: {path.lstrip('.')}: found a {type(value).__name__}, which JSON cannot represent; remove the column, "
         "or write it as text"
     )

@@ -1,4 +1,4 @@
-"""Environments: the interface, how they are found, where they run, and the built-in ones."""
+"""Environments: interface, registry, isolation, and the built-in ones."""
 
 from kuberoll_workers.environments.interface import EnvironmentInterface, EnvironmentReturn, UnusableRow
 from kuberoll_workers.environments.registry import BUILT_INS, UnusableEnvironment, create, resolve

@@ -1,6 +1,6 @@
-"""The process in which an environment runs: makes it, steps it, answers.
+"""Process in which an environment runs: creates it, steps it, and answers.
 
-Nothing here outlives the environment's own mischief: where an answer cannot be sent, the process ends.
+The process does not try to recover from what the environment does to it: if an answer cannot be sent, it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS = 256
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer until the channel is closed."""
+    """Answer requests until the channel is closed."""
     start = wire.decode_start(_receive(channel))
     try:
         environment = _make(start)
@@ -31,7 +31,7 @@ def serve(channel: socket.socket) -> None:
         _send(channel, wire.encode(wire.fault_message(_said(error))))
         return
     _send(channel, wire.encode(wire.Answer(False, [])))
-    # What is used from here on, the environment cannot exchange.
+    # Bound to local names, which the environment cannot replace.
     receive, send, decode, step = _receive, _send, wire.decode_request, _step
     while True:
         request = decode(receive(channel))
@@ -100,7 +100,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = channel.recv(min(size - len(data), 1 << 20))
         if not chunk:
-            # Nobody waits for an answer any more.
+            # The worker has closed the channel.
             os._exit(0)
         data += chunk
     return bytes(data)

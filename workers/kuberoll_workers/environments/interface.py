@@ -14,38 +14,38 @@ ChatMessage = dict[str, Any]
 Metadata = dict[str, Any] | None
 
 MetadataT = TypeVar("MetadataT", default=Any)
-"""For readers: what an environment keeps of an episode, where its class says so in brackets."""
+"""Documentation only: type of an episode's state, if the environment's class names it in brackets."""
 
 
 class UnusableRow(ValueError):
-    """The dataset's row is wrong: raise it from `step` where the metadata cannot be used, whatever the policy writes.
+    """The dataset's row is wrong; raise it from `step` if the metadata is unusable, whatever the policy writes.
 
-    The trajectory is given up at once as a failure of the data; neither another try nor another policy mends a row.
+    The trajectory fails permanently at once, as a failure of the data: neither a retry nor another policy would help.
     """
 
 
 class _Absent:
-    """Stands for a field that was not given; None is a value of its own."""
+    """Marker of a field that was not given, because None is a valid value."""
 
 
 _ABSENT = _Absent()
 
 
 class EnvironmentReturn(tuple[Any, ...]):
-    """What one `step` returns; every element has one entry per trajectory, in the order of the inputs.
+    """Result of one `step`; every element has one entry per trajectory, in the order of the inputs.
 
-    A named tuple of 5 elements, or of 6 when it is made with `answers`: environments and callers written before there
-    were answers unpack 5, those written since unpack 6. Positional and keyword arguments, attributes, `_replace`,
+    A named tuple of 5 elements, or of 6 if it is created with `answers`: older environments and callers without answers
+    unpack 5, newer ones 6. Positional and keyword arguments, attributes, `_replace`,
     `_asdict`, equality and pickling are those of a named tuple.
 
     Attributes:
         observations: The environment's messages, `{"role", "content"}`; an empty content adds no tokens.
-        metadata: The new episode states; `None` keeps the old one, in an element's place or as a whole.
+        metadata: The new episode states; `None` keeps the old state, as an element or as a whole.
         next_stop_strings: Stop strings of each trajectory's next generation; `None` clears them.
         rewards: Rewards of this turn: a sequence, array or tensor of numbers, or a dict of named ones (their sum
             counts).
-        terminateds: Whether each episode ended: a sequence, array or tensor of booleans.
-        answers: Extracted answers, for majority voting; None where they were not given.
+        terminateds: True for each episode that ended: a sequence, array or tensor of booleans.
+        answers: Extracted answers, for majority voting; None if they were not given.
     """
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class EnvironmentReturn(tuple[Any, ...]):
         return found
 
     def _asdict(self) -> dict[str, Any]:
-        # Without answers there are fewer values than names.
+        # Without answers there are fewer values than field names.
         return dict(zip(self._fields, self, strict=False))
 
     def _replace(self, **changes: Any) -> Self:
@@ -116,20 +116,22 @@ class EnvironmentReturn(tuple[Any, ...]):
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
-    """An environment that steps a batch of episodes.
+    """Interface of environments, which step batches of episodes.
 
-    Instances hold no episode state: everything an episode needs lives in its `metadata`, a JSON object. That is
-    what lets a step be retried, a trajectory move to another worker and a killed run resume.
-    The constructor takes one argument, the `config` object of the RolloutJob's environment.
+    Instances hold no episode state: everything that an episode needs is in its `metadata`, a JSON object. This allows a
+        step
+    to be retried, a trajectory to move to another worker, and a killed run to resume. The constructor takes one
+    argument,
+    the `config` object of the RolloutJob's environment.
     """
 
     @abc.abstractmethod
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
-        """Judge the last message of each log and answer it.
+        """Evaluate the last message of each log and answer it.
 
         Args:
             message_log_batch: One chat log per trajectory, from the prompt to the policy's newest message.
-            metadata: One episode state per trajectory, in the same order; not to be changed in place.
+            metadata: One episode state per trajectory, in the same order; must not be changed in place.
 
         Raises:
             UnusableRow: A row's metadata is wrong: the dataset is at fault, neither the policy nor the environment.
@@ -137,11 +139,11 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
 
     @abc.abstractmethod
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Called once, after the run, with all finished trajectories of this environment.
+        """Compute metrics; called once after the run, with all finished trajectories of this environment.
 
         Args:
             batch: A mutable mapping of columns, by task and rollout index: `message_log`, `extra_env_info`, `idx`,
-                `answer` (these are read when they are asked for), `task_name`, `task_index`, `rollout_index`,
+                `answer` (loaded on access), `task_name`, `task_index`, `rollout_index`,
                 `total_reward`, `stop_reason`, `turn_count`; one entry per trajectory.
 
         Returns:
@@ -149,10 +151,10 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
         """
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Make `count` dataset rows, the same ones for the same seed; optional.
+        """Generate `count` dataset rows, the same ones for the same seed; optional.
 
         Returns:
-            Rows with `messages` (the prompt's chat messages) and optionally `metadata` (the episode's first state),
+            Rows with `messages` (the prompt's chat messages) and optionally `metadata` (the initial episode state),
             `stop_strings` (of the first turn) and `idx`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generator: give the job a dataset.source.uri or rows")

@@ -1,4 +1,4 @@
-"""Where an environment's code runs: the event loop, a thread of the worker, or child processes (`processes`)."""
+"""Executors of environments: the event loop, a thread of the worker, or child processes (`processes`)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ Logs = list[list[ChatMessage]]
 EnvironmentFactory = Callable[[], Any]
 
 MAX_ABANDONED_THREADS = 16
-"""A thread cannot be killed. After so many hung steps the environment is given up instead of leaking one more."""
+"""Limit of threads that hung steps may block for good: threads cannot be killed."""
 
 
 class StepExecutor(Protocol):
-    """Runs batched steps of one environment, off the event loop."""
+    """Runs batched steps of one environment without blocking the event loop."""
 
     @property
     def parallel(self) -> int | None:
-        """Steps worth running at once; None: as many as there are."""
+        """Number of steps worth running concurrently; None for no limit."""
         ...
 
     async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
-        """Run one batched step, check what it returned and split it by trajectory.
+        """Run one batched step, validate its result and split it by trajectory.
 
         Raises:
             StepRaised, StepTimedOut, StepInvalid: The environment's fault.
-            RowFault: The environment said that the dataset's row is at fault.
+            RowFault: The environment reported an unusable dataset row.
         """
         ...
 
     async def close(self) -> None:
-        """Stop what was started."""
+        """Release all threads and processes."""
         ...
 
 
 class CoroutineExecutor:
-    """An environment whose `step` is a coroutine function runs on the event loop, any number of steps at once."""
+    """Runs an environment whose `step` is a coroutine function on the event loop, any number of steps concurrently."""
 
     parallel = None
 
@@ -58,7 +58,7 @@ class CoroutineExecutor:
         self._steps: set[asyncio.Task[Outcomes]] = set()
 
     async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
-        # A task of its own: code that will not be cancelled keeps its task, and nobody waits for it.
+        # A separate task: code that ignores cancellation keeps its task, and nothing waits for it.
         step = asyncio.create_task(self._step(logs, metadata))
         self._steps.add(step)
         step.add_done_callback(self._ended)
@@ -73,7 +73,7 @@ class CoroutineExecutor:
     def _ended(self, step: asyncio.Task[Outcomes]) -> None:
         self._steps.discard(step)
         if not step.cancelled():
-            # Looked at, so that asyncio does not report what nobody waits for any more.
+            # Retrieved, so that asyncio does not log it as never retrieved.
             step.exception()
 
     async def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
@@ -85,7 +85,7 @@ class CoroutineExecutor:
                 raise
             raise fault_of(error) from error
         except BaseException as error:
-            # The environment's own TimeoutError is not the time limit, its sys.exit() not the end of the program.
+            # The environment's own TimeoutError is not our time limit, and its sys.exit() must not end the program.
             raise fault_of(error) from error
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class CoroutineExecutor:
 
 
 class InlineExecutor:
-    """A plain environment runs in one daemon thread; a hung step costs that thread, not the run."""
+    """Runs a plain environment in one daemon thread; a hung step costs that thread, not the run."""
 
     parallel = 1
 
@@ -107,7 +107,7 @@ class InlineExecutor:
     async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
         if self._abandoned >= MAX_ABANDONED_THREADS:
             raise StepTimedOut(
-                f"{self._abandoned} steps of this environment hung and hold their threads for ever; "
+                f"{self._abandoned} steps of this environment hung and block their threads forever; "
                 "set isolation: Process, where a hung step is killed"
             )
         if self._thread is None:
@@ -123,8 +123,9 @@ class InlineExecutor:
             raise StepTimedOut(timed_out(self._timeout)) from error
 
     def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
-        # Checked, and exceptions turned into words, in this thread: both run code of the environment's objects, which
-        # may hang as well as the step itself. StopIteration and CancelledError would mean something to a future.
+        # Validation and error messages run code of the environment's objects, which may hang like the step itself, so
+        # they run
+        # in this thread, too. StopIteration and CancelledError have a special meaning to a future.
         try:
             returned = self._environment.step(logs, copies(metadata, self._any_metadata))
             return split_return(returned, len(logs), any_metadata=self._any_metadata)
@@ -140,18 +141,18 @@ class InlineExecutor:
 def make_executor(
     factory: EnvironmentFactory, *, isolation: str, processes: int, timeout: float, given: Sandbox | None = None
 ) -> StepExecutor:
-    """The executor for an environment.
+    """Create the executor of an environment.
 
     Args:
-        factory: Makes the environment; a `registry.PlainSpec` for isolation Process.
+        factory: Creates the environment; a `registry.PlainSpec` for isolation Process.
         isolation: `Inline` or `Process`.
-        processes: Child processes, with `Process`.
-        timeout: Seconds that one step may take.
-        given: The files and variables of child processes; None: nothing out of the ordinary.
+        processes: Maximum number of child processes, with `Process`.
+        timeout: Time limit of one step, in seconds.
+        given: Files and variables of child processes; None for the defaults.
     """
     if isolation == "Process":
         if not isinstance(factory, PlainSpec):
-            raise TypeError("isolation Process: child processes are told of an environment by a registry.PlainSpec")
+            raise TypeError("isolation Process: the environment must be given as a registry.PlainSpec")
         return ProcessExecutor(factory, processes=processes, timeout=timeout, given=given)
     environment = factory()
     if inspect.iscoroutinefunction(environment.step):
@@ -160,7 +161,7 @@ def make_executor(
 
 
 class DaemonThread:
-    """One thread that runs calls in order and does not keep the interpreter alive, unlike an executor's."""
+    """A thread that runs calls in order and, unlike an executor's, does not keep the interpreter alive."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = (
@@ -174,7 +175,7 @@ class DaemonThread:
         return future
 
     def abandon(self) -> None:
-        """Let the thread end after its present call."""
+        """Let the thread end after its current call."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -185,26 +186,26 @@ class DaemonThread:
             try:
                 result = call()
             except Exception as error:
-                # A future takes a StopIteration for the end of a generator.
+                # A future would treat a StopIteration as the end of a generator.
                 future.set_exception(fault_of(error) if isinstance(error, StopIteration) else error)
             except BaseException as error:
-                # sys.exit() in somebody's code ends that call and not the program.
+                # sys.exit() in the environment's code ends the call, not the program.
                 future.set_exception(fault_of(error))
             else:
                 future.set_result(result)
 
 
 def copies(metadata: list[Metadata], any_metadata: bool) -> list[Metadata]:
-    """Episode states for an environment to keep: what it changes in place must not be the trajectory's own."""
+    """Copies of episode states: changes in place by the environment must not reach the trajectory's own state."""
     return metadata if any_metadata else [None if state is None else own_copy(state) for state in metadata]
 
 
 def is_cancelled() -> bool:
-    """Whether the present task is being cancelled, as opposed to somebody's code having raised CancelledError."""
+    """True if the current task is being cancelled, False if foreign code raised CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def timed_out(timeout: float) -> str:
-    """What is said of a step that took too long."""
+    """Message for a step that exceeded its time limit."""
     return f"step took longer than stepTimeoutSeconds ({timeout:g} s)"

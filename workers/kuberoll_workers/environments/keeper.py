@@ -1,13 +1,15 @@
-"""Keeps one process of an environment, and whatever that one starts: when it is over, all of them are gone.
+"""Supervisor of one environment process and everything that it starts: at the end, all of these processes are gone.
 
-    python -m kuberoll_workers.environments.keeper CHANNEL CONTROL SCRATCH
+python -m kuberoll_workers.environments.keeper CHANNEL CONTROL SCRATCH
 
-CHANNEL and CONTROL are descriptors: the socket for the environment's process, and a pipe whose other end the worker
-holds. The keeper ends everything when that end is closed, be it on purpose or because the worker is dead, or when the
-environment's process has ended; then it removes the directory SCRATCH and ends in the same way as that process.
-What is printed goes to standard error, as far as it is not too much.
+CHANNEL and CONTROL are descriptors: the socket of the environment's process, and a pipe whose other end the worker
+holds.
+The keeper kills everything when that end is closed, on purpose or because the worker died, or when the environment's
+process has ended; then it removes the directory SCRATCH and exits in the same way as that process. Printed output goes
+to
+standard error, up to a limit.
 
-Processes whose parents are gone become the keeper's (it is their "subreaper"), so that none gets away.
+Orphaned processes become the keeper's children (it is their "subreaper"), so none escapes.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import time
 
 PRINTED_BYTES = 256 << 10
 PRINTED_BYTES_PER_SECOND = 4 << 10
-"""What a process may print: so much at once, and so much more per second on average. The rest is dropped."""
+"""Limits of the printed output: an initial amount, and an average rate. The rest is dropped."""
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _END_SECONDS = 10.0
 
 
 class _Printed:
-    """Passes on what was printed, within bounds."""
+    """Forwards printed output, within limits."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -43,7 +45,7 @@ class _Printed:
         self._write(data[: max(0, allowed)])
         self._passed += min(len(data), max(0, allowed))
         if len(data) > allowed and not self._dropping:
-            self._write(b"\n[an environment prints too much: some of it is left out here]\n")
+            self._write(b"\n[an environment prints too much: some of its output is omitted here]\n")
         self._dropping = len(data) > allowed
 
     @staticmethod
@@ -54,7 +56,7 @@ class _Printed:
 
 
 def keep(process: int, *, printed: int, control: int) -> int:
-    """Wait for the process or for the worker, then end all processes below this one; the process's wait status."""
+    """Wait for the end of the process or of the worker, then kill all descendants; returns its wait status."""
     ended = os.pidfd_open(process)
     poll = select.poll()
     for descriptor in (ended, control, printed):
@@ -69,7 +71,7 @@ def keep(process: int, *, printed: int, control: int) -> int:
                 passed.take(data)
             else:
                 poll.unregister(printed)
-        # Orphans of the environment are this process's to bury.
+        # This process must reap the environment's orphans.
         _bury(process)
     status = _end_all(process)
     os.set_blocking(printed, False)
@@ -94,7 +96,7 @@ def _end_all(process: int) -> int:
     status = 0
     deadline = time.monotonic() + _END_SECONDS
     with contextlib.suppress(ProcessLookupError):
-        # Its group at once: whoever multiplies faster than it is killed one by one dies so.
+        # The whole group at once: this also stops processes that fork faster than they can be killed one by one.
         os.killpg(process, signal.SIGKILL)
     while time.monotonic() < deadline:
         for child in _children():
@@ -118,14 +120,14 @@ def _children() -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
-                # A name may hold spaces and brackets; behind its end there are neither.
+                # The name may contain spaces and brackets; the fields after it do not.
                 if int(file.read().rpartition(b")")[2].split()[1]) == own:
                     found.append(int(name))
     return found
 
 
 def _become_environment(channel: int, printed: int) -> None:
-    """Run the environment in this process, which was forked for it; does not return."""
+    """Run the environment in this forked process; does not return."""
     code = 70
     try:
         os.setsid()
@@ -136,7 +138,7 @@ def _become_environment(channel: int, printed: int) -> None:
         for low, high in ((3, channel), (channel + 1, 65536)):
             os.closerange(low, high)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            # Where memory runs out, the environment is to go before the worker.
+            # If memory runs out, the environment is killed before the worker.
             file.write("500")
         from kuberoll_workers.environments.child import serve
 
@@ -150,7 +152,7 @@ def _become_environment(channel: int, printed: int) -> None:
 
 
 def main() -> None:
-    """The process's entry point."""
+    """Entry point of the process."""
     channel, control, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,7 +1,8 @@
-"""Landlock: a process gives up, for itself and all that it starts, the files that it does not need.
+"""Landlock: restricts this process, and all that it starts, to the files that it needs.
 
-The interface of Linux 5.13 and later (`Documentation/userspace-api/landlock.rst`), by number: C libraries have no
-functions for it.
+Uses the system calls of Linux 5.13 and later (`Documentation/userspace-api/landlock.rst`) by number, because C
+libraries
+have no functions for them.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 READ = EXECUTE | READ_FILE | READ_DIR
 """Read, execute and list."""
 DEVICE = READ_FILE | WRITE_FILE | READ_DIR | TRUNCATE | IOCTL_DEV
-"""Use what is there, make nothing new."""
+"""Use existing files, create none."""
 EVERYTHING = (1 << 16) - 1
 
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 
 
 class LandlockFailed(OSError):
-    """The kernel has Landlock but refused the rules."""
+    """The kernel has Landlock but rejected the rules."""
 
 
 def abi() -> int:
-    """The version of the kernel's Landlock; 0: it has none, or it is switched off, or seccomp forbids it."""
+    """Version of the kernel's Landlock; 0 if it has none, it is switched off, or seccomp forbids it."""
     if sys.platform != "linux":
         return 0
     return max(0, _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION)))
 
 
 def restrict(rules: Iterable[tuple[str, int]]) -> None:
-    """Restrict this thread, and what it starts, to some files; for good.
+    """Restrict this thread, and all that it starts, to some files, irrevocably.
 
-    Processes outside can then be neither traced nor, from ABI 6 on, sent signals or reached by abstract sockets.
+    It can then no longer trace processes outside or, from ABI 6 on, send them signals or reach their abstract sockets.
 
     Args:
-        rules: Paths with the rights to them and all below them. Paths that are not there are passed over.
+        rules: Paths, and the rights to them and everything below. Paths that do not exist are skipped.
 
     Raises:
-        LandlockFailed: It could not be done; nothing is restricted then.
+        LandlockFailed: The kernel rejected the rules; nothing is restricted.
     """
     version = abi()
     handled = _handled(version)
@@ -73,7 +74,7 @@ def restrict(rules: Iterable[tuple[str, int]]) -> None:
 
 
 def _handled(version: int) -> int:
-    # Rights of later versions are unknown to an older kernel: it would refuse the whole ruleset.
+    # An older kernel does not know the rights of later versions and would reject the whole ruleset.
     known = EVERYTHING & ~(REFER | TRUNCATE | IOCTL_DEV)
     for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):
         if version >= since:
@@ -84,7 +85,7 @@ def _handled(version: int) -> int:
 def _add(ruleset: int, path: str, rights: int) -> None:
     beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        if not os.path.isdir(f"/proc/self/fd/{beneath}"):  # noqa: PTH112 - the module stays as small as it can
+        if not os.path.isdir(f"/proc/self/fd/{beneath}"):  # noqa: PTH112 - the module stays as small as possible
             rights &= _OF_FILES
         rule = struct.pack("=Qi", rights, beneath)
         result = _syscall(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))

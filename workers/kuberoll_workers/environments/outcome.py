@@ -1,4 +1,4 @@
-"""One trajectory's part of what a batched environment step returned, checked for what a record can hold."""
+"""Outcome of a batched environment step for each trajectory, validated for storage."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, 
 from kuberoll_workers.environments.interface import Metadata, UnusableRow
 
 MAX_TEXT = 1 << 20
-"""Most characters of an observation, and of an answer."""
+"""Maximum length of an observation, and of an answer, in characters."""
 MAX_NAME = 256
-"""Most characters of a role, and of a reward's name."""
+"""Maximum length of a role, and of a reward's name, in characters."""
 MAX_REWARDS = 256
-"""Most named rewards of one turn."""
+"""Maximum number of named rewards of one turn."""
 MAX_STOPS = 256
-"""Most stop strings of one turn."""
+"""Maximum number of stop strings of one turn."""
 MAX_STOP = 4096
-"""Most characters of a stop string."""
+"""Maximum length of a stop string, in characters."""
 
-# Halfway between the largest float32 and what would come after it: from here on rounding ends at infinity.
+# Halfway between the largest float32 and the next power of two: from here on, rounding gives infinity.
 _BEYOND_FLOAT32 = (2 - 2**-24) * 2.0**127
 
 
 class EnvironmentFault(Exception):
-    """An environment did not do its part; the message is of bounded length and valid Unicode."""
+    """Failure of an environment; the message has bounded length and is valid Unicode."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -36,26 +36,26 @@ class StepRaised(EnvironmentFault):
 
 
 class StepTimedOut(EnvironmentFault):
-    """The environment's `step` took longer than its time limit."""
+    """The environment's `step` exceeded its time limit."""
 
 
 class StepInvalid(EnvironmentFault):
-    """The environment's `step` returned something that is not an EnvironmentReturn for its inputs."""
+    """The environment's `step` did not return a valid EnvironmentReturn for its inputs."""
 
 
 class RowFault(EnvironmentFault):
-    """The environment said that the dataset's row is wrong (`UnusableRow`): another try cannot mend it."""
+    """The environment reported an unusable dataset row (`UnusableRow`); a retry would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step means for one trajectory.
+    """Outcome of one step for one trajectory.
 
     Attributes:
         role, content: The observation; an empty content adds no tokens.
         metadata: The new episode state; None keeps the old one.
-        stop_strings: Of the next generation; None clears them.
-        reward: Of this turn: the sum of `reward_parts` where rewards are named.
+        stop_strings: Stop strings of the next generation; None clears them.
+        reward: Reward of this turn: the sum of `reward_parts` if rewards are named.
     """
 
     role: str
@@ -69,10 +69,10 @@ class StepOutcome:
 
 
 class Outcomes(list[StepOutcome | EnvironmentFault]):
-    """One entry per trajectory; a fault where that trajectory's own part is nothing that a record can hold.
+    """One entry per trajectory: its outcome, or a fault if its part of the result is invalid.
 
     Attributes:
-        answered: Whether the environment returned answers, be they None.
+        answered: True if the environment returned answers, even if they are None.
     """
 
     def __init__(self, outcomes: Sequence[StepOutcome | EnvironmentFault], *, answered: bool) -> None:
@@ -81,17 +81,17 @@ class Outcomes(list[StepOutcome | EnvironmentFault]):
 
 
 def split_return(returned: Any, size: int, *, any_metadata: bool = False) -> Outcomes:
-    """Check a batched EnvironmentReturn (5 or 6 fields, or any tuple of that form) and split it by trajectory.
+    """Validate a batched EnvironmentReturn (5 or 6 fields, or any tuple of that form) and split it by trajectory.
 
-    Runs code of the environment's objects (`__repr__`, `tolist`): call it where the environment itself may run.
+    Runs code of the environment's objects (`__repr__`, `tolist`), so call it only where the environment may run.
 
     Args:
-        returned: What `step` returned.
+        returned: Return value of `step`.
         size: Number of trajectories that were stepped.
-        any_metadata: Let metadata through as it is, for callers that neither store nor send it.
+        any_metadata: Pass metadata through unchanged, for callers that neither store nor send it.
 
     Raises:
-        StepInvalid: A field as a whole is wrong, so that no trajectory has its part of it.
+        StepInvalid: A whole field is invalid, so no trajectory has an outcome.
     """
     if not isinstance(returned, tuple) or len(returned) not in (5, 6):
         raise StepInvalid(
@@ -129,20 +129,20 @@ def split_return(returned: Any, size: int, *, any_metadata: bool = False) -> Out
 
 
 def check_reward(total: float, where: str = "rewards") -> None:
-    """Refuse a sum of rewards that float32, in which trainers have it, cannot hold.
+    """Reject a sum of rewards that float32, which trainers use, cannot represent.
 
     Raises:
-        StepInvalid: Names the sum.
+        StepInvalid: The message names the sum.
     """
     if not -_BEYOND_FLOAT32 < total < _BEYOND_FLOAT32:
         raise StepInvalid(f"{where} is {total:g}; a reward must be finite as a 32-bit float")
 
 
 def check_outcome(outcome: StepOutcome) -> None:
-    """Refuse what no `split_return` would have made; metadata apart.
+    """Reject an outcome that `split_return` would not have created; metadata is not checked.
 
     Raises:
-        StepInvalid, NotPlain: Names the field.
+        StepInvalid, NotPlain: The message names the field.
     """
     _text("observation.role", outcome.role, MAX_NAME)
     _text("observation.content", outcome.content, MAX_TEXT)
@@ -157,7 +157,7 @@ def check_outcome(outcome: StepOutcome) -> None:
 
 
 def fault_of(error: BaseException) -> EnvironmentFault:
-    """The typed fault for what a step raised, whatever its class makes of it."""
+    """The fault for an exception of a step, of whatever class."""
     if isinstance(error, EnvironmentFault):
         return error
     if isinstance(error, NotPlain):
@@ -168,7 +168,7 @@ def fault_of(error: BaseException) -> EnvironmentFault:
 
 
 SCALAR = ""
-"""Name under which an unnamed reward travels inside this module."""
+"""Internal name of an unnamed reward."""
 
 
 def _outcome(
@@ -193,7 +193,7 @@ def _outcome(
 
 
 def _text(where: str, value: Any, limit: int) -> str:
-    # What nearly all texts are; the rest is looked at in detail.
+    # Fast path for nearly all texts.
     if type(value) is str and len(value) <= limit and value.isascii():
         return value
     if not isinstance(value, str):
@@ -215,7 +215,7 @@ def _stops(index: int, stops: Any) -> tuple[str, ...] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays, tensors and their elements, of any library, as Python's own lists and numbers."""
+    """Arrays, tensors and their elements, of any library, as Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -226,7 +226,7 @@ def _is_list(value: Any) -> bool:
 def _flag(index: int, value: Any) -> bool:
     if value is True or value is False:
         return bool(value)
-    # 0 and 1 are how numeric tensors say it.
+    # Numeric tensors use 0 and 1.
     plain = _plain(value)
     if not isinstance(plain, bool | int | float) or plain not in (0, 1):
         raise StepInvalid(f"terminateds[{index}] is {repr_of(value)}; it must be a boolean")
@@ -262,7 +262,7 @@ def _reward_parts(rewards: Any, size: int) -> dict[str, Sequence[Any]]:
         raise StepInvalid("rewards has rows of different lengths; each trajectory needs the same number of rewards")
     if width > MAX_REWARDS:
         raise StepInvalid(f"rewards has {width} rewards for each trajectory; at most {MAX_REWARDS} are taken")
-    # A matrix, one column for each of several rewards: NeMo RL's names for these.
+    # A matrix with one column per reward, under NeMo RL's names.
     return {f"reward{number + 1}": [row[number] for row in column] for number in range(width)}
 
 

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: killed when a step takes too long, replaced when they are gone."""
+"""Environments in child processes, which are killed when a step takes too long and replaced when they are gone."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironmen
 from kuberoll_workers.environments.sandbox import Sandbox
 
 START_SECONDS = 300.0
-"""Longest that an environment's process may take until its environment is made, before its first step."""
+"""Time limit for the start of a process, including the creation of the environment."""
 _END_SECONDS = 20.0
 
 _log = logging.getLogger(__name__)
 
 
 class ProcessExecutor:
-    """An environment in processes of its own, each with its own instance; a hung step's process is killed."""
+    """Runs an environment in child processes, each with its own instance; the process of a hung step is killed."""
 
     def __init__(self, spec: PlainSpec, *, processes: int, timeout: float, given: Sandbox | None = None) -> None:
         """
         Args:
-            processes: Processes at most; each is started when it is first needed.
-            timeout: Seconds that one step may take.
-            given: The files and variables that they get; None: nothing out of the ordinary.
+            processes: Maximum number of processes; each is started when it is first needed.
+            timeout: Time limit of one step, in seconds.
+            given: Files and variables of the processes; None for the defaults.
         """
         self.parallel = processes
         self._spec = spec
@@ -53,7 +53,9 @@ class ProcessExecutor:
         try:
             message = wire.encode(wire.step_of(logs, metadata))
         except (TypeError, UnicodeEncodeError) as error:
-            raise StepRaised(f"step could not be asked: its inputs are no plain data: {error}") from error
+            raise StepRaised(
+                f"step could not be sent to the process: its inputs are not plain data: {error}"
+            ) from error
         async with self._places:
             process = self._idle.pop() if self._idle else await self._start()
             whole = False
@@ -69,12 +71,12 @@ class ProcessExecutor:
             except TimeoutError as error:
                 raise StepTimedOut(f"step took longer than stepTimeoutSeconds ({self._timeout:g} s)") from error
             except wire.Garbled as error:
-                raise StepRaised(f"the environment's process does not keep to its protocol: {error}") from error
+                raise StepRaised(f"the environment's process violates its protocol: {error}") from error
             except (EOFError, OSError) as error:
                 end = await self._end(process)
                 raise StepRaised(f"the environment's process {end}") from error
             finally:
-                # In every other case somebody's step is still going on in it, or nothing it says can be believed.
+                # In all other cases a step is still running in it, or it cannot be trusted.
                 if whole:
                     self._idle.append(process)
                 else:
@@ -92,7 +94,7 @@ class ProcessExecutor:
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The thread starts it all the same.
+            # The thread starts it nevertheless.
             starting.add_done_callback(lambda started: started.exception() or self._end(started.result()))
             raise
         except OSError as error:
@@ -106,18 +108,20 @@ class ProcessExecutor:
         except TimeoutError as error:
             self._end(process)
             raise StepTimedOut(
-                f"environment {self._spec.name!r}: it was not made within {START_SECONDS:g} s"
+                f"environment {self._spec.name!r}: it was not created within {START_SECONDS:g} s"
             ) from error
         except (EOFError, OSError, wire.Garbled) as error:
             end = await self._end(process)
-            raise StepRaised(f"environment {self._spec.name!r}: while it was being made its process {end}") from error
+            raise StepRaised(
+                f"environment {self._spec.name!r}: its process {end} while the environment was being created"
+            ) from error
         except BaseException:
             self._end(process)
             raise
         return process
 
     def _end(self, process: _Process) -> asyncio.Task[str]:
-        """End a process, once; the task says how it ended."""
+        """End a process, once; the task's result describes how it ended."""
         if process.ending is None:
             process.ending = asyncio.create_task(process.end())
             self._ending.add(process.ending)
@@ -134,7 +138,7 @@ class _Process:
         self._channel, theirs = socket.socketpair()
         watched, self._control = os.pipe()
         try:
-            # Its own session: a Ctrl-C at the terminal is the worker's to act on.
+            # Its own session: only the worker reacts to a Ctrl-C at the terminal.
             self._keeper = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "kuberoll_workers.environments.keeper"),
@@ -153,18 +157,18 @@ class _Process:
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self, spec: PlainSpec, given: Sandbox) -> None:
-        """Have the environment made.
+        """Create the environment in the process.
 
         Raises:
-            EnvironmentFault: Why it could not be made.
+            EnvironmentFault: The environment could not be created.
             EOFError, OSError: The process is gone.
-            Garbled: It said something else.
+            Garbled: The process sent an invalid message.
         """
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
         wire.decode_answer(await self.ask(self.first_message(spec, given)), 0)
 
     def first_message(self, spec: PlainSpec, given: Sandbox) -> bytes:
-        """What it is to make."""
+        """The message that creates the environment."""
         return wire.encode(
             wire.Start(
                 name=spec.name,
@@ -183,7 +187,7 @@ class _Process:
 
         Raises:
             EOFError, OSError: The process is gone.
-            Garbled: It does not answer in messages.
+            Garbled: The process sent an invalid message.
         """
         assert self._reader is not None
         assert self._writer is not None
@@ -192,13 +196,13 @@ class _Process:
         return await self._reader.readexactly(wire.length(await self._reader.readexactly(wire.HEADER.size)))
 
     def ask_now(self, message: bytes) -> bytes:
-        """`ask`, without an event loop; for a process that was not started with one."""
+        """`ask` without an event loop, for a process that was not started with one."""
         self._channel.settimeout(START_SECONDS)
         self._channel.sendall(message)
         return self.next_now()
 
     def next_now(self) -> bytes:
-        """One more answer to the last `ask_now`."""
+        """The next answer to the last `ask_now`."""
         return self._exactly(wire.length(self._exactly(wire.HEADER.size)))
 
     def _exactly(self, size: int) -> bytes:
@@ -211,13 +215,13 @@ class _Process:
         return bytes(data)
 
     def end_now(self) -> str:
-        """`end`, without an event loop."""
+        """`end` without an event loop."""
         os.close(self._control)
         self._channel.close()
         return self._wait()
 
     async def end(self) -> str:
-        """End it, with all that it started; how it ended, as a predicate."""
+        """End the process and all that it started; returns how it ended, as a predicate."""
         os.close(self._control)
         if self._writer is not None:
             self._writer.close()
@@ -242,13 +246,13 @@ class _Process:
 
 
 class ProcessEnvironment(EnvironmentInterface):
-    """An environment of which nothing runs in this process: stands for it where rows are made and jobs are checked."""
+    """Proxy of an environment in a child process, for checking jobs and generating rows."""
 
     def __init__(self, spec: PlainSpec, given: Sandbox | None = None) -> None:
-        """Make the environment once, in a process of its own.
+        """Create the environment once, in a child process.
 
         Raises:
-            UnusableEnvironment: It cannot be made.
+            UnusableEnvironment: It cannot be created.
         """
         self._spec = spec
         self._sandbox = given or Sandbox()
@@ -256,10 +260,10 @@ class ProcessEnvironment(EnvironmentInterface):
             pass
 
     def generate_dataset(self, count: int, seed: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
-        """The environment's rows, as they are made.
+        """The environment's rows, as they are generated.
 
         Raises:
-            EnvironmentFault: There are none, or the process ended.
+            EnvironmentFault: The environment has no generator, it failed, or the process ended.
         """
         with self._process() as process:
             try:
@@ -273,10 +277,10 @@ class ProcessEnvironment(EnvironmentInterface):
                 raise StepRaised("generate_dataset: the environment's process ended, or did not answer") from error
 
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
-        raise NotImplementedError("steps are a ProcessExecutor's")
+        raise NotImplementedError("steps run in a ProcessExecutor")
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        raise NotImplementedError("aggregates are made in the process that reads the trajectories")
+        raise NotImplementedError("aggregates are computed in the process that reads the trajectories")
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[_Process]:
@@ -290,7 +294,7 @@ class ProcessEnvironment(EnvironmentInterface):
             except (EOFError, OSError, wire.Garbled) as error:
                 raise UnusableEnvironment(
                     f"environment {self._spec.name!r}: its process ended, or took longer than {START_SECONDS:g} s, "
-                    "while the environment was being made"
+                    "while the environment was being created"
                 ) from error
             yield process
         finally:
@@ -299,7 +303,7 @@ class ProcessEnvironment(EnvironmentInterface):
 
 @functools.cache
 def _prepare() -> None:
-    """What is to be done once before the first process of an environment is started."""
+    """Preparations before the first process of an environment is started."""
     sandbox.close_to_others()
     if landlock.abi() == 0:
         _log.warning(

@@ -1,4 +1,4 @@
-"""From what a RolloutJob says about an environment to the object that answers."""
+"""Registry: from the description of an environment in a RolloutJob to its object."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ BUILT_INS: Mapping[str, str] = {
     "math": "kuberoll_workers.environments.builtin.math.answers:MathAnswersEnvironment",
     "sliding_puzzle": "kuberoll_workers.environments.builtin.sliding_puzzle:SlidingPuzzleEnvironment",
 }
-"""Built-in environments by `type`. Modules are imported only when they are asked for."""
+"""Built-in environments by `type`; their modules are imported on demand."""
 
 EnvironmentClass = type[EnvironmentInterface]
-"""A class of environments; it may only look like one."""
+"""A class of environments, possibly by duck typing."""
 
-# All that somebody's code may raise; Ctrl-C is the user's own.
+# Everything that foreign code may raise, except KeyboardInterrupt, which is the user's.
 _RAISED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 _METHODS = ("step", "global_post_process_and_metrics")
 
 
 class UnusableEnvironment(ValueError):
-    """The job asks for an environment that is not there or cannot be made; the message says what to do."""
+    """The environment does not exist or cannot be created; the message names the remedy."""
 
 
 class EnvironmentSpec(Protocol):
-    """What `create` reads of a RolloutJob's environment (`kuberoll_api.model.environments.Environment` is one)."""
+    """Fields of a RolloutJob's environment that `create` reads, as in `kuberoll_api.model.environments`."""
 
     @property
     def name(self) -> str: ...
@@ -49,10 +49,10 @@ class EnvironmentSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainSpec:
-    """An environment as plain data, which can be sent to another process; called, it makes the environment.
+    """An environment as plain data that can be sent to another process; calling it creates the environment.
 
     Attributes:
-        config: JSON types only.
+        config: Constructor argument, JSON types only.
     """
 
     name: str
@@ -69,17 +69,17 @@ class PlainSpec:
 
 
 def resolve(*, type: str | None = None, entrypoint: str | None = None) -> EnvironmentClass:
-    """The class of an environment.
+    """Find the class of an environment.
 
-    A class need not derive from EnvironmentInterface: having its two methods is enough, so that environments written
-    for other frameworks run unchanged.
+    A class with the two methods of EnvironmentInterface need not derive from it, so environments written for other
+    frameworks run unchanged.
 
     Args:
         type: Name of a built-in.
-        entrypoint: The user's own class, `package.module:Class`. Exactly one of the two is given.
+        entrypoint: The user's own class, `package.module:Class`. Exactly one of the two must be given.
 
     Raises:
-        UnusableEnvironment: There is no such environment, or its module cannot be imported.
+        UnusableEnvironment: The environment does not exist, or its module cannot be imported.
     """
     if (type is None) == (entrypoint is None):
         raise UnusableEnvironment("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
@@ -95,17 +95,17 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing or not callable(found):
         raise UnusableEnvironment(
-            f"entrypoint: {entrypoint} is no environment: it must be a class with {' and '.join(_METHODS)}; "
+            f"entrypoint: {entrypoint} is not an environment: it must be a class with {' and '.join(_METHODS)}; "
             f"missing: {', '.join(missing) or 'it is not a class'}"
         )
     return cast("EnvironmentClass", found)
 
 
 def create(spec: EnvironmentSpec) -> EnvironmentInterface:
-    """Make the environment of a job.
+    """Create the environment of a job.
 
     Raises:
-        UnusableEnvironment: It cannot be found, or its constructor refused the config.
+        UnusableEnvironment: It cannot be found, or its constructor raised an exception.
     """
     try:
         return resolve(type=spec.type, entrypoint=spec.entrypoint)(copy.deepcopy(dict(spec.config)))  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Steps trajectories one by one for the loop, and in batches for the environment."""
+"""Runner: takes steps of single trajectories from the loop, and sends them to the environment in batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class _Waiting:
 
 
 class EnvironmentRunner:
-    """One environment as the loop sees it.
+    """Interface of one environment to the loop.
 
-    Whatever waits when the environment becomes free goes into one `step` call: no time is lost waiting for a batch
-    to fill, and a busy environment is called with large ones. A step over one trajectory costs a thread or process
-    switch, over a batch hardly more.
+    All steps that wait when the environment becomes free go into one `step` call: no time is lost waiting for a full
+        batch,
+    and a busy environment gets large ones. A call costs a thread or process switch, whatever the size of the batch.
     """
 
     def __init__(self, executor: StepExecutor, *, max_batch: int) -> None:
@@ -39,8 +39,8 @@ class EnvironmentRunner:
         """Step one trajectory.
 
         Raises:
-            EnvironmentFault: Why this trajectory could not be stepped. A fault of another trajectory in the same
-                batch never shows here.
+            EnvironmentFault: This trajectory could not be stepped. Faults of other trajectories in the same batch never
+                appear here.
         """
         waiting = _Waiting(log, metadata)
         self._waiting.append(waiting)
@@ -50,12 +50,12 @@ class EnvironmentRunner:
     async def step_batch(
         self, logs: Sequence[list[ChatMessage]], metadata: Sequence[Metadata]
     ) -> list[StepOutcome | BaseException]:
-        """Step several trajectories; a fault stands in the place of its trajectory."""
+        """Step several trajectories; the result of a failed one is its fault."""
         steps = (self.step(log, state) for log, state in zip(logs, metadata, strict=True))
         return await asyncio.gather(*steps, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop the environment; what still waits is cancelled."""
+        """Stop the environment; waiting steps are cancelled."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -65,7 +65,7 @@ class EnvironmentRunner:
         await self._executor.close()
 
     def _schedule(self) -> None:
-        # Deferred to the end of this turn of the event loop, so that steps asked for together travel together.
+        # Deferred to the end of this iteration of the event loop, so that steps requested together share a batch.
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -75,7 +75,7 @@ class EnvironmentRunner:
         parallel = self._executor.parallel
         while self._waiting and (parallel is None or len(self._running) < parallel):
             batch: list[_Waiting] = []
-            # A coroutine environment has no reason to make one episode wait for another.
+            # With a coroutine environment, no episode needs to wait for another.
             size = 1 if parallel is None else min(self._max_batch, -(-len(self._waiting) // parallel))
             while self._waiting and len(batch) < size:
                 waiting = self._waiting.popleft()
@@ -111,7 +111,7 @@ class EnvironmentRunner:
             elif len(batch) == 1:
                 _fail(waiting, outcome)
             else:
-                # One bad episode may spoil a whole call: stepping each alone tells which it is.
+                # One bad episode may fail a whole call: stepping each alone shows which it is.
                 await self._run([waiting])
 
 

@@ -1,7 +1,8 @@
-"""The sandbox of an environment's process: the variables and files that it has, and those that it has not.
+"""Sandbox of an environment's process: the variables and files that it may and may not use.
 
-Files are granted one by one, for Landlock knows no exceptions: everything is readable but what is named here, and
-nothing is writable but a scratch directory. Names of files are no secret: directories can be listed everywhere.
+Everything is readable except for the paths named here, and only a scratch directory is writable. Landlock has no
+exceptions, so the files around an exception are granted one by one. File names are not secret: all directories can be
+listed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VARIABLES = (
     "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "NLTK_DATA",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
 )  # fmt: skip
-"""Variables that an environment's process inherits, as shell patterns; all others by name only."""
+"""Variables that an environment's process inherits, as shell patterns; others only if the job names them."""
 
 HOME_SECRETS = (
     ".ssh", ".aws", ".azure", ".kube", ".docker", ".gnupg", ".config/gcloud", ".config/gh", ".config/rclone",
@@ -39,29 +40,29 @@ HOME_SECRETS = (
     ".password-store", ".local/share/keyrings", ".terraform.d", ".bash_history", ".zsh_history", ".python_history",
     ".huggingface/token", ".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".wandb", ".mlflow",
 )  # fmt: skip
-"""Below a home directory: where people's credentials are."""
+"""Locations of credentials, relative to a home directory."""
 
 _PRIVATE = (
     "/tmp", "/var/tmp", "/run/secrets", "/run/user", "/run/credentials", "/dev", "/proc", "/etc/shadow", "/etc/gshadow",
 )  # fmt: skip
-# Whatever is put there is for KubeRoll's own programs.
+# Files there are for KubeRoll's own programs.
 _PROTECTED = ("/etc/kuberoll*", "/run/kuberoll*")
 _DEVICES = (
     "null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "nvidia*", "dri", "kfd", "infiniband", "accel*",
 )  # fmt: skip
-# Beyond so many entries a directory around something protected is not granted entry by entry.
+# A directory around a protected path with more entries than this is not granted at all.
 _MOST_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """What an environment's process is given, and what it is not.
+    """Files and variables that an environment's process may and may not use.
 
     Attributes:
         protected: Files and directories that are never granted: the run's output, tokens.
-        readable: Granted although they would not be: the user's own wish.
-        writable: Granted with all rights.
-        variables: Names of variables to inherit beside `VARIABLES`.
+        readable: Additional readable paths, as the user wants.
+        writable: Additional writable paths.
+        variables: Names of variables to inherit in addition to `VARIABLES`.
     """
 
     protected: Sequence[str] = ()
@@ -71,26 +72,26 @@ class Sandbox:
 
 
 def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict[str, str]:
-    """The environment variables of an environment's process.
+    """Environment variables of an environment's process.
 
     Args:
         own: The variables of this process.
-        scratch: The directory for temporary files.
+        scratch: Directory for temporary files.
     """
     patterns = (*VARIABLES, *sandbox.variables)
     kept = {name: value for name, value in own.items() if any(fnmatch.fnmatchcase(name, item) for item in patterns)}
-    # The modules that this process finds are the modules that the other one finds.
+    # Both processes find the same modules.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
     return kept | {"PYTHONPATH": path, "TMPDIR": scratch}
 
 
 def enter(sandbox: Sandbox, *, scratch: str) -> None:
-    """Put this process, and what it starts, into the sandbox; for good.
+    """Put this process, and all that it starts, into the sandbox, irrevocably.
 
-    Where the kernel has no Landlock, only the capabilities go.
+    Without Landlock in the kernel, only capabilities are dropped.
 
     Raises:
-        LandlockFailed: The kernel refused the rules.
+        LandlockFailed: The kernel rejected the rules.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _drop_capabilities()
@@ -106,19 +107,19 @@ def rules(sandbox: Sandbox, *, scratch: str) -> Iterator[tuple[str, int]]:
     wanted = {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *sandbox.readable)}
     yield "/", landlock.READ_DIR
     for root in sorted({"/", *wanted}):
-        # Who asks for a directory has it, without what is private further down in it.
+        # A directory that was asked for is granted, except for private paths deeper inside it.
         denied = protected | {path for path in private if path != root and _within(path, root)}
         if not any(_within(root, path) for path in denied):
             for path in _granted(root, denied):
                 yield path, landlock.READ
-    # Landlock keeps nobody from reading the variables of another process: only this one's directory is granted.
+    # Landlock does not hide the variables of other processes, so of /proc/PID only this process's own is granted.
     for name in os.listdir("/proc"):
         if not name.isdecimal() or name == str(os.getpid()):
             yield f"/proc/{name}", landlock.READ
     for name in os.listdir("/dev"):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DEVICES):
             yield f"/dev/{name}", landlock.DEVICE
-    # Locks and queues of Python's multiprocessing, and PyTorch's loaders, are files there.
+    # Python's multiprocessing and PyTorch's data loaders create files in /dev/shm.
     for path in ("/dev/shm", scratch, *sandbox.writable):
         if not any(_within(item, _real(path)) or _within(_real(path), item) for item in protected):
             yield _real(path), landlock.EVERYTHING
@@ -133,7 +134,7 @@ def _granted(path: str, denied: Iterable[str]) -> Iterator[str]:
         return
     try:
         with os.scandir(path) as entries:
-            # A link grants nothing: what it leads to is granted, or not, where it is.
+            # A link grants nothing: its target is granted, or not, at its own path.
             children = [entry.path for entry in entries if not entry.is_symlink()]
     except OSError:
         return
@@ -143,34 +144,34 @@ def _granted(path: str, denied: Iterable[str]) -> Iterator[str]:
 
 
 def close_to_others() -> None:
-    """Close this process's memory, variables and descriptors to other processes of the same user (not to root)."""
+    """Close this process's memory, variables and descriptors to other processes of the same user, except root."""
     if sys.platform == "linux":
         pr_set_dumpable = 4
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_dumpable, 0, 0, 0, 0)
 
 
 def _drop_capabilities() -> None:
-    """Make root an ordinary user, in programs that it starts, too; nothing to do for others."""
+    """Make root an ordinary user, in all programs that it starts, too; has no effect for others."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     pr_capbset_drop, version_3 = 24, 0x20080522
     for capability in range(64):
-        # Numbers that the kernel does not know are refused, and so is all of it to those who have none.
+        # Fails harmlessly for numbers that the kernel does not know, and for users without capabilities.
         libc.prctl(pr_capbset_drop, capability, 0, 0, 0)
     libc.capset(struct.pack("=Ii", version_3, 0), bytes(24))
 
 
 def _home_secrets() -> set[str]:
     homes = {os.path.expanduser("~")}
-    # A container's user need not have an entry.
+    # A container's user may have no entry.
     with contextlib.suppress(KeyError):
         homes.add(pwd.getpwuid(os.getuid()).pw_dir)
     return {_real(os.path.join(home, name)) for home in homes for name in HOME_SECRETS}
 
 
 def _secret_volumes() -> set[str]:
-    """Where Kubernetes mounted Secrets and service accounts: in memory, behind a link that is exchanged."""
+    """Mount points of Kubernetes' Secrets and service accounts: tmpfs with a `..data` link."""
     found = set()
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:

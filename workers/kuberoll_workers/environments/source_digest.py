@@ -1,4 +1,4 @@
-"""What an environment's code is, as a digest: another one may pay other rewards under the same name."""
+"""Digest of an environment's source code: changed code may give different rewards under the same name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def source_digest(spec: EnvironmentSpec) -> str | None:
-    """A digest of the module that an environment's class is in, and of the modules beside it that it imports.
+    """Digest of the module with an environment's class, and of the neighboring modules that it imports.
 
-    Of an installed package that is the package; of a module in the user's directory, everything there that it imports.
-    What those import from elsewhere belongs to the machine. Nothing is run.
+    For an installed package these are the package's own modules; for a module in the user's directory, all modules
+    there
+    that it imports. Imports from elsewhere are considered part of the machine. No code is executed.
 
     Returns:
-        None: There is no source to be found.
+        None if no source code is found.
     """
     entrypoint = spec.entrypoint or BUILT_INS.get(spec.type or "", "")
     module = entrypoint.partition(":")[0]
@@ -39,7 +40,7 @@ def source_digest(spec: EnvironmentSpec) -> str | None:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         waiting.extend(_imports(sources[name], package))
         if package and package != name:
-            # A package is run before its modules.
+            # A package's __init__ runs before its modules.
             waiting.append(package)
     if not sources:
         return None
@@ -50,7 +51,7 @@ def source_digest(spec: EnvironmentSpec) -> str | None:
 
 
 def _root(module: str) -> Path | None:
-    """The directory that a module's top level lies in."""
+    """The directory that contains a module's top-level package or file."""
     top = module.partition(".")[0]
     try:
         found = importlib.util.find_spec(top) if top else None
@@ -70,7 +71,7 @@ def _source(root: Path, module: str) -> Path | None:
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:
-    """The modules that a source imports, wherever in it; names that may be modules too."""
+    """Modules that a source imports anywhere, including imported names that may be modules."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

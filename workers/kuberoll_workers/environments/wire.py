@@ -1,7 +1,7 @@
-"""Messages between a worker and the process of an environment: plain data in MessagePack, a length before each.
+"""Messages between a worker and an environment's process: plain data in MessagePack, each with a length prefix.
 
-Neither side ever runs what the other one sent: there is no pickle in it. Metadata travels as its JSON text, so that
-what arrives is plain data or is refused.
+There is no pickle: neither side executes anything that the other one sends. Metadata is sent as JSON text, so received
+metadata is plain data or rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kuberoll_workers.environments.outcome import (
 
 HEADER = struct.Struct(">I")
 MAX_MESSAGE = 256 << 20
-"""Bytes of the largest message; a longer one ends the process that announced it."""
+"""Maximum size of a message in bytes; a process that announces a longer one is ended."""
 
 FaultKind = Literal["raised", "invalid", "row"]
 
@@ -34,11 +34,11 @@ _FAULTS: dict[FaultKind, type[EnvironmentFault]] = {"raised": StepRaised, "inval
 
 
 class Garbled(ValueError):
-    """What arrived is no message; whoever sent it is not to be spoken to any more."""
+    """Received data that is not a valid message; the sender must not be used any more."""
 
 
 class Start(msgspec.Struct, array_like=True):
-    """The first message to the process: the environment, and its sandbox. `config` is a JSON text."""
+    """First message to the process: the environment and its sandbox; `config` is JSON text."""
 
     name: str
     type: str | None
@@ -58,20 +58,20 @@ class Step(msgspec.Struct, array_like=True, tag="step"):
 
 
 class Generate(msgspec.Struct, array_like=True, tag="generate"):
-    """Asks for dataset rows."""
+    """Request for dataset rows."""
 
     count: int
     seed: int
 
 
 class Rows(msgspec.Struct, array_like=True, tag="rows"):
-    """Some dataset rows, as JSON texts; none: that were all."""
+    """Some dataset rows, as JSON texts; empty at the end."""
 
     rows: list[bytes]
 
 
 class Outcome(msgspec.Struct, array_like=True, tag="outcome"):
-    """A `StepOutcome`; metadata as its JSON text."""
+    """A `StepOutcome`; metadata is JSON text."""
 
     role: str
     content: str
@@ -91,7 +91,9 @@ class Fault(msgspec.Struct, array_like=True, tag="fault"):
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
-    """What a step came to, one entry per trajectory; or, to `Start`, that the environment is ready: none."""
+    """Outcomes of a step, one per trajectory; or the answer to `Start`, without outcomes, when the environment is
+    ready.
+    """
 
     answered: bool
     outcomes: list[Outcome | Fault]
@@ -105,10 +107,10 @@ _starts = msgspec.msgpack.Decoder(Start)
 
 
 def encode(message: Start | Step | Generate | Answer | Rows | Fault) -> bytes:
-    """A message with its length before it.
+    """A message with its length prefix.
 
     Raises:
-        UnicodeEncodeError, TypeError: It holds a text that is no valid Unicode, or no plain data.
+        UnicodeEncodeError, TypeError: It contains invalid Unicode, or is not plain data.
     """
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
@@ -117,10 +119,10 @@ def encode(message: Start | Step | Generate | Answer | Rows | Fault) -> bytes:
 
 
 def length(header: bytes) -> int:
-    """The length that a header announces.
+    """Size of the message that a header announces.
 
     Raises:
-        Garbled: No message is so long.
+        Garbled: It exceeds MAX_MESSAGE.
     """
     (size,) = HEADER.unpack(header)
     if size > MAX_MESSAGE:
@@ -138,7 +140,7 @@ def decode_request(data: bytes) -> Step | Generate:
 
 
 def inputs_of(step: Step) -> tuple[list[list[ChatMessage]], list[Metadata]]:
-    """The chat logs and the metadata of a step."""
+    """Chat logs and metadata of a step."""
     logs: list[list[ChatMessage]] = [list(log) for log in step.logs]
     return logs, [None if text is None else orjson.loads(text) for text in step.metadata]
 
@@ -147,7 +149,7 @@ def step_of(logs: list[list[ChatMessage]], metadata: list[Metadata]) -> Step:
     """A step as a message.
 
     Raises:
-        TypeError: Metadata is no plain data.
+        TypeError: Metadata is not plain data.
     """
     return Step(logs, [None if state is None else orjson.dumps(state) for state in metadata])
 
@@ -169,19 +171,19 @@ def fault_message(fault: EnvironmentFault) -> Fault:
 
 
 def decode_answer(data: bytes, size: int) -> Outcomes:
-    """The outcomes of a step, checked as if no other process had: the other one may be in anybody's hands.
+    """Outcomes of a step, validated again: the process is not trusted.
 
     Args:
         size: Number of trajectories that were stepped.
 
     Raises:
-        Garbled: It is no answer to such a step.
-        EnvironmentFault: What the step as a whole failed of.
+        Garbled: It is not a valid answer to the step.
+        EnvironmentFault: The whole step failed.
     """
     try:
         answer = _answers.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Garbled(f"its answer is none: {error}") from error
+        raise Garbled(f"its answer is invalid: {error}") from error
     if isinstance(answer, Fault):
         raise _fault(answer)
     if len(answer.outcomes) != size:
@@ -190,18 +192,18 @@ def decode_answer(data: bytes, size: int) -> Outcomes:
 
 
 def decode_rows(data: bytes) -> list[Any]:
-    """Some rows; none: that were all.
+    """Some rows; empty at the end.
 
     Raises:
-        Garbled: They are no rows.
-        EnvironmentFault: Why there are none.
+        Garbled: They are not valid rows.
+        EnvironmentFault: The generation of rows failed.
     """
     try:
         answer = _rows.decode(data)
         if isinstance(answer, Rows):
             return [parse(row, "a row") for row in answer.rows]
     except (msgspec.DecodeError, UnicodeDecodeError, NotPlain) as error:
-        raise Garbled(f"its answer is none: {error}") from error
+        raise Garbled(f"its answer is invalid: {error}") from error
     raise _fault(answer)
 
 
@@ -211,7 +213,7 @@ def _received(item: Outcome | Fault) -> StepOutcome | EnvironmentFault:
     try:
         state: Any = None if item.metadata is None else parse(item.metadata, "metadata")
         if state is not None and not isinstance(state, dict):
-            raise StepInvalid("metadata is no object")
+            raise StepInvalid("metadata is not an object")
         outcome = StepOutcome(
             role=item.role,
             content=item.content,

@@ -1,7 +1,8 @@
-"""The files of a run as somebody else copies them: each under one name, and as long as it is at one moment.
+"""Files of a run for copying: each under one name, with its size at one moment.
 
-A journal is one file to whoever copies it, `shard-00000.jsonl`, whether it is stored as one or as a folder of parts. A
-run may go on meanwhile: of what grows, only the whole lines that are there now belong to the copy.
+A journal is copied as one file, `shard-00000.jsonl`, whether it is stored as one file or as a folder of parts. The run
+may
+continue during the copy: of growing files, only the whole lines that exist now belong to the copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SHARD: Final = "shard-"
 
 
 class CopyBroken(Exception):
-    """A file is no longer what it was when it was listed; list again."""
+    """A file has changed since it was listed; list again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Part:
     """A stored file, or the beginning of one.
 
     Attributes:
-        size: Bytes that belong to the copy.
+        size: Number of bytes that belong to the copy.
     """
 
     path: str
@@ -40,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A file of the copy: its parts one after the other.
+    """A file of the copy: the concatenation of its parts.
 
     Attributes:
         name: `shard-00000.jsonl`, `report.html`; never a path.
@@ -51,18 +52,18 @@ class RunFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return sum(part.size for part in self.parts)
 
 
 class Copies:
-    """A run's files, for reading.
+    """Files of a run, for reading.
 
     Args:
         location: Directory or URI of the run.
 
     Raises:
-        StorageError: There is no such kind of place, or its package is not installed.
+        StorageError: The kind of storage is unknown, or its package is not installed.
     """
 
     def __init__(self, location: str) -> None:
@@ -74,13 +75,13 @@ class Copies:
         except (ImportError, ValueError) as error:
             raise StorageError(f"{location}: {error}") from error
         self._root = str(root).rstrip("/")
-        # The run may go on: what was listed once is no longer all.
+        # The run may continue, so listings must not be cached.
         self._fs.use_listings_cache = False
 
     def files(self) -> list[RunFile]:
-        """The files as they are now, by name; none where there is no run yet.
+        """The files as they are now, sorted by name; empty if there is no run yet.
 
-        Links are passed over: what they lead to is not the run's.
+        Links are skipped, because their targets do not belong to the run.
         """
         self._fs.invalidate_cache()
         whole: dict[str, list[Part]] = {}
@@ -102,10 +103,10 @@ class Copies:
         return [RunFile(name, (*whole.get(name, ()), *journals.get(name, ()))) for name in names]
 
     def read(self, file: RunFile, offset: int = 0) -> Iterator[bytes]:
-        """The bytes of a file from an offset on, in pieces of at most `CHUNK_BYTES`.
+        """The bytes of a file from an offset, in chunks of at most `CHUNK_BYTES`.
 
         Raises:
-            CopyBroken: A part is gone, or shorter than it was: a journal was made one file, or was written anew.
+            CopyBroken: A part is gone or has become shorter: a journal was compacted or rewritten.
         """
         for part in file.parts:
             if offset >= part.size:
@@ -115,7 +116,7 @@ class Copies:
             offset = 0
 
     def digest(self, file: RunFile, size: int) -> str:
-        """SHA-256 of the first bytes of a file, in hexadecimal digits.
+        """SHA-256 of the first `size` bytes of a file, as hexadecimal digits.
 
         Raises:
             CopyBroken: See `read`.
@@ -129,16 +130,16 @@ class Copies:
         return found.hexdigest()
 
     def shards(self) -> list[str]:
-        """Names of the shards that are there, in order."""
+        """Names of the existing shards, sorted."""
         return open_storage(self.location).shards()
 
     def trajectories(self, shard: str) -> Iterator[bytes]:
-        """The trajectories of a shard as JSON lines, each once, whatever format they are stored in.
+        """Trajectories of a shard as JSON lines, each once, whatever their storage format.
 
-        What cannot be read is left out, as all readers do.
+        Unreadable lines are left out, as by all readers.
 
         Raises:
-            RecordError: The shard's Parquet file is none.
+            RecordError: The shard's Parquet file is invalid.
         """
         for line in shard_once(open_storage(self.location), shard):
             yield encode_line(line.record) if line.line is None else line.line
@@ -157,7 +158,7 @@ class Copies:
         return Part(path, self._whole_lines(path, size) if path.endswith(".jsonl") else size)
 
     def _whole_lines(self, path: str, size: int) -> int:
-        """Bytes up to and with the last newline among the first `size`."""
+        """Number of bytes up to and including the last newline among the first `size`."""
         with self._fs.open(path, "rb") as file:
             end = size
             while end > 0:
@@ -176,8 +177,8 @@ class Copies:
                 while left > 0:
                     chunk = file.read(min(CHUNK_BYTES, left))
                     if not chunk:
-                        raise CopyBroken(f"{part.path} has become shorter while it was read")
+                        raise CopyBroken(f"{part.path} became shorter while it was read")
                     left -= len(chunk)
                     yield bytes(chunk)
         except FileNotFoundError as error:
-            raise CopyBroken(f"{part.path} went away while it was read") from error
+            raise CopyBroken(f"{part.path} was removed while it was read") from error

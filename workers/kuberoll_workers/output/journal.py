@@ -1,4 +1,4 @@
-"""Append-only files of trajectories: a record counts when its line is whole and on disk."""
+"""Append-only files of trajectories: a record counts when its line is complete and on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kuberoll_workers.data.record import AnyRecord, encode_line
 
 
 class Observes(Protocol):
-    """Is told of each write: how many seconds it took, or that it failed."""
+    """Receives the duration of each write in seconds, or its failure."""
 
     def observe(self, amount: float) -> None: ...
 
@@ -25,49 +25,50 @@ class Observes(Protocol):
 
 
 class JournalBroken(OSError):
-    """A record could not be written; nothing more is."""
+    """A record could not be written; the journal writes nothing more."""
 
 
 class Journal(Protocol):
-    """Takes records, each of which counts when it is durable."""
+    """Stores records, each of which counts when it is durable."""
 
     async def append(self, record: AnyRecord) -> None:
         """Store one record; returns when it is durable.
 
         Raises:
             OSError: It could not be written.
-            Unstorable: No line can hold the record; nothing else is affected.
+            Unstorable: The record cannot be encoded as a line; nothing else is affected.
         """
         ...
 
     def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
-        """Have one record stored soon.
+        """Schedule the storage of one record.
 
         Returns:
-            What is done when it is durable, for several callers the same one; and the bytes of the line.
+            A future that completes when it is durable, possibly shared with other records, and the line's size in
+            bytes.
 
         Raises:
             JournalBroken: An earlier record could not be written.
-            Unstorable: No line can hold the record; nothing else is affected.
+            Unstorable: The record cannot be encoded as a line; nothing else is affected.
         """
         ...
 
     async def close(self) -> None:
-        """Finish what is being written.
+        """Finish pending writes.
 
         Raises:
-            JournalBroken: Something could not be written.
+            JournalBroken: A record could not be written.
         """
         ...
 
 
 class BatchJournal(abc.ABC):
-    """Writes what has arrived meanwhile as one batch. When a write fails, every record that waits fails with it."""
+    """Writes the records that arrived in the meantime as one batch. A failed write fails all waiting records."""
 
     def __init__(self, where: str, *, seconds: Observes) -> None:
         """
         Args:
-            where: Names the journal in errors.
+            where: Name of the journal for errors.
             seconds: Observes the wall seconds of each write.
         """
         self._where = where
@@ -85,7 +86,7 @@ class BatchJournal(abc.ABC):
         await asyncio.shield(self.add(record)[0])
 
     def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
-        """Have one record stored soon; see `Journal.add`."""
+        """Schedule the storage of one record; see `Journal.add`."""
         if self._broken is not None:
             raise self._error() from self._broken
         line = encode_line(record)
@@ -93,17 +94,17 @@ class BatchJournal(abc.ABC):
         self._size += len(line)
         if self._written is None:
             self._written = asyncio.get_running_loop().create_future()
-            # Its error is kept for the next record too; nobody need have waited for this one.
+            # The error is also kept for the next record; possibly nobody waits for this future.
             self._written.add_done_callback(lambda written: written.cancelled() or written.exception())
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write())
         return self._written, len(line)
 
     async def close(self) -> None:
-        """Write what is left.
+        """Write the remaining records.
 
         Raises:
-            JournalBroken: Something could not be written.
+            JournalBroken: A record could not be written.
         """
         self._closing = True
         self._hurry()
@@ -124,7 +125,7 @@ class BatchJournal(abc.ABC):
                 written.set_result(None)
         except BaseException as error:
             self._broken = error
-            # Those of the batch that failed, and those that came while it was being written: nothing more is.
+            # Fail the records of the failed batch, and those that arrived during the write: nothing more is written.
             for waiting in (written, self._written):
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(self._error())
@@ -135,15 +136,15 @@ class BatchJournal(abc.ABC):
         return JournalBroken(f"{self._where}: {self._broken}")
 
     async def _gather(self) -> None:
-        """Wait for more to come, where that is worth it."""
+        """Wait for more records, if that is worth it."""
         return
 
     def _hurry(self) -> None:
-        """Stop waiting for more."""
+        """Stop waiting for more records."""
         return
 
     def _release(self) -> None:
-        """Give back what the journal holds."""
+        """Release the journal's resources."""
         return
 
     @abc.abstractmethod
@@ -158,16 +159,17 @@ class BatchJournal(abc.ABC):
 class FileJournal(BatchJournal):
     """One append-only file of lines.
 
-    Lines that arrive while a write is being synced go to disk together with the next sync (group commit): a slow
-    disk makes groups larger, not the run slower.
+    Lines that arrive during a sync go to disk together with the next one (group commit): a slow disk makes batches
+        larger,
+    not the run slower.
     """
 
     def __init__(self, path: Path, *, seconds: Observes, sync: bool = True) -> None:
-        """Repair what is there; the file is made by the first record.
+        """Repair an existing file; a new one is created by the first record.
 
         Args:
             seconds: Observes the wall seconds of each write and sync.
-            sync: Wait for the disk. Without it a record outlasts its process, but not a crash of the machine.
+            sync: Wait for the disk. Without it a record survives its process, but not a crash of the machine.
         """
         super().__init__(str(path), seconds=seconds)
         repair(path)
@@ -202,7 +204,7 @@ class FileJournal(BatchJournal):
 
 
 def repair(path: Path) -> None:
-    """Cut a last line that has no newline: its trajectory never counted and will be run again."""
+    """Cut off a last line without a newline: its trajectory never counted and will be run again."""
     try:
         with path.open("rb+") as file:
             size = file.seek(0, os.SEEK_END)
@@ -227,7 +229,7 @@ def _end_of_last_line(file: BinaryIO, size: int) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Make a new file's name as durable as its contents."""
+    """Make the name of a new file as durable as its content."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -236,7 +238,7 @@ def sync_directory(path: Path) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file and where they are, `file:line`; blank ones and a torn last one are passed over."""
+    """Lines of a file and their positions, `file:line`, without blank lines and an incomplete last line."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -248,12 +250,12 @@ def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file as a whole, durably: a reader, or a crash, sees the old contents or the new."""
+    """Replace a whole file, durably: a reader, or a crash, sees the old content or the new."""
     write_chunks_atomically(path, (data,))
 
 
 def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """`write_atomically`, of contents that come in parts."""
+    """`write_atomically` for content in chunks."""
     partial = partial_name(path)
     try:
         with partial.open("wb") as file:
@@ -269,12 +271,12 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def partial_name(path: Path) -> Path:
-    """Where a file is made before it takes its place; nobody else's, for others may be making it too."""
+    """A unique temporary name, because several processes may write the same file."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
 def remove_partials(directory: Path) -> None:
-    """Remove what writers that were killed left of files that never took their places. No writer may be there."""
+    """Remove temporary files of killed writers. No writer may be running."""
     for path in directory.glob(".*.partial"):
         if _PARTIAL.search(path.name):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Sets of trajectories that are small enough for millions."""
+"""Memory-efficient sets of trajectory keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ROLLOUT_BITS = 32
 
 
 class KeySet:
-    """A set of trajectory keys. A key takes about 70 bytes, a third of what a set of the tuples themselves takes."""
+    """A set of trajectory keys, at about 70 bytes each: a third of a set of tuples."""
 
     __slots__ = ("_packed",)
 

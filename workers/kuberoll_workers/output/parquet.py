@@ -1,4 +1,4 @@
-"""Trajectories as Parquet: the same record as a JSON line, in columns; written when a shard is done."""
+"""Trajectories as Parquet: the fields of a JSON line as columns, written when a shard is done."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _ROWS = 512
 _GROUP_TOKENS = 1 << 20
 _NAMED = {"idx", "metadata"}
-"""Any JSON value: stored as its text."""
+"""Columns with arbitrary JSON values, stored as JSON text."""
 _NULLABLE = {"seed", "answer"}
 
 
 @cache
 def schema() -> pyarrow.Schema:
-    """The columns; `idx` and `metadata` are JSON texts, `reward_parts` a list of names with their values by turn."""
+    """Columns of a file; `idx` and `metadata` are JSON texts, `reward_parts` a list of names and values by turn."""
     import pyarrow as pa
 
     span = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -68,7 +68,7 @@ def schema() -> pyarrow.Schema:
 
 
 def write_parquet(path: Path, records: Iterable[TrajectoryRecord]) -> int:
-    """Write a file; how many records it holds. Memory: one row group, of at most 512 records or a million tokens."""
+    """Write a file; returns the number of records. Memory: a row group of at most 512 records or a million tokens."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -91,11 +91,11 @@ def read_parquet(path: Path, *, where: str, unreadable: Callable[[RecordError], 
     """Read a file, in batches.
 
     Args:
-        where: Names the file in errors.
-        unreadable: Told of each row that is no trajectory, with its number, from 1; it is passed over.
+        where: Name of the file for errors.
+        unreadable: Called for each row that is not a trajectory, with its number from 1; the row is skipped.
 
     Raises:
-        RecordError: It is not Parquet, or not of trajectories.
+        RecordError: It is not a Parquet file, or not one of trajectories.
     """
     number = 0
     for batch in _batches(path, where, None):
@@ -110,13 +110,13 @@ def read_parquet(path: Path, *, where: str, unreadable: Callable[[RecordError], 
 
 
 def read_keys(path: Path, *, where: str) -> Iterator[TrajectoryKey]:
-    """Read the keys of a file's rows and nothing else of them; a row that is no trajectory may have one too.
+    """Read only the keys of a file's rows, possibly including invalid rows.
 
     Args:
-        where: Names the file in errors.
+        where: Name of the file for errors.
 
     Raises:
-        RecordError: It is not Parquet, or not of trajectories.
+        RecordError: It is not a Parquet file, or not one of trajectories.
     """
     for batch in _batches(path, where, ["task_index", "rollout_index"]):
         for row in batch.to_pylist():
@@ -130,7 +130,7 @@ def _batches(path: Path, where: str, columns: list[str] | None) -> Iterator[pyar
 
     try:
         with pq.ParquetFile(path) as file:
-            # Older files end one column earlier, for which the record has a default.
+            # Older files lack the last column, for which the record has a default.
             if file.schema_arrow not in (schema(), schema().remove(len(schema()) - 1)):
                 missing = sorted(set(schema().names) - set(file.schema_arrow.names))
                 raise RecordError(

@@ -1,4 +1,4 @@
-"""A journal in an object store: parts of bounded size and age, each whole or not there at all."""
+"""Journal in an object store: parts of bounded size and age, each complete or absent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from kuberoll_workers.output.journal import BatchJournal, Observes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLimits:
-    """When a part is written, and how patiently.
+    """Limits of a part, and retries of its upload.
 
     Attributes:
-        max_bytes: A part that has so many is written at once.
-        max_seconds: A record waits no longer than so many for its part to be written.
-        attempts: Tries of one upload, with waits that double from `backoff_seconds` to half a minute.
+        max_bytes: Size in bytes at which a part is written at once.
+        max_seconds: Maximum time that a record waits for its part to be written.
+        attempts: Maximum number of attempts of an upload, with a backoff that doubles from `backoff_seconds` up to 30
+            s.
     """
 
     max_bytes: int = 32 << 20
@@ -31,10 +32,10 @@ class PartLimits:
 
 
 class PartJournal(BatchJournal):
-    """Adds to a folder of parts; those that are there are never touched."""
+    """Adds parts to a folder; existing parts are never changed."""
 
     def __init__(self, filesystem: Any, folder: str, *, owner: str, seconds: Observes, limits: PartLimits) -> None:
-        """`owner` begins the names of the parts: two writers need different ones."""
+        """Names of new parts start with `owner`, which must be unique among writers."""
         super().__init__(folder, seconds=seconds)
         self._fs = filesystem
         self._folder = folder
@@ -55,7 +56,7 @@ class PartJournal(BatchJournal):
             number += 1
 
     def add(self, record: AnyRecord) -> tuple[asyncio.Future[None], int]:
-        """Have one record stored soon; see `Journal.add`."""
+        """Schedule the storage of one record; see `Journal.add`."""
         added = super().add(record)
         if self._size >= self._limits.max_bytes:
             self._enough.set()
@@ -80,7 +81,7 @@ class PartJournal(BatchJournal):
                 await asyncio.to_thread(self._fs.pipe_file, path, data)
             except Exception:
                 self._seconds.failed()
-                # The same name again: an upload that failed may have arrived all the same.
+                # The same name again: a failed upload may have arrived nevertheless.
                 if attempt == self._limits.attempts:
                     raise
                 await asyncio.sleep(wait * random.uniform(0.5, 1.0))

@@ -1,9 +1,9 @@
-"""The rule for which of the stored lines of a trajectory counts; docs/trajectories.md states it for users.
+"""Rule for which of several stored lines of a trajectory counts; docs/trajectories.md states it for users.
 
-A trajectory has several lines where it failed or was dropped before it finished, where a crash came between two steps
-of writing a file, where a worker that was thought to be dead stored what another one had run again, and where files
-were copied together. The rule looks at what lines hold and never at where they are, so that neither their order nor
-the format of a shard changes which one counts.
+A trajectory has several lines if it failed or was dropped before it finished, if a crash interrupted the rewriting of a
+file, if a worker that was believed dead stored a trajectory that another one had run again, or if files were merged.
+The
+rule depends only on the content of lines, never on their position or on the format of a shard.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ EndedRecord = TrajectoryRecord | FailureRecord | DroppedRecord
 
 
 class Rank(NamedTuple):
-    """Place of a line among the lines of its trajectory: the greatest counts.
+    """Rank of a line among the lines of its trajectory: the greatest counts.
 
     Attributes:
-        final: 2 of a finished trajectory, which is never run again; 1 of one whose group was filtered out, which is
-            settled for all its samples; 0 of what a resumed run tries again.
-        attempt: A later attempt begins when the earlier one has been given up.
-        failed: A failure says more than that the trajectory was not wanted.
-        digest: Of the contents. Of lines that are equal otherwise it picks one without regard to the reward.
+        final: 2 for a finished trajectory, which is never run again; 1 for a filtered group, whose samples are all
+            final; 0 for
+            trajectories that a resumed run retries.
+        attempt: Number of the attempt; a later one starts after the earlier one has failed.
+        failed: True for a failure, which is more informative than a dropped trajectory.
+        digest: Digest of the content, which breaks ties independently of the reward.
     """
 
     final: int
@@ -54,18 +55,18 @@ def rank(record: EndedRecord) -> Rank:
     try:
         contents = encode_line(record)
     except Unstorable:
-        # Lines that KubeRoll would not write can be read all the same.
+        # KubeRoll also reads lines that it would not write.
         contents = repr(record).encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(contents, digest_size=8).digest()
     return Rank(final, record.attempt, isinstance(record, FailureRecord), digest)
 
 
 class Precedence:
-    """The choice among the lines of each trajectory that has several.
+    """Choice among the lines of each trajectory that has several.
 
     Attributes:
-        duplicates: Lines that do not count because another line of the same trajectory does.
-        environments: Those that the lines of a trajectory name, by its task, where they name several.
+        duplicates: Number of lines that do not count, because another line of the same trajectory does.
+        environments: Names of environments in the lines of a task, for tasks whose lines disagree.
     """
 
     def __init__(self, keys: Iterable[TrajectoryKey], lines: Callable[[], Iterable[EndedRecord]]) -> None:
@@ -74,8 +75,8 @@ class Precedence:
         Memory is 16 bytes for each line, and some 300 for each trajectory that has several.
 
         Args:
-            keys: Of all lines.
-            lines: Reads the lines; called only where a key repeats.
+            keys: Keys of all lines.
+            lines: Reads the lines; called only if a key repeats.
         """
         self._best: dict[TrajectoryKey, Rank] = {}
         self.duplicates = 0
@@ -90,7 +91,7 @@ class Precedence:
         self.environments = {task: of_task for task, of_task in names.items() if len(of_task) > 1}
 
     def selector(self) -> Callable[[EndedRecord], bool]:
-        """A test of each line in turn: whether it counts. Of equal lines the first does."""
+        """A predicate for each line in turn: True if it counts. Of equal lines the first counts."""
         done: set[TrajectoryKey] = set()
 
         def counts(record: EndedRecord) -> bool:
@@ -106,7 +107,7 @@ class Precedence:
 
 
 def repeated(keys: Iterable[TrajectoryKey]) -> set[TrajectoryKey]:
-    """The keys that come more than once."""
+    """Keys that occur more than once."""
     tasks, rollouts = array("q"), array("q")
     for key in keys:
         tasks.append(key.task_index)

@@ -1,4 +1,4 @@
-"""The records of a run, read from its storage: JSON lines, Parquet, or the one and then the other."""
+"""Records of a run, read from its storage: JSON lines, Parquet, or both."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def shard_name(shard: int) -> str:
 
 
 def trajectories(storage: Storage, shard: str) -> Iterator[TrajectoryRecord]:
-    """The records of one shard, in the order in which they were finished; streamed. A key may come twice.
+    """Records of one shard in the order in which they finished; streamed. A key may occur twice.
 
-    A line that cannot be read is left out with a warning, a torn last line without one.
+    An unreadable line is left out with a warning, an incomplete last line without one.
 
     Raises:
-        RecordError: The shard's Parquet file is none.
+        RecordError: The shard's Parquet file is invalid.
     """
     return (line.record for line in shard_lines(storage, shard))
 
 
 class ShardLine(NamedTuple):
-    """A record of a shard.
+    """A record of a shard, with its position.
 
     Attributes:
-        where: Where it is, for people: `file:line`, or the Parquet file.
-        line: The line that it was read from; None of a row of Parquet.
+        where: Position for messages: `file:line`, or the Parquet file.
+        line: The line that it was read from; None for a row of Parquet.
     """
 
     where: str
@@ -59,7 +59,7 @@ class ShardLine(NamedTuple):
 
 
 def shard_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
-    """`trajectories`, with where and how each is stored."""
+    """`trajectories` with the position and the line of each record."""
     where = storage.where(f"{shard}.parquet")
     with _fetched(storage, shard) as local:
         if local is not None:
@@ -71,18 +71,18 @@ def shard_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
 
 
 def shard_once(storage: Storage, shard: str) -> Iterator[ShardLine]:
-    """`shard_lines`, without those that do not count because another line of the same trajectory in the shard does."""
+    """`shard_lines` without lines that do not count because another line of the same trajectory in the shard does."""
     counts = Precedence(keys(storage, shard), lambda: trajectories(storage, shard)).selector()
     return (line for line in shard_lines(storage, shard) if counts(line.record))
 
 
 def keys(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
-    """The keys of what a shard, the failures or the dropped trajectories hold, at a twentieth of what reading costs.
+    """Keys of a shard, the failures or the dropped trajectories, at a twentieth of the cost of reading the records.
 
-    Some may be of lines that cannot be read.
+    Some may belong to unreadable lines.
 
     Raises:
-        RecordError: The shard's Parquet file is none.
+        RecordError: The shard's Parquet file is invalid.
     """
     with _fetched(storage, journal) as local:
         if local is not None:
@@ -94,19 +94,19 @@ def keys(storage: Storage, journal: str) -> Iterator[TrajectoryKey]:
 
 @contextmanager
 def _fetched(storage: Storage, shard: str) -> Iterator[Path | None]:
-    """The shard's Parquet file on this machine, for a while; None where there is none."""
+    """Local copy of the shard's Parquet file, until the block is left; None if there is no such file."""
     with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
         local = Path(directory) / "shard.parquet"
         yield local if storage.fetch(f"{shard}.parquet", local) else None
 
 
 def failures(storage: Storage) -> Iterator[FailureRecord]:
-    """All failures, oldest first; a line that cannot be read is left out with a warning."""
+    """All failures, oldest first; an unreadable line is left out with a warning."""
     return _readable(storage, FAILURES, FailureRecord)
 
 
 def dropped(storage: Storage) -> Iterator[DroppedRecord]:
-    """All trajectories that were not wanted; a line that cannot be read is left out with a warning."""
+    """All dropped trajectories; an unreadable line is left out with a warning."""
     return _readable(storage, DROPPED, DroppedRecord)
 
 
@@ -128,10 +128,11 @@ def _decoded(line: bytes, kind: type[_Record], where: str, unreadable: Callable[
 
 
 def to_parquet(storage: Storage, shard: str) -> None:
-    """Turn a shard's journal into its Parquet file, together with what that file holds already.
+    """Convert a shard's journal into its Parquet file, together with the existing content of that file.
 
-    Of several lines of a trajectory the one that counts is kept. A crash on the way leaves the journal, or both, and no
-    trajectory is lost: readers take each once.
+    Of several lines of a trajectory the one that counts is kept. After a crash the journal, or both files, exist, and
+    no
+    trajectory is lost: readers return each once.
     """
     first = next(iter(storage.lines(shard)), None)
     if first is None:
@@ -145,13 +146,13 @@ def to_parquet(storage: Storage, shard: str) -> None:
 
 
 def _keep_unreadable(storage: Storage, shard: str) -> None:
-    """Copy the journal's lines that went into no Parquet file: whatever they are, nothing is thrown away."""
+    """Copy the journal's unreadable lines, which do not fit into Parquet: nothing is thrown away."""
     kept = (storage.read(file_of(shard)) or b"").splitlines(keepends=True)
     for where, line in storage.lines(shard):
         try:
             decode_line(line, TrajectoryRecord, where=where)
         except RecordError:
-            # After a crash on the way they were copied already.
+            # After a crash they may have been copied already.
             if line not in kept:
                 kept.append(line)
     if kept:

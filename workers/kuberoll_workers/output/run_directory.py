@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, its manifest, and whether a resumed run is the same run."""
+"""Directory of a run: its lock, its manifest, and the check whether a run can be resumed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _FORMAT = 1
 
 
 class RunRefused(Exception):
-    """The output directory cannot be used for this run; the message says why and what to do."""
+    """The output directory cannot be used for this run; the message names the reason and the remedy."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunManifest:
-    """What a run is: two runs with the same `identity` produce the same set of trajectories.
+    """Identity of a run: two runs with the same `identity` produce the same set of trajectories.
 
     Attributes:
-        identity: The settings that trajectories depend on, flattened to `path: value`. How many workers, how many
-            at once, which endpoint, how patient: none of that is in it.
-        inputs: The dataset: `rows`, `trajectories`, `digest` of all rows in order.
-        code: Digests of the environments' code, by name, where there is source to be found.
-        forced: What was changed between its parts, where somebody insisted.
+        identity: Settings that trajectories depend on, flattened to `path: value`; without the number of workers,
+            concurrency,
+            endpoint, retries and the like.
+        inputs: Dataset: `rows`, `trajectories`, `digest` of all rows in order.
+        code: Digests of the environments' source code, by name, for those whose source is found.
+        forced: Differences between parts of the run that the user forced.
     """
 
     format: int
@@ -50,7 +51,7 @@ class RunManifest:
 
 
 def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> RunManifest:
-    """The manifest of a run that starts now; the environments' modules have to be where they can be imported."""
+    """Manifest of a run that starts now; the environments' modules must be importable."""
     digests = {spec.name: source_digest(spec) for spec in job.spec.environments}
     return RunManifest(
         format=_FORMAT,
@@ -81,15 +82,14 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: RunManifest, new: RunManifest) -> list[str]:
-    """What makes a run another run than the one on disk, a line each; none: it may be resumed."""
+    """Differences that make the new run incompatible with the stored one, one line each; empty if it can be resumed."""
     pairs: dict[str, tuple[Any, Any]] = {"shards": (old.shards, new.shards)}
     for name, before, after in (("spec.", old.identity, new.identity), ("dataset: ", old.inputs, new.inputs)):
         for key in sorted({*before, *after}):
             pairs[name + key] = (before.get(key), after.get(key))
     changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
     return changed + [
-        f"code of environment {name!r}: it was changed, and may pay other rewards (digest was {old.code[name]}, is "
-        f"{digest})"
+        f"code of environment {name!r}: changed, so rewards may differ (digest was {old.code[name]}, is {digest})"
         for name, digest in sorted(new.code.items())
         if old.code.get(name, digest) != digest
     ]
@@ -101,23 +101,24 @@ def _short(value: Any) -> str:
 
 
 class RunDirectory:
-    """A run's output, held by one run at a time."""
+    """Output of a run, locked by one run at a time."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
     def open(self, manifest: RunManifest, *, resume: bool, force: bool = False) -> bool:
-        """Lock the place and see that it fits the run; what is there already is never removed or changed.
+        """Lock the directory and check that it fits the run; existing files are never removed or changed.
 
         Args:
-            force: Continue a run although it is another one by now; its manifest then is this run's, and tells what
-                was changed.
+            force: Continue the run despite differences; its manifest is replaced and records them.
 
         Returns:
-            Whether an earlier part of the same run is there.
+            True if an earlier part of the same run exists.
 
         Raises:
-            RunRefused: Another run holds it, it has other contents, or an earlier run differs or was not to be resumed.
+            RunRefused: Another run holds the lock, the directory has other content, or an earlier run differs or may
+                not be
+                resumed.
         """
         where = self.storage.location
         try:
@@ -128,25 +129,25 @@ class RunDirectory:
         if old is None:
             if self.storage.shards():
                 raise RunRefused(
-                    f"{where} has trajectories but no {MANIFEST}, so nothing says what made them: "
-                    "choose another --output"
+                    f"{where} has trajectories but no {MANIFEST}, so their origin is unknown: choose another --output"
                 )
             self._write(manifest)
             return False
         if not resume:
             raise RunRefused(
-                f"{where} holds a run of {old.created} already: continue it with --resume, or choose another --output"
+                f"{where} already contains a run of {old.created}: continue it with --resume, or choose another "
+                "--output"
             )
         changed = differences(old, manifest)
         if not changed:
             return True
         lines = "\n  ".join(changed)
-        # What was run under another number of shards would be looked for in the wrong ones.
+        # With another number of shards, stored trajectories would be searched in the wrong ones.
         if not force or old.shards != manifest.shards:
             raise RunRefused(
                 f"{where} contains a different run; mixing their trajectories is not allowed:\n  {lines}\n"
                 "Undo the change to resume, choose another --output"
-                + ("" if old.shards != manifest.shards else ", or mix them all the same with --force")
+                + ("" if old.shards != manifest.shards else ", or mix them anyway with --force")
             )
         manifest.created = old.created
         manifest.forced = [*old.forced, *changed]
@@ -154,7 +155,7 @@ class RunDirectory:
         return True
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         self.storage.unlock()
 
     def _write(self, manifest: RunManifest) -> None:
@@ -162,7 +163,7 @@ class RunDirectory:
 
 
 def read_manifest(storage: Storage) -> RunManifest | None:
-    """The manifest of a run; None where there is none.
+    """The manifest of a run; None if there is none.
 
     Raises:
         RunRefused: It cannot be read.

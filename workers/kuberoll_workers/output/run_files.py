@@ -1,4 +1,4 @@
-"""The files of a run, read back: whatever wrote them, wherever they are."""
+"""Reading of a run's files, in any format and storage."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kuberoll_workers.output.trajectories import Trajectories
 
 
 class NotARun(ValueError):
-    """There are no trajectories where a run was looked for; the message says what was expected."""
+    """There is no run at this location; the message says what was expected."""
 
 
 class RunFiles:
-    """The output of a run, for reading.
+    """Output of a run, for reading.
 
     Attributes:
-        location: The directory or URI, as it was given.
-        storage: What is behind it.
+        location: Directory or URI, as given.
+        storage: Storage at the location.
     """
 
     def __init__(self, location: str) -> None:
-        """Look for a run.
+        """Open a run.
 
         Raises:
-            NotARun: There is none.
+            NotARun: There is no run.
         """
         self.location = location
         try:
@@ -35,27 +35,25 @@ class RunFiles:
         except StorageError as error:
             raise NotARun(str(error)) from error
         except Exception as error:
-            # Every object store's library raises its own kinds: no such bucket, no credentials, no network.
+            # Every object store's library has its own errors: missing bucket, credentials, network.
             raise NotARun(f"{location}: {type(error).__name__}: {error}") from error
         if not shards and manifest is None:
-            raise NotARun(
-                f"{location}: there is neither {MANIFEST} nor shard-*.jsonl there: name the output directory of a run"
-            )
+            raise NotARun(f"{location}: found neither {MANIFEST} nor shard-*.jsonl: give the output directory of a run")
 
     def read(self) -> Trajectories:
-        """The trajectories that are stored now, each once, however it ended."""
+        """The stored trajectories, each once, whether finished, failed or dropped."""
         return Trajectories([self.storage])
 
     def trajectories(self) -> Iterator[TrajectoryRecord]:
-        """The finished ones of them, in the order in which they are stored; streamed.
+        """The finished trajectories in the order in which they are stored; streamed.
 
         Raises:
-            RecordError: A shard's Parquet file is none.
+            RecordError: A shard's Parquet file is invalid.
         """
         return self.read().finished()
 
     def manifest(self) -> RunManifest | None:
-        """What the run is; None for trajectories without a manifest.
+        """The run's manifest; None for trajectories without one.
 
         Raises:
             RunRefused: It cannot be read.
@@ -63,5 +61,5 @@ class RunFiles:
         return read_manifest(self.storage)
 
     def write(self, name: str, data: bytes) -> str:
-        """Write a file beside the run's, as a whole; where it is."""
+        """Write a whole file next to the run's files; returns its location."""
         return self.storage.write(name, data)

@@ -1,4 +1,4 @@
-"""What a run has already, as its files tell it: the place from which it is continued."""
+"""State of a run, from its files: where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.trajectories import Trajectories
 from kuberoll_workers.output.turn_log import TurnLog
 
-_ELSEWHERE = "the line is of another run; move the file away and resume, or choose another --output"
+_ELSEWHERE = "the line belongs to another run; move the file away and resume, or choose another --output"
 
 
 def goes_on(failure: FailureRecord) -> bool:
-    """Whether a failed trajectory, when it is tried again, goes on after its last complete turn.
+    """True if a retry of a failed trajectory continues after its last complete turn.
 
-    Where the machines failed it, or a sibling did, its turns are good. What an environment, a row or a response broke
-    may have been broken by an earlier turn: it starts over.
+    If the infrastructure or another sample of its group failed, its turns are valid. A failure of an environment, a row
+    or a
+    response may have been caused by an earlier turn, so the trajectory starts over.
     """
     return failure.kind == "infrastructure" or failure.stage == "group"
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What there is of some shards.
+    """State of some shards.
 
     Attributes:
-        stored: Finished trajectories.
-        filtered: Trajectories of groups that were filtered out.
-        attempts: The number of the next attempt, of trajectories that failed.
-        groups_kept, groups_filtered: Whole groups among `stored` and `filtered`.
+        stored: Keys of finished trajectories.
+        filtered: Keys of trajectories whose groups were filtered out.
+        attempts: Number of the next attempt, for trajectories that failed.
+        groups_kept, groups_filtered: Number of whole groups among `stored` and `filtered`.
     """
 
     stored: KeySet = field(default_factory=KeySet)
@@ -52,7 +53,7 @@ class RunState:
     _shard_count: int = 1
 
     def take_partial(self, key: TrajectoryKey) -> Partial | None:
-        """The turns that a trajectory has already; told once."""
+        """The recorded turns of an unfinished trajectory, removed from the state; None if there are none."""
         log = self._logs.get(key.task_index % self._shard_count)
         return log.partials.pop(key, None) if log is not None else None
 
@@ -67,15 +68,15 @@ def read_state(
     tasks: int | None = None,
     rollouts: int | None = None,
 ) -> RunState:
-    """Read what a run's storage holds of some shards.
+    """Read the state of some shards from a run's storage.
 
     Args:
         repeats: Samples of a whole group, by environment.
-        logs: The turn logs of the shards, where turns are journaled.
-        tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
+        logs: Turn logs of the shards, if turns are journaled.
+        tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
 
     Raises:
-        RecordError: A line is not what it should be, with file and line.
+        RecordError: A line does not belong to this run; the message names file and line.
     """
     state = RunState(_logs=logs, _shard_count=shard_count)
 
@@ -125,12 +126,12 @@ def _refuse_foreign(
     own = records.shard_name(record.task_index % shard_count)
     if own != shard:
         raise RecordError(
-            f"{where}: task_index {record.task_index} belongs into {own} of {shard_count}: "
-            "files of runs must not be renamed or put together; merge what they hold with `kuberoll aggregate`"
+            f"{where}: task_index {record.task_index} belongs to {own} of {shard_count}: "
+            "files of runs must not be renamed or merged; use `kuberoll aggregate` to merge runs"
         )
     if tasks is not None and record.task_index >= tasks:
         raise RecordError(
-            f"{where}: task_index {record.task_index} is none of the dataset's {tasks} tasks: {_ELSEWHERE}"
+            f"{where}: task_index {record.task_index} is not one of the dataset's {tasks} tasks: {_ELSEWHERE}"
         )
     if rollouts is not None and record.rollout_index >= rollouts:
         raise RecordError(
@@ -139,6 +140,6 @@ def _refuse_foreign(
         )
     if record.task_name not in task_names:
         raise RecordError(
-            f"{where}: task_name {record.task_name!r} is none of the job's environments ({', '.join(task_names)}): "
+            f"{where}: task_name {record.task_name!r} is not one of the job's environments ({', '.join(task_names)}): "
             f"{_ELSEWHERE}"
         )

@@ -1,9 +1,9 @@
-"""Where a run's output lies: a local directory, or an object store behind any fsspec URI.
+"""Storage of a run's output: a local directory, or an object store behind an fsspec URI.
 
-A run consists of journals (`shard-00000`, `failures`, `dropped`), which only ever grow, and files that are written as
-a whole. In a directory a journal is one file of JSON lines, appended to. Object stores cannot append: there a journal
-is a folder of parts, each an object that is whole or not there at all; when it is done, it becomes one file, as in a
-directory.
+A run consists of journals (`shard-00000`, `failures`, `dropped`), which only grow, and of files that are written as a
+whole. In a directory a journal is one file of JSON lines. Object stores cannot append, so there a journal is a folder
+of
+parts, each an object that is complete or absent; a finished journal becomes one file, as in a directory.
 """
 
 from __future__ import annotations
@@ -42,98 +42,98 @@ _SUFFIXES = {".json", ".jsonl", ".parquet", ".html"}
 
 
 class StorageError(Exception):
-    """The place cannot be used; the message says why and what to do."""
+    """The storage cannot be used; the message names the reason and the remedy."""
 
 
 class Storage(Protocol):
-    """One run's place.
+    """Storage of one run.
 
     Attributes:
-        location: As the user named it.
+        location: Path or URI, as the user gave it.
     """
 
     location: str
 
     def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
-        """Open a journal to add to it.
+        """Open a journal for appending.
 
         Args:
-            owner: Who writes; two writers of one journal have different ones.
-            shared: Whether others may be writing to it, too.
+            owner: Name of the writer, unique among the writers of the journal.
+            shared: True if others may write to it, too.
             seconds: Observes the wall seconds of each write.
         """
         ...
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """The whole lines of a journal and where they are; none where there is none."""
+        """Complete lines of a journal and their positions; empty if it does not exist."""
         ...
 
     def shards(self) -> list[str]:
-        """Names of the shards that are there, in order."""
+        """Names of the existing shards, sorted."""
         ...
 
     def read(self, file: str) -> bytes | None:
-        """A file's contents; None where there is none."""
+        """Content of a file; None if it does not exist."""
         ...
 
     def write(self, file: str, data: bytes) -> str:
-        """Write a file as a whole, durably; where it is."""
+        """Write a whole file, durably; returns its location."""
         ...
 
     def upload(self, file: str, source: Path) -> str:
-        """Put a local file in the run's place as a whole, durably; where it is."""
+        """Copy a local file into the storage, atomically and durably; returns its location."""
         ...
 
     def fetch(self, file: str, target: Path) -> bool:
-        """Copy a file to a local one; False where there is none."""
+        """Copy a file to a local one; False if it does not exist."""
         ...
 
     def remove_journal(self, name: str) -> None:
-        """Remove a journal whose contents have been written elsewhere."""
+        """Remove a journal whose content has been written elsewhere."""
         ...
 
     def compact(self, name: str) -> None:
-        """Make one file of a journal that nobody writes; a crash on the way may leave lines twice, never none."""
+        """Merge a journal without writers into one file; a crash may duplicate lines, but never loses any."""
         ...
 
     def files(self) -> list[str]:
-        """Where the run's files are, journals included; in order."""
+        """Locations of the run's files including journals, sorted."""
         ...
 
     def where(self, name: str) -> str:
-        """Where a journal or file is, for people."""
+        """Location of a journal or file, for messages."""
         ...
 
     def lock(self) -> None:
-        """Keep other runs out.
+        """Lock the storage against other runs.
 
         Raises:
-            StorageError: Another run is there.
+            StorageError: Another run holds the lock.
         """
         ...
 
     def unlock(self) -> None:
-        """Let others in again."""
+        """Release the lock."""
         ...
 
     def hold_shards(self, shards: Collection[int]) -> None:
-        """Keep other workers from writing these shards while this process lives; waits a moment for one that ends.
+        """Lock these shards against other workers while this process lives; waits a moment for a worker that ends.
 
         Raises:
-            StorageError: Another process writes one of them.
+            StorageError: Another process is writing one of them.
         """
         ...
 
     def release_shards(self) -> None:
-        """Let other workers write the shards."""
+        """Release the locks of the shards."""
         ...
 
 
 def open_storage(location: str, *, parts: PartLimits | None = None) -> Storage:
-    """The storage behind a path or URI.
+    """Storage at a path or URI.
 
     Raises:
-        StorageError: There is no such kind of place, or its package is not installed.
+        StorageError: The kind of storage is unknown, or its package is not installed.
     """
     scheme, separator, rest = location.partition("://")
     if not separator:
@@ -144,7 +144,7 @@ def open_storage(location: str, *, parts: PartLimits | None = None) -> Storage:
 
 
 class DirectoryStorage:
-    """A local directory (or a mounted volume)."""
+    """Local directory or mounted volume."""
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
@@ -155,8 +155,9 @@ class DirectoryStorage:
     def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
         if not shared:
             return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
-        # A file for each: network file systems tear the lines of several writers apart, and who begins to write cuts a
-        # torn last line, which may be one that another is about to finish.
+        # One file for each writer: network file systems interleave the lines of several writers, and a new writer cuts
+        # off an
+        # incomplete last line, which another one may be about to finish.
         (self.path / name).mkdir(exist_ok=True)
         return FileJournal(self.path / name / f"{owner}.jsonl", seconds=seconds)
 
@@ -178,7 +179,7 @@ class DirectoryStorage:
         return str(self.path / file)
 
     def upload(self, file: str, source: Path) -> str:
-        # Where the rename cannot be atomic, across file systems, it is copied beside its place first.
+        # A rename across file systems is not atomic, so the file is copied next to its target first.
         with source.open("rb") as old:
             write_chunks_atomically(self.path / file, iter(lambda: old.read(1 << 20), b""))
         return str(self.path / file)
@@ -214,13 +215,13 @@ class DirectoryStorage:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot be made: {error.strerror}") from error
+            raise StorageError(f"{self.path}: cannot be created: {error.strerror}") from error
         try:
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise StorageError(
-                f"{self.path / _LOCK}: cannot be opened: {error.strerror}; a run has to be able to write to its "
-                "directory: choose another --output, or mend its permissions"
+                f"{self.path / _LOCK}: cannot be opened: {error.strerror}; a run must be able to write to its "
+                "directory: choose another --output, or fix its permissions"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,7 +237,7 @@ class DirectoryStorage:
         deadline = time.monotonic() + _SHARD_PATIENCE_SECONDS
         try:
             for shard in shards:
-                # A byte for each shard: the kernel gives them free when the process ends, however it ends.
+                # One byte for each shard: the kernel releases the locks when the process ends, however it ends.
                 while not _lock_byte(descriptor, shard):
                     if time.monotonic() > deadline:
                         raise StorageError(
@@ -255,7 +256,7 @@ class DirectoryStorage:
             self._shard_locks = None
 
     def unlock(self) -> None:
-        # The kernel does it too when the process dies.
+        # The kernel also does this when the process dies.
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -267,16 +268,24 @@ def _lock_byte(descriptor: int, shard: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        # Some mounted volumes have no locks at all; the operator's Job has one pod for each shard.
+        # Some mounted volumes do not support locks; there, the operator's Job ensures one pod per shard.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     return True
 
 
 class ObjectStorage:
-    """An object store, through fsspec: s3://, gs://, abfs://, memory:// and whatever else is installed.
+    """Object store through fsspec: s3:
 
-    Credentials come from where the store's own library looks for them: environment variables, files, roles.
+    , gs:
+
+    , abfs:
+
+    , memory:
+
+    and all other installed ones.
+
+    The store's own library finds the credentials: environment variables, files, roles.
     """
 
     def __init__(self, uri: str, parts: PartLimits) -> None:
@@ -289,7 +298,7 @@ class ObjectStorage:
         except (ImportError, ValueError) as error:
             raise StorageError(f"{uri}: {error}") from error
         self._root = str(root).rstrip("/")
-        # Others write there too; what was listed once is no longer all.
+        # Others write to the store, too, so listings must not be cached.
         self._fs.use_listings_cache = False
         self._fs.invalidate_cache()
         self._me = uuid.uuid4().hex
@@ -297,7 +306,7 @@ class ObjectStorage:
         self._stop = threading.Event()
 
     def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
-        del shared  # every writer has parts of its own
+        del shared  # every writer has its own parts
         return PartJournal(self._fs, f"{self._root}/{name}", owner=owner, seconds=seconds, limits=self._parts)
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
@@ -356,9 +365,9 @@ class ObjectStorage:
         return f"{self.location}/{name}"
 
     def lock(self) -> None:
-        """Take the lock object; stores have no locks, so it is a lease that is renewed.
+        """Take the lock object. Object stores have no locks, so it is a lease that is renewed.
 
-        Two runs that start within the same moment may both get it; one that is there already is always seen.
+        Two runs that start at the same moment may both get it; an existing lock is always detected.
         """
         try:
             self._take()
@@ -375,19 +384,19 @@ class ObjectStorage:
         lease = None if held is None else self._lease(held)
         if lease is not None and lease["owner"] != self._me:
             age = time.time() - lease["renewed"]
-            # A clock may have jumped: then it counts whether somebody renews the lease.
+            # Clocks may differ: then wait and see whether the lease is renewed.
             if 0 <= age < _STALE_SECONDS or (age < 0 and self._is_renewed(held)):
                 raise StorageError(
-                    f"{self.location} is in use by another run: wait for it (the lock of one that died lapses after "
+                    f"{self.location} is in use by another run: wait for it (the lock of a dead run expires after "
                     f"{_STALE_SECONDS:.0f} s) or choose another --output"
                 )
         self._renew()
 
     def _lease(self, held: bytes) -> dict[str, Any] | None:
-        """What a lock object says; None: a writer that died left it empty.
+        """Content of a lock object; None if a writer that died left it empty.
 
         Raises:
-            StorageError: It is none of KubeRoll's.
+            StorageError: It is not a lock of KubeRoll.
         """
         if not held.strip(b"\0 \n"):
             if self._is_renewed(held):
@@ -398,12 +407,12 @@ class ObjectStorage:
             return {"owner": str(lease["owner"]), "renewed": float(lease["renewed"])}
         except (ValueError, TypeError, KeyError) as error:
             raise StorageError(
-                f"{self.location}/{_LOCK} is not a lock of KubeRoll's: remove it if no run is writing there, or choose "
+                f"{self.location}/{_LOCK} is not a lock of KubeRoll: remove it if no run is writing there, or choose "
                 "another --output"
             ) from error
 
     def _is_renewed(self, held: bytes | None) -> bool:
-        """Whether somebody writes the lock object anew, within two heartbeats."""
+        """True if another process rewrites the lock object within two heartbeats."""
         deadline = time.monotonic() + 2.5 * _HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
             if self.read(_LOCK) != held:
@@ -420,14 +429,14 @@ class ObjectStorage:
                 self._fs.rm_file(f"{self._root}/{_LOCK}")
 
     def hold_shards(self, shards: Collection[int]) -> None:
-        del shards  # writers have parts of their own, and a trajectory that is there twice counts once
+        del shards  # every writer has its own parts, and a trajectory that is stored twice counts once
 
     def release_shards(self) -> None:
         return None
 
     def _keep(self) -> None:
         while not self._stop.wait(_HEARTBEAT_SECONDS):
-            # A lease that cannot be renewed for a moment is still ours; writing reports what lasts.
+            # A lease survives a short failure of its renewal; writes report lasting ones.
             with contextlib.suppress(Exception):
                 self._renew()
 

@@ -1,4 +1,4 @@
-"""Where a worker's results and turns go: a journal for each shard, and for what failed or was dropped."""
+"""Store of a worker's results and turns: a journal for each shard, and for failures and dropped trajectories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARED = (records.FAILURES, records.DROPPED)
 
 
 class ResultStore:
-    """Stores results. One that is being written holds nobody up, as long as not too much waits to be written."""
+    """Stores results. Writing blocks nobody, unless too many bytes are waiting to be written."""
 
     def __init__(
         self,
@@ -46,25 +46,25 @@ class ResultStore:
         rollouts: int | None = None,
         pending_bytes: int = _PENDING_BYTES,
     ) -> None:
-        """Read what is there, and open it to add to it.
+        """Read the existing state, and open the journals for appending.
 
         Args:
             repeats: Samples of a whole group, by environment.
-            turns: Directory of the turn log; None: turns are not journaled.
+            turns: Directory of the turn log; None if turns are not journaled.
             seconds: Observes the wall seconds of each write.
-            stored: Told of each result when it is durable.
-            tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
-            pending_bytes: Bytes that may wait to be written before results have to wait.
+            stored: Called with each result when it is durable.
+            tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
+            pending_bytes: Maximum number of bytes that wait to be written before `result` blocks.
 
         Raises:
-            RecordError: A line is not what it should be, with file and line.
+            RecordError: A line does not belong to this run; the message names file and line.
         """
         self._storage = storage
         self._shard_count = shard_count
         self._stored = stored
         self._pending_bytes = pending_bytes
         self._pending = 0
-        # Where a worker was thought to be dead and another does its work, they must not write over each other's parts.
+        # A worker that was believed dead, and its replacement, must not overwrite each other's parts.
         owner = f"worker-{min(shards, default=0):05d}-{uuid.uuid4().hex[:8]}"
         self._names = {shard: records.shard_name(shard) for shard in shards}
         self._journals = {
@@ -91,9 +91,9 @@ class ResultStore:
         await self.logs[shard_of(turn.task_index, self._shard_count)].append(turn)
 
     async def result(self, result: Result) -> None:
-        """Have one result stored; returns when it is written, or soon will be.
+        """Schedule the storage of one result; returns when it is written, or will be soon.
 
-        One that no line can hold is stored as a failure, which says why.
+        A result that cannot be encoded is stored as a failure with the reason.
 
         Raises:
             JournalBroken: An earlier result could not be written.
@@ -101,7 +101,7 @@ class ResultStore:
         try:
             written, size = self._journal_of(result).add(result)
         except Unstorable as error:
-            # Its own trajectory's trouble, and not the end of the worker.
+            # Only this trajectory fails, not the worker.
             result = failure_instead(result, error)
             written, size = self._journal_of(result).add(result)
         self._pending += size
@@ -125,10 +125,10 @@ class ResultStore:
         self._stored(result)
 
     async def close(self) -> None:
-        """Finish what is being written.
+        """Finish pending writes.
 
         Raises:
-            JournalBroken: Something could not be written.
+            JournalBroken: A record could not be written.
         """
         broken: OSError | None = None
         for close in [opened.close for opened in self._journals.values()] + [log.close for log in self.logs.values()]:
@@ -140,7 +140,7 @@ class ResultStore:
             raise broken
 
     async def finalize(self, *, parquet: bool) -> None:
-        """Bring the shards into their final form, when all of them are done and closed."""
+        """Convert the shards into their final format, once all of them are done and closed."""
         for name in self._names.values():
             if parquet:
                 await asyncio.to_thread(records.to_parquet, self._storage, name)

@@ -1,4 +1,4 @@
-"""The trajectories that a run has stored, each once: the one reader that all commands share."""
+"""Reader of a run's stored trajectories, each once; all commands share it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from kuberoll_workers.output.precedence import EndedRecord, Precedence
 from kuberoll_workers.output.storage import Storage
 
 Check = Callable[[TrajectoryRecord, str, str], None]
-"""Looks at a record, given the name of its shard and where it is, `file:line`."""
+"""Check of a record, with the name of its shard and its position, `file:line`."""
 
 _JOURNALS = (records.FAILURES, records.DROPPED)
 
 
 class Trajectories:
-    """The trajectories of a run: of several lines of one, that which counts by the rule of `precedence`.
+    """Trajectories of a run: of several lines of one, the line that counts by the rule of `precedence`.
 
     Records are streamed. Memory: 16 bytes for each stored line while keys are compared, before the first record; then
-    some 70 bytes for each trajectory that failed or was dropped, and 300 for each that has several lines.
+        about
+    70 bytes for each trajectory that failed or was dropped, and 300 for each that has several lines.
     """
 
     def __init__(
         self, storages: Sequence[Storage], *, shards: Collection[str] | None = None, check: Check | None = None
     ) -> None:
-        """Read nothing yet.
+        """Prepare to read; nothing is read yet.
 
         Args:
-            storages: Where the run is: one place, or several that hold parts of it.
-            shards: Names of the shards to read; None: all.
-            check: Called with each line of a finished trajectory, those that do not count included.
+            storages: Storage of the run, or several that hold parts of it.
+            shards: Names of the shards to read; None for all.
+            check: Called with each line of a finished trajectory, including lines that do not count.
         """
         self._storages = storages
         self._names = shards
         self._check = check
 
     def __iter__(self) -> Iterator[EndedRecord]:
-        """All of them: the finished ones first, then those that failed for good, then those that were dropped.
+        """All trajectories: first the finished ones, then those that failed permanently, then the dropped ones.
 
         Raises:
-            RecordError: A shard's Parquet file is none.
+            RecordError: A shard's Parquet file is invalid.
         """
         unfinished = Precedence(self._keys(_JOURNALS), self._not_finished)
         ended, finished = KeySet(self._keys(_JOURNALS)), KeySet()
@@ -55,22 +56,22 @@ class Trajectories:
         yield from (record for record in self._not_finished() if record.key not in finished and counts(record))
 
     def finished(self) -> Iterator[TrajectoryRecord]:
-        """The finished ones, in the order in which they are stored.
+        """The finished trajectories, in the order in which they are stored.
 
         Raises:
-            RecordError: A shard's Parquet file is none.
+            RecordError: A shard's Parquet file is invalid.
         """
         return chain.from_iterable(found for _, found in self.by_shard())
 
     def by_shard(self) -> Iterator[tuple[str, Iterator[TrajectoryRecord]]]:
-        """The finished ones with the names of their shards, which are to be read in turn."""
+        """The finished trajectories by shard name; the shards must be read in turn."""
         counts = self.precedence.selector()
         for storage, shard in self._shards():
             yield shard, filter(counts, self._lines(storage, shard))
 
     @cached_property
     def precedence(self) -> Precedence:
-        """The choice among the lines of finished trajectories."""
+        """Choice among the lines of finished trajectories."""
         shards = self._shards()
         keys = chain.from_iterable(records.keys(*shard) for shard in shards)
         return Precedence(keys, lambda: chain.from_iterable(self._lines(*shard) for shard in shards))

@@ -1,8 +1,9 @@
-"""The turns of trajectories under way, on disk, so that an interrupted trajectory goes on instead of starting over.
+"""Turns of unfinished trajectories on disk, so that an interrupted trajectory resumes instead of starting over.
 
-A shard's log is a row of files. A file is removed as soon as nothing in it is needed, so that the log stays about as
-large as what is in flight, however long the run. Turns are not waited for: what a crash of the machine takes from
-them is only work that is done again.
+A shard's log is a sequence of files. A file is removed as soon as none of its turns is needed, so the log stays about
+as
+large as the trajectories in flight, however long the run. Nothing waits for turns to be durable: a crash of the machine
+only costs work that is repeated.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class _Segment:
 
 
 class TurnLog:
-    """The turn log of one shard."""
+    """Turn log of one shard."""
 
     def __init__(self, output: Path, shard: int, *, seconds: Observes, segment_bytes: int = _SEGMENT_BYTES) -> None:
-        """Read what is there. What is no turn is passed over with a warning: it can only cost work, never a result.
+        """Read the existing log. Invalid lines are skipped with a warning: they can only cost work, never a result.
 
         Args:
             output: The run's directory.
@@ -56,7 +57,7 @@ class TurnLog:
             self._read(path)
 
     def _files(self) -> list[Path]:
-        # Another shard that ends may remove the directory while it is listed, and then nothing of this one is in it.
+        # A shard that finishes may remove the directory while it is listed; then it has no file of this shard.
         with contextlib.suppress(FileNotFoundError):
             return sorted(self._directory.glob(f"shard-{self._shard:05d}-{'[0-9]' * 6}.jsonl"))
         return []
@@ -67,14 +68,14 @@ class TurnLog:
             segment.keys.add(turn.key)
             turns = self.partials.setdefault(turn.key, Partial([])).turns
             if turn.turn <= len(turns) + 1:
-                # A trajectory that was run again from some turn on: what it said first does not count any more.
+                # The trajectory was resumed from this turn, so its earlier version is replaced.
                 turns[turn.turn - 1 :] = [turn]
         self._segments.append(segment)
         for key in [key for key, partial in self.partials.items() if not partial.turns]:
             del self.partials[key]
 
     async def append(self, turn: TurnRecord) -> None:
-        """Have one turn written; waits only when too much is waiting to be written.
+        """Schedule the write of one turn; waits only if too many bytes are waiting to be written.
 
         Raises:
             OSError: An earlier turn could not be written.
@@ -89,11 +90,11 @@ class TurnLog:
             await asyncio.shield(written)
 
     def trajectories(self) -> set[TrajectoryKey]:
-        """Trajectories that have turns in the log."""
+        """Keys of trajectories that have turns in the log."""
         return {key for segment in self._segments for key in segment.keys}
 
     def ended(self, keys: Iterable[TrajectoryKey]) -> None:
-        """Nobody needs the turns of these trajectories any more: they are stored, or are not to be gone on with."""
+        """Discard the turns of trajectories that are stored, or will not resume from them."""
         for key in keys:
             self.partials.pop(key, None)
             for segment in self._segments:
@@ -107,12 +108,12 @@ class TurnLog:
             self._segments.remove(segment)
 
     async def close(self) -> None:
-        """Finish what is being written; files that nobody needs go."""
+        """Finish pending writes, and remove files that are no longer needed."""
         self._retire()
         await asyncio.gather(*self._closing)
         self.ended(())
         with contextlib.suppress(OSError):
-            # Gone with its last file; other shards may have theirs in it.
+            # Removed with its last file; other shards may have files in it.
             self._directory.rmdir()
 
     def _current(self) -> tuple[FileJournal, _Segment]:
@@ -127,7 +128,7 @@ class TurnLog:
         return self._journal, segment
 
     def _make(self, path: Path) -> None:
-        """Make the file at once: another shard that ends removes the directory where it is empty."""
+        """Create the file at once: a shard that finishes removes the directory if it is empty."""
         while True:
             self._directory.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -151,7 +152,7 @@ class TurnLog:
 
 
 def _turns(path: Path) -> Iterator[TurnRecord]:
-    """The turns in a file; nothing here is waited for when it is written, so a crash of the machine leaves anything."""
+    """Valid turns in a file. Turns are written without waiting for the disk, so a crash may leave anything."""
     unusable: list[str] = []
     try:
         for where, line in whole_lines(path):
@@ -167,7 +168,7 @@ def _turns(path: Path) -> Iterator[TurnRecord]:
         unusable.append(f"{path}: {error}")
     if unusable:
         _log.warning(
-            "%d lines are no turns and are passed over; their trajectories start over or go on from an earlier turn. "
+            "skipped %d lines that are not turns; their trajectories start over or resume from an earlier turn. "
             "The first: %s",
             len(unusable),
             unusable[0][:400],

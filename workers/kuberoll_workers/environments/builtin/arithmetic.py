@@ -1,4 +1,4 @@
-"""A pocket calculator that is safe to hand to a policy: one operation on two decimal numbers, exact and bounded."""
+"""Pocket calculator for a policy: one operation on two decimal numbers, exact and bounded."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ OPERATORS: Mapping[str, Callable[[Fraction, Fraction], Fraction]] = {
 MAX_CHARACTERS = 64
 LARGEST = 10**15
 
-# ASCII digits only: `\d` would take those of every script.
+# ASCII digits only: `\d` matches the digits of all scripts.
 _NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?"
 _NUMBER_ALONE = re.compile(rf"\s*({_NUMBER})\s*")
 _OPERATION = re.compile(rf"\s*({_NUMBER})\s*([-+*/])\s*({_NUMBER})\s*")
 
 
 class CalculationError(ValueError):
-    """What was asked for cannot be calculated; the message is meant for who asked."""
+    """The expression cannot be calculated; the message is shown to the policy."""
 
 
 def evaluate(expression: str) -> Fraction:
     """The value of `a + b`, `a - b`, `a * b` or `a / b`.
 
     Raises:
-        CalculationError: Something else was written, a divisor is 0, or a number is beyond 10^15.
+        CalculationError: The expression has another form, divides by 0, or has a number beyond 10^15.
     """
     if len(expression) > MAX_CHARACTERS:
         raise CalculationError(f"at most {MAX_CHARACTERS} characters can be calculated")
@@ -47,13 +47,13 @@ def evaluate(expression: str) -> Fraction:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number a text consists of; None where it is something else."""
+    """The number that a text consists of; None for other texts."""
     matched = _NUMBER_ALONE.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
     return Fraction(matched[1]) if matched else None
 
 
 def render_number(value: Fraction) -> str:
-    """Whole numbers as such, others rounded to 6 decimals."""
+    """Decimal text of a number: whole numbers without a point, others rounded to 6 decimals."""
     if value.denominator == 1:
         return str(value.numerator)
     text = f"{float(value):.6f}".rstrip("0").rstrip(".")
@@ -61,5 +61,5 @@ def render_number(value: Fraction) -> str:
 
 
 def same_number(one: Fraction, other: Fraction) -> bool:
-    """Whether two numbers are equal as far as 6 rendered decimals can tell."""
+    """True if two numbers are equal up to 6 rendered decimals."""
     return abs(one - other) <= Fraction(1, 10**6)

@@ -1,4 +1,4 @@
-"""Calculator: multi-step arithmetic with a tool that does one operation per call."""
+"""Calculator: multi-step arithmetic with a tool that performs one operation per call."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ _Operator = Literal["+", "-", "*", "/"]
 
 
 class CalculatorConfig(EnvironmentConfig):
-    """How long and how large the problems are."""
+    """Length and size of the problems."""
 
-    steps: int = Field(default=2, ge=1, le=16, description="Operations in a problem.")
+    steps: int = Field(default=2, ge=1, le=16, description="Number of operations in a problem.")
     min_operand: int = Field(default=1, ge=-1_000_000, le=1_000_000, description="Smallest number in a problem.")
     max_operand: int = Field(default=20, ge=-1_000_000, le=1_000_000, description="Largest number in a problem.")
     operators: list[_Operator] = Field(
         default=["+", "-", "*"], min_length=1, max_length=4, description="Operations to draw from: + - * /."
     )
-    max_calls: int = Field(default=8, ge=1, le=100_000, description="Calls until only an answer is taken.")
+    max_calls: int = Field(
+        default=8, ge=1, le=100_000, description="Maximum number of calls; after that, only an answer is accepted."
+    )
 
     @model_validator(mode="after")
     def _drawable(self) -> Self:
@@ -59,24 +61,25 @@ class CalculatorConfig(EnvironmentConfig):
 class CalculatorEnvironment(EnvironmentInterface):
     """The policy writes `<call>3 + 5</call>`, gets `<result>8</result>`, and ends with `<answer>16</answer>`.
 
-    The reward is 1 for the right answer, and the episode ends with any. Every turn without an answer counts as a
-    call, also a malformed one; when `maxCalls` are used, the next turn must be the answer or the episode ends.
+    The reward is 1 for the right answer; any answer ends the episode. Every turn without an answer counts as a call,
+    even a
+    malformed one; after `maxCalls` calls, the next turn must be the answer or the episode ends.
 
-    Episode state: `problem`, `expected_answer` (a number, as text or JSON number), `calls`, and at the end `correct`.
+    Episode state: `problem`, `expected_answer` (a number, as text or JSON number), `calls`, and `correct` at the end.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
         Raises:
-            UnusableEnvironment: The config is wrong; the message names the key.
+            UnusableEnvironment: The config is invalid; the message names the key.
         """
         self._config = parse_config(CalculatorConfig, config)
 
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
-        """Answer one call, or judge the answer, in each episode.
+        """Answer one call, or grade the answer, in each episode.
 
         Raises:
-            UnusableRow: A row's metadata holds no expected answer.
+            UnusableRow: A row's metadata has no expected answer.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
@@ -92,7 +95,7 @@ class CalculatorEnvironment(EnvironmentInterface):
                 metadata={**state, "calls": calls, "correct": correct},
                 reward=1.0 if correct else 0.0,
                 terminated=True,
-                # Without a number there is nothing to vote with; the length of an answer is bounded by its parser.
+                # Only numbers take part in voting; their parser bounds the length of the answer.
                 answer=None if given is None else render_number(given),
             )
         if calls >= self._config.max_calls:
@@ -107,7 +110,7 @@ class CalculatorEnvironment(EnvironmentInterface):
         return Turn(observation, metadata={**state, "calls": calls + 1}, stop_strings=STOP_STRINGS)
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Adds `accuracy`, `answered_rate`, and `mean_calls_of_correct` where one was correct."""
+        """Add `accuracy`, `answered_rate`, and, if any answer was correct, `mean_calls_of_correct`."""
         states = [state or {} for state in batch["extra_env_info"]]
         calls = [state["calls"] for state in states if state.get("correct")]
         answered = sum("correct" in state and state["calls"] <= self._config.max_calls for state in states)
@@ -120,7 +123,9 @@ class CalculatorEnvironment(EnvironmentInterface):
         return batch, {name: value for name, value in metrics.items() if value is not None}
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Rows with problems whose intermediate results are whole numbers; a longer list begins with a shorter one."""
+        """Rows with problems whose intermediate results are whole numbers; a longer dataset starts with the shorter
+        one.
+        """
         draw = random.Random(seed)
         return [self._row(index, *self._problem(draw)) for index in range(count)]
 
@@ -147,7 +152,7 @@ class CalculatorEnvironment(EnvironmentInterface):
                 symbol = draw.choice(self._config.operators)
                 chain_first = draw.random() < 0.5
                 left, right = (value, number) if chain_first else (number, value)
-                # Divisions that do not come out whole are drawn again.
+                # Divisions without a whole result are drawn again.
                 if symbol != "/" or (right != 0 and (left / right).denominator == 1):
                     break
             text = f"{part} {symbol} {other}" if chain_first else f"{other} {symbol} {part}"
@@ -168,7 +173,7 @@ def _expected(state: Mapping[str, Any]) -> Fraction:
 
 
 def _result(expression: str | None) -> str:
-    """What the tool answers to a call; None: there was no call to be found."""
+    """The tool's answer to a call; None: the reply has no call."""
     if expression is None:
         return "<error>write <call>7 + 6</call> or <answer>13</answer></error>"
     try:

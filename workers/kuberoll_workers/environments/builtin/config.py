@@ -1,4 +1,4 @@
-"""Configs of the built-in environments: strict models, and errors that name the field."""
+"""Configs of the built-in environments: strict models, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kuberoll_workers.environments.registry import UnusableEnvironment
 
 
 class EnvironmentConfig(BaseModel):
-    """Base of the built-ins' configs: camelCase keys as in the manifest, no unknown keys, no conversions."""
+    """Base of the configs: camelCase keys as in the manifest, no unknown keys, no conversions."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -29,7 +29,7 @@ _Config = TypeVar("_Config", bound=EnvironmentConfig)
 
 
 def parse_config(model: type[_Config], config: Mapping[str, Any] | None) -> _Config:
-    """Check an environment's config.
+    """Validate an environment's config.
 
     Raises:
         UnusableEnvironment: One sentence per mistake, each naming its key.

@@ -1,4 +1,4 @@
-"""The board of a sliding puzzle: pure functions over rows of numbered tiles, 0 being the gap."""
+"""Board of a sliding puzzle: pure functions on rows of numbered tiles, 0 being the gap."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kuberoll_workers.environments.interface import UnusableRow
 
 Board = tuple[tuple[int, ...], ...]
 
-# Where, seen from the gap, the tile stands that slides: "up" moves the tile below the gap upward.
+# Position of the sliding tile relative to the gap: "up" moves the tile below the gap upward.
 SLIDES: Mapping[str, tuple[int, int]] = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 OPPOSITE: Mapping[str, str] = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 
 def solved_board(rows: int, cols: int) -> Board:
-    """The goal: tiles in reading order from 1, the gap last."""
+    """The goal: tiles in reading order from 1, with the gap last."""
     tiles = [*range(1, rows * cols), 0]
     return tuple(tuple(tiles[row * cols : (row + 1) * cols]) for row in range(rows))
 
@@ -26,7 +26,7 @@ def is_solved(board: Board) -> bool:
 
 
 def slide(board: Board, direction: str) -> Board | None:
-    """The board after a tile slid in this direction into the gap; None where no tile can."""
+    """The board after a tile slid in this direction into the gap; None if no tile can."""
     row, col = _gap(board)
     down, across = SLIDES[direction]
     tile_row, tile_col = row + down, col + across
@@ -40,8 +40,9 @@ def slide(board: Board, direction: str) -> Board | None:
 def shuffled(rows: int, cols: int, most_moves: int, draw: random.Random) -> Board:
     """A solvable, unsolved board: 1 to `most_moves` random slides away from the goal, none undoing the one before.
 
-    The number of slides is drawn too. With a fixed one, the boards of a 2×2 puzzle, whose 12 states form a ring,
-    would be no more than two.
+    The number of slides is random, too. With a fixed one, a 2×2 puzzle, whose 12 states form a ring, would have only
+    two
+    different boards.
     """
     goal = solved_board(rows, cols)
     while True:

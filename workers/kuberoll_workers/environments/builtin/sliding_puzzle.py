@@ -1,4 +1,4 @@
-"""Sliding puzzle: bring numbered tiles into order by sliding them into the gap, one move per turn."""
+"""Sliding puzzle: order numbered tiles by sliding them into the gap, one move per turn."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ _VIEW = "view"
 
 
 class SlidingPuzzleConfig(EnvironmentConfig):
-    """How large and how hard."""
+    """Size and difficulty of the puzzles."""
 
     size: int | None = Field(default=None, ge=2, le=10, description="Rows and columns of a square board; default 3.")
-    rows: int | None = Field(default=None, ge=2, le=10, description="Rows, where the board is not square.")
-    cols: int | None = Field(default=None, ge=2, le=10, description="Columns, where the board is not square.")
-    shuffle_moves: int = Field(default=20, ge=1, le=10_000, description="Most slides that a board is mixed by.")
-    max_moves: int = Field(default=30, ge=1, le=100_000, description="Turns until the episode ends unsolved.")
+    rows: int | None = Field(default=None, ge=2, le=10, description="Rows of a board that is not square.")
+    cols: int | None = Field(default=None, ge=2, le=10, description="Columns of a board that is not square.")
+    shuffle_moves: int = Field(
+        default=20, ge=1, le=10_000, description="Maximum number of slides that shuffle a board."
+    )
+    max_moves: int = Field(
+        default=30, ge=1, le=100_000, description="Maximum number of turns, after which the episode ends unsolved."
+    )
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
@@ -46,8 +50,9 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
     """The policy writes `<action>up</action>`; the environment slides a tile and shows the board.
 
     `up`, `down`, `left` and `right` name the direction in which a tile slides into the gap; `view` only shows the
-    board. The reward is 1 in the turn that solves the puzzle. Every turn counts as a move, also a malformed one, and
-    the limit is looked at after the move, so that reaching it costs no further generation.
+    board. The reward is 1 in the turn that solves the puzzle. Every turn counts as a move, even a malformed one. The
+    limit
+    is checked after the move, so reaching it costs no further generation.
 
     Episode state: `board` (rows of tiles, 0 the gap), `moves` (turns used), `solved`.
     """
@@ -55,7 +60,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
         Raises:
-            UnusableEnvironment: The config is wrong; the message names the key.
+            UnusableEnvironment: The config is invalid; the message names the key.
         """
         self._config = parse_config(SlidingPuzzleConfig, config)
 
@@ -63,7 +68,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         """Make one move in each puzzle.
 
         Raises:
-            UnusableRow: A row's metadata holds no board.
+            UnusableRow: A row's metadata has no valid board.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
@@ -88,7 +93,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Adds `solve_rate`, and `mean_moves_of_solved` where one was solved."""
+        """Add `solve_rate`, and, if any puzzle was solved, `mean_moves_of_solved`."""
         states = [state or {} for state in batch["extra_env_info"]]
         moves = [state["moves"] for state in states if state.get("solved")]
         metrics = {
@@ -99,7 +104,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         return batch, {name: value for name, value in metrics.items() if value is not None}
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Rows with solvable, unsolved boards; more rows of the same seed begin with the same ones."""
+        """Rows with solvable, unsolved boards; a longer dataset of the same seed starts with the shorter one."""
         draw = random.Random(seed)
         rows, cols = self._config.shape
         boards = (puzzle_board.shuffled(rows, cols, self._config.shuffle_moves, draw) for _ in range(count))
@@ -124,7 +129,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
 
 
 def _move(reply: str, board: puzzle_board.Board) -> tuple[puzzle_board.Board, str]:
-    """The board after the policy's reply, and a note to the policy where nothing moved."""
+    """The board after the policy's reply, and a note to the policy if nothing moved."""
     tagged = first_tagged(reply, ["action"])
     if tagged is None:
         return board, "No move was found; write one, as in <action>up</action>."

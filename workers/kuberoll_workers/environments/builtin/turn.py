@@ -1,4 +1,4 @@
-"""What the built-in environments share: reading the policy's reply, and one episode's answer to it."""
+"""Shared parts of the built-in environments: parsing of the policy's reply, and the answer to one episode."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Turn:
     """An environment's answer to one episode.
 
     Attributes:
-        observation: Text that follows the policy's reply as it is, without a chat template.
+        observation: Text that is appended to the policy's reply unchanged, without a chat template.
         metadata: The new episode state.
-        stop_strings: Of the next generation; None where the episode ended.
+        stop_strings: Stop strings of the next generation; None at the end of the episode.
         answer: The policy's final answer, for majority voting.
     """
 
@@ -29,7 +29,7 @@ class Turn:
 
 
 def batch_of(turns: Sequence[Turn]) -> EnvironmentReturn:
-    """The batched form of several episodes' turns."""
+    """Batched form of the turns of several episodes."""
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": turn.observation} for turn in turns],
         metadata=[turn.metadata for turn in turns],
@@ -41,23 +41,24 @@ def batch_of(turns: Sequence[Turn]) -> EnvironmentReturn:
 
 
 def reply_of(log: Sequence[ChatMessage]) -> str:
-    """The policy's newest text; empty where there is none."""
+    """The policy's newest text; empty if there is none."""
     content = log[-1].get("content") if log else None
     return content if isinstance(content, str) else ""
 
 
 class Tagged(NamedTuple):
-    """`<name>body</name>`, found in a text."""
+    """A tag `<name>body</name>` in a text."""
 
     name: str
     body: str
 
 
 def first_tagged(text: str, names: Iterable[str]) -> Tagged | None:
-    """The first complete tag of a text, the body stripped; None where no tag is complete.
+    """The first complete tag of a text, with a stripped body; None if no tag is complete.
 
-    Text before and after it is ignored: a policy may think aloud, and the last token of a generation may run past
-    the stop string. Where a tag is opened twice before it is closed, the inner one counts.
+    Text before and after the tag is ignored: a policy may think aloud, and the last token of a generation may run past
+        the
+    stop string. If a tag is opened twice before it is closed, the inner one counts.
     """
     closings = [(text.find(f"</{name}>"), name) for name in names]
     end, name = min((found for found in closings if found[0] >= 0), default=(-1, ""))
@@ -67,16 +68,16 @@ def first_tagged(text: str, names: Iterable[str]) -> Tagged | None:
 
 
 def quoted(text: str, limit: int = 24) -> str:
-    """A policy's own words for an error message to it: short, on one line."""
+    """The policy's own text for an error message to it: shortened, on one line."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= limit else f"{flat[: limit - 3]}...")
 
 
 def count_of(metadata: Mapping[str, Any], key: str) -> int:
-    """A counter of an episode's state; 0 where the dataset did not set it.
+    """Counter in an episode's state; 0 if the dataset did not set it.
 
     Raises:
-        UnusableRow: It is not a count.
+        UnusableRow: It is not a whole number of at least 0.
     """
     value = metadata.get(key, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -85,5 +86,5 @@ def count_of(metadata: Mapping[str, Any], key: str) -> int:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean; None of nothing."""
+    """Mean of the values; None if there are none."""
     return sum(values) / len(values) if values else None

@@ -1,4 +1,4 @@
-"""Equality of LaTeX expressions by sympy. Imported only by the process that does the algebra: see `math_process`."""
+"""Equality of LaTeX expressions by sympy. Imported only by the algebra process (`math.process`)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _ZERO = sympy.Float(f"1e-{DIGITS - 15}", DIGITS)
 
 
 class Unreadable(Exception):
-    """An expression is no mathematics that can be read."""
+    """The text cannot be parsed as mathematics."""
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Whether two expressions are equal for all values of their variables."""
+    """True if two expressions are equal for all values of their variables."""
     return _equal(expression(truth), expression(answer))
 
 
 def number(truth: str, answer: str) -> bool:
-    """Whether an expression is a rational number, given as `3/4`."""
+    """True if an expression equals a rational number, given as `3/4`."""
     return _equal(sympy.Rational(truth), expression(answer))
 
 
 def decimal(truth: str, answer: str) -> bool:
-    """Whether a constant is a decimal, given as its value and its places, exactly or when rounded or cut off there."""
+    """True if a constant equals a decimal, exactly or rounded or truncated; the decimal is given as value, places."""
     value, _, places = truth.partition(" ")
     exact = Fraction(value)
     right = expression(answer)
@@ -47,18 +47,18 @@ def decimal(truth: str, answer: str) -> bool:
 
 
 def equation(truth: str, answer: str) -> bool:
-    """Whether two differences are zero for the same values: one is a constant multiple of the other."""
+    """True if two differences vanish for the same values: one is a constant multiple of the other."""
     return _factor(truth, answer) is not None
 
 
 def inequality(truth: str, answer: str) -> bool:
-    """Whether two differences are negative for the same values: one is a positive multiple of the other."""
+    """True if two differences are negative for the same values: one is a positive multiple of the other."""
     factor = _factor(truth, answer)
     return factor is not None and bool(factor.is_positive)
 
 
 def readable(truth: str, _: str) -> bool:
-    """Whether the ground truth is mathematics that can be read."""
+    """True if the ground truth can be parsed as mathematics."""
     try:
         expression(truth)
     except Unreadable:
@@ -74,10 +74,10 @@ def expression(latex: str) -> Any:
     """The sympy expression of a piece of LaTeX.
 
     Raises:
-        Unreadable: It has none.
+        Unreadable: It cannot be parsed.
     """
     library = importlib.import_module("latex2sympy2_extended.latex2sympy2")
-    # Units are read before; here, the h of pi r^2 h is no hour, and x is not X.
+    # Units were parsed before; the h of pi r^2 h is not an hour, and x is not X.
     spelling = library.NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
     )
@@ -89,11 +89,11 @@ def expression(latex: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        # The parser, and sympy as it builds the expression, have many kinds of errors.
+        # The parser, and sympy while building the expression, raise many kinds of errors.
         raise Unreadable(latex) from error
     if not isinstance(parsed, sympy.Basic | sympy.MatrixBase):
         raise Unreadable(latex)
-    # The parser leaves i a symbol; as a number its square is -1.
+    # The parser leaves i a symbol instead of the imaginary unit.
     units = {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
     return parsed.subs(units) if units else parsed
 
@@ -120,7 +120,7 @@ def _equal(truth: Any, answer: Any) -> bool:
 
 
 def _is_zero(constant: Any) -> bool:
-    """Whether a constant is 0; as far as can be seen at so many digits."""
+    """True if a constant is 0, as far as DIGITS digits show."""
     value = constant.doit()
     if value.is_Rational:
         return bool(value == 0)
@@ -160,7 +160,7 @@ def _factor(truth: str, answer: str) -> Any | None:
 def _math_verify() -> Any:
     import math_verify
 
-    # It warns that its own timeouts are off: they need the main thread; the process has limits of its own.
+    # It warns that its timeouts are off. They need the main thread; this process has its own limits.
     for module in ("parser", "grader"):
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     return math_verify

@@ -38,37 +38,38 @@ GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer")
 
 
 class MathAnswersConfig(EnvironmentConfig):
-    """What is read of a response, and the numbers of generated problems."""
+    """Limits of grading, and the size of generated problems."""
 
     max_characters: int = Field(
         default=4000,
         ge=16,
         le=1_000_000,
-        description="Characters at a response's end that the answer is looked for in.",
+        description="Number of characters at the end of a response in which the answer is searched.",
     )
     cpu_seconds: float = Field(
         default=CPU_SECONDS,
         ge=0.1,
         le=300,
-        description="Processor time that comparing two expressions may take; an answer that needs more gets 0.",
+        description="CPU seconds for the comparison of two expressions; an answer that needs more gets 0.",
     )
     max_number: int = Field(default=20, ge=2, le=1_000_000, description="Largest number in a generated problem.")
 
 
 class MathAnswersEnvironment(EnvironmentInterface):
-    """Single turn: the reward is 1 where the response's answer equals the ground truth, and the episode ends.
+    """Single turn: the reward is 1 if the response's answer equals the ground truth; the episode ends.
 
     The ground truth is `metadata.ground_truth` or `metadata.expected_answer`: a number, LaTeX with or without
-    delimiters, or words. A response without an answer, with one that cannot be read, or with one that takes more than
-    `cpuSeconds` of processor time to compare (`metadata.grading` is `limit` then) gets 0: the policy is at fault. A
-    ground truth that cannot be read is the dataset's fault, and a failure; so is, without a word about the answer, an
-    algebra process that does not work.
+    delimiters, or words. The reward is 0 if a response has no answer, an answer that cannot be parsed, or one whose
+    comparison takes more than `cpuSeconds` of CPU time (`metadata.grading` is `limit` then): these are the policy's
+    mistakes. A ground truth that cannot be parsed is the dataset's mistake, and a failure; so is an algebra process
+    that
+    does not work, which says nothing about the answer.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
         Raises:
-            UnusableEnvironment: The config is wrong; the message names the key.
+            UnusableEnvironment: The config is invalid; the message names the key.
         """
         self._config = parse_config(MathAnswersConfig, config)
         self._algebra = AlgebraProcess(cpu_seconds=self._config.cpu_seconds)
@@ -78,8 +79,8 @@ class MathAnswersEnvironment(EnvironmentInterface):
         """Grade each response.
 
         Raises:
-            UnusableRow: A row has no readable ground truth; names the row's `idx` where its metadata has one.
-            AlgebraFailed: The process that does the algebra does not work.
+            UnusableRow: A row has no valid ground truth; the message names the row's `idx`, if its metadata has one.
+            AlgebraFailed: The algebra process does not work.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
         return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
@@ -104,14 +105,14 @@ class MathAnswersEnvironment(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Adds `accuracy`."""
+        """Add `accuracy`."""
         states = [state or {} for state in batch["extra_env_info"]]
         correct = sum(bool(state.get("correct")) for state in states)
         accuracy = {"accuracy": correct / len(states)} if states else {}
         return batch, {"episodes": len(states), **accuracy}
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Rows with small problems of arithmetic, fractions and linear equations, in turn."""
+        """Rows with small problems, alternating between arithmetic, fractions and linear equations."""
         draw = random.Random(seed)
         makers = (_arithmetic, _fractions, _linear)
         problems = (makers[index % len(makers)](self._config.max_number, draw) for index in range(count))
@@ -119,11 +120,11 @@ class MathAnswersEnvironment(EnvironmentInterface):
 
 
 def is_right(truth: Value, answer: str, algebra: AlgebraProcess) -> bool:
-    """Whether a final answer, as text, states the value of the ground truth.
+    """True if a final answer, as text, states the value of the ground truth.
 
     Raises:
-        AlgebraLimit: Comparing them is too much to compute.
-        AlgebraFailed: The process that does the algebra does not work.
+        AlgebraLimit: The comparison exceeds its limits.
+        AlgebraFailed: The algebra process does not work.
     """
     value = read_value(answer)
 
@@ -153,7 +154,7 @@ _SENTENCE = re.compile(r"\\(?:boxed|fbox)\s*\{|####|\banswer\b\s*(?:is|:|=)", re
 
 
 def _read_truth(algebra: AlgebraProcess, text: str) -> Value | str:
-    """The value of a ground truth, or what is wrong with it."""
+    """The value of a ground truth, or a message if it is invalid."""
     stated = final_answers(text) if _SENTENCE.search(text) else [text]
     value = read_value(stated[0]) if len(stated) == 1 else None
     if value is None:
@@ -168,7 +169,7 @@ def _read_truth(algebra: AlgebraProcess, text: str) -> Value | str:
 
 
 def _expressions(value: Value) -> list[str]:
-    """The pieces of LaTeX in a value."""
+    """All pieces of LaTeX in a value."""
     if isinstance(value, Expression):
         return [value.latex]
     if isinstance(value, Quantity | Assignment):
@@ -184,12 +185,12 @@ _MAX_DIGITS = 4
 
 
 def is_explosive(text: str) -> bool:
-    """Whether a power in an exponent or a large exponent or factorial makes a number too long to write out.
+    """True if a power in an exponent, or a large exponent or factorial, makes a number too long to write out.
 
-    Linear in the length of the text. It saves the time until the limit ends such a computation, and is no more than
-    that: what it does not know, the limit stops.
+    Linear in the length of the text. This only saves time: computations that it does not detect are stopped by the
+        limits.
     """
-    # For each open bracket, whether it is within an exponent.
+    # For each open bracket: True if it is within an exponent.
     exponents: list[bool] = []
     previous = before = ""
     for token in _TOKEN.findall(text.replace("**", "^")):

@@ -1,4 +1,4 @@
-"""Whether an answer states the value that a ground truth states."""
+"""Comparison of an answer's value with the ground truth's value."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from kuberoll_workers.environments.builtin.math.values import (
 )
 
 Algebra = Callable[[str, str, str], bool]
-"""`(question, truth, answer)`: whether two pieces of LaTeX are equal; `question` is one of `math_algebra.QUESTIONS`."""
+"""`(question, truth, answer)` -> True if the answer to the question is yes; `question` is a key of `algebra.QUESTIONS`.
+"""
 
 MIN_DIGITS = 6
-"""A decimal with fewer significant digits stands for no value but its own."""
+"""Minimum number of significant digits with which a decimal can stand for a rounded value."""
 
 
 def equal_values(truth: Value, answer: Value, algebra: Algebra) -> bool:
-    """Whether an answer is right; not symmetric, as the ground truth says what was asked for.
+    """True if an answer is right. Not symmetric: the ground truth determines the form that was asked for.
 
     Raises:
-        Whatever `algebra` raises.
+        Exception: Any exception of `algebra`.
     """
     return _Comparison(algebra).equal(truth, answer)
 
@@ -68,7 +69,7 @@ class _Comparison:
         return self._quantities(truth, answer)
 
     def _chain(self, truth: Value, answer: Chain) -> bool:
-        """`2 + 3 = 5` is 5 where it is true."""
+        """True for `2 + 3 = 5` and 5, if the equation holds."""
         last = answer.parts[-1]
         if not all(self._algebra("equal", last, part) for part in answer.parts[:-1]):
             return False
@@ -90,7 +91,7 @@ class _Comparison:
         if isinstance(truth, Assignment):
             return self.equal(truth.value, answer)
         assert isinstance(answer, Assignment)
-        # x = 5 answers "what is x", and is no point, set or interval.
+        # x = 5 answers "what is x?"; it is not a point, set or interval.
         return self.equal(truth, answer.value)
 
     def _collections(self, truth: Value, answer: Value) -> bool:
@@ -101,7 +102,7 @@ class _Comparison:
                 and _same_variable(truth.variable, answer.variable)
                 and self._in_any_order(truth.parts, answer.parts)
             )
-        # A set of one value is named by the value.
+        # A value stands for the set of this one value.
         if not isinstance(truth, Group):
             return isinstance(answer, Group) and self._single(answer, truth, flipped=True)
         if not isinstance(answer, Group):
@@ -125,7 +126,7 @@ class _Comparison:
         return self.equal(value, group.items[0]) if flipped else self.equal(group.items[0], value)
 
     def _unbracketed(self, truth: Group, answer: Group) -> bool:
-        """A point whose round brackets one side left out: in order, or by the names of its coordinates."""
+        """Compare a point with one written without round brackets: in order, or by the names of its coordinates."""
         point, written = (truth, answer) if truth.kind == "tuple" else (answer, truth)
         if (point.opening, point.closing) != ("(", ")") or point.variable:
             return False
@@ -146,7 +147,7 @@ class _Comparison:
             return False
         left = list(answers)
         for truth in truths:
-            # What is written alike needs no algebra.
+            # Equal texts need no algebra.
             match = next((item for item in left if item == truth), None)
             if match is None:
                 match = next((item for item in left if self.equal(truth, item)), None)
@@ -170,7 +171,7 @@ class _Comparison:
             return not ("degree" in (ours, theirs) and _has_pi(value if theirs else other))
         if "degree" not in (ours, theirs):
             return False
-        # The same angle in radians, where it is said in terms of pi.
+        # The same angle in radians, if it is a multiple of pi.
         if ours:
             return _has_pi(other) and self._scalars(_radians(value), other)
         return _has_pi(value) and self._scalars(value, _radians(other))
@@ -178,7 +179,7 @@ class _Comparison:
     def _percent(self, value: _Scalar, other: _Scalar, *, of_truth: bool) -> bool:
         if of_truth:
             return self._scalars(value, other) or self._scalars(_hundredth(value), other)
-        # Of a ground truth such as 50 the sign may have been dropped; 0.5 is a share, and no half percent.
+        # A ground truth such as 50 may have lost its percent sign; 0.5 is a fraction, not half a percent.
         dropped = not isinstance(value, Number) or abs(value.value) > 1
         return (dropped and self._scalars(value, other)) or self._scalars(value, _hundredth(other))
 
@@ -206,7 +207,7 @@ _Scalar = Number | Expression
 
 
 def equal_numbers(truth: Number, answer: Number) -> bool:
-    """Whether two numbers are the same, or one is the other, rounded or cut off after six digits or more."""
+    """True if two numbers are equal, or one is the other, rounded or truncated after at least six digits."""
     if truth.value == answer.value:
         return True
     return _stands_for(truth, answer) or _stands_for(answer, truth)
@@ -225,13 +226,13 @@ def _terminates(value: Fraction, places: int) -> bool:
 
 
 def rounded(value: Fraction, places: int) -> Fraction:
-    """A value rounded to so many places, halves away from zero."""
+    """A value rounded to this many places, halves away from zero."""
     scaled = abs(value) * 10**places + Fraction(1, 2)
     return Fraction(scaled.numerator // scaled.denominator, 10**places) * (-1 if value < 0 else 1)
 
 
 def cut_off(value: Fraction, places: int) -> Fraction:
-    """A value without what comes after so many places."""
+    """A value truncated to this many places."""
     scaled = abs(value) * 10**places
     return Fraction(scaled.numerator // scaled.denominator, 10**places) * (-1 if value < 0 else 1)
 
@@ -266,7 +267,7 @@ def _same_variable(truth: str | None, answer: str | None) -> bool:
 def _words_of(value: Value) -> str | None:
     if isinstance(value, Text):
         return value.words if len(value.words) > 1 else value.words.upper()
-    # A letter may be a choice or a variable.
+    # A single letter may be a choice or a variable.
     return value.latex if isinstance(value, Expression) and len(value.latex) == 1 else None
 
 
@@ -280,5 +281,5 @@ def _relation_of(value: Value) -> Relation | None:
 
 
 def _in_variables(truth: Assignment, answer: Assignment) -> bool:
-    """Whether two assignments may be one equation, solved for one variable or another."""
+    """True if two assignments may be the same equation, solved for different variables."""
     return isinstance(truth.value, Expression) and isinstance(answer.value, Expression)

@@ -1,6 +1,6 @@
-"""The final answer of a response to a mathematical question, as text.
+"""Extraction of the final answer from a response to a mathematical question, as text.
 
-Every scan is linear in the length of the response: a policy writes it, and a slow pattern would be its weapon.
+Every scan is linear in the length of the response, because a policy writes it and could exploit a slow pattern.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 MAX_ANSWER_CHARACTERS = 2000
-"""A longer final answer is no answer to a question with one value."""
+"""Maximum length of a final answer; longer texts count as no answer."""
 
 _THOUGHT_END = "</think>"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{")
@@ -30,7 +30,7 @@ _EMPHASIS = "*_ \t"
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a text between mathematical delimiters: `start` and `end` include them, `content` does not."""
+    """Part of a text between mathematical delimiters: `start` and `end` include them, `content` does not."""
 
     start: int
     end: int
@@ -38,14 +38,15 @@ class Region:
 
 
 def final_answers(response: str) -> list[str]:
-    """The answers that a response commits itself to, in order.
+    """The answers that a response commits to, in order.
 
-    Boxes come first, then the part after `####`, then the part after "answer is" or "answer:", then what the last
-    line ends with. Boxes joined by "and", "or" or a comma are one list. Several boxes are several answers, all of
-    which have to be right: boxing every candidate is no answer.
+    Boxes take precedence, then the part after `####`, then the part after "answer is" or "answer:", then the end of the
+    last
+    line. Boxes joined by "and", "or" or a comma form one list. Several boxes are several answers, all of which must be
+    right, so boxing every candidate does not help.
 
     Returns:
-        Texts without their delimiters; empty: the response has no answer.
+        Texts without delimiters; empty if the response has no answer.
     """
     text = response.rpartition(_THOUGHT_END)[2]
     if _BOX.search(text):
@@ -77,7 +78,7 @@ def _boxed(text: str) -> list[str]:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """The position after the brace that closes the one at `opening`; None: it is never closed."""
+    """Position after the brace that closes the one at `opening`; None if it is never closed."""
     depth = 0
     position = opening
     while position < len(text):
@@ -96,15 +97,15 @@ def closing_brace(text: str, opening: int) -> int | None:
 
 
 def regions(text: str) -> list[Region]:
-    r"""The parts of a text between `$…$`, `$$…$$`, `\(…\)` and `\[…\]`, in order.
+    r"""Parts of a text between `$…$`, `$$…$$`, `\(…\)` and `\[…\]`, in order.
 
-    A `$` opens mathematics only where no space follows, and closes it only where no space precedes and no digit
-    follows: prices are text.
+    A `$` opens mathematics only if no space follows, and closes it only if no space precedes and no digit follows, so
+    prices are text.
     """
     found: list[Region] = []
     position = 0
     closers = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
-    # A search that found nothing is not repeated: that keeps the scan linear.
+    # An unsuccessful search is not repeated, which keeps the scan linear.
     exhausted: set[str] = set()
     prices_until = 0
     while position < len(text):
@@ -144,7 +145,7 @@ def _closing_dollar(text: str, start: int, stop: int) -> int | None:
 
 
 def _after_marker(text: str) -> str | None:
-    """What follows the last `####` or "answer is"; None: there is none."""
+    """Text after the last `####` or "answer is"; None if there is none."""
     hashes = text.rfind("####")
     if hashes >= 0:
         return _first_line(text[hashes + 4 :])
@@ -164,7 +165,7 @@ def _end_of_sentence(tail: str) -> str:
 
 
 def _joined_regions(text: str) -> str | None:
-    """The first region of a text with those that a comma, "and" or "or" joins to it; None: it has no region."""
+    """The first region of a text, with those that a comma, "and" or "or" joins to it; None if it has no region."""
     found = regions(text)
     if not found:
         return None
@@ -191,7 +192,7 @@ def _first_line(text: str) -> str:
 
 
 def _end_of(line: str) -> str:
-    """The value that a line without any mark ends with."""
+    """Value at the end of a line without any marker."""
     line = line[-_MAX_LINE:]
     found = regions(line)
     if found:
@@ -212,7 +213,7 @@ def _end_of(line: str) -> str:
 
 
 def _last_numbers(line: str) -> str:
-    """The last number of a line, with the numbers that "or", "and" or a comma joins to it."""
+    """The last number of a line, with the numbers that a comma, "and" or "or" joins to it."""
     numbers = list(_LAST_NUMBERS.finditer(line))
     if not numbers:
         return _capped(line)

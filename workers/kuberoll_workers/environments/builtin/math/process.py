@@ -1,8 +1,8 @@
-"""Algebra in a process of its own, so that no expression can stop a worker.
+"""Algebra in a separate process, so that no expression can block a worker.
 
-The process imports sympy once and forks a copy of itself that answers questions. The copy has a limit of processor
-time, which the load of the machine does not use up, and one of memory; the kernel ends a copy that is over it, in the
-middle of any computation, and the next question has a new copy within milliseconds. Only lines of JSON cross the pipes.
+The process imports sympy once and forks a copy of itself that answers questions. The copy has limits of CPU time, which
+does not depend on the machine's load, and of memory. The kernel kills a copy that exceeds them, even in the middle of a
+computation, and the next question gets a new copy within milliseconds. Only lines of JSON cross the pipes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any, Self
 from kuberoll_workers.data.lifetime import end_with_parent
 
 CPU_SECONDS = 5.0
-"""Processor time that one question may take."""
+"""Default limit of CPU time of one question."""
 
 MEMORY = 4 << 30
-"""Bytes of address space of the process that answers."""
+"""Limit of the answering process's address space, in bytes."""
 
 PATIENCE_SECONDS = 120.0
-"""Wall time after which an answer that does not come is a fault of the process, however loaded the machine is."""
+"""Wall-clock limit of one question; beyond it the process is considered broken, however loaded the machine is."""
 
 
 class AlgebraLimit(Exception):
-    """A question took more processor time or memory than it may: it has no answer."""
+    """A question exceeded its CPU time or memory; it has no answer."""
 
 
 class AlgebraFailed(Exception):
-    """The process that does the algebra does not work. Nothing is said about the question."""
+    """The algebra process does not work; nothing is known about the question."""
 
 
 class AlgebraProcess:
-    """A client of the process. Safe in threads; one question is answered at a time."""
+    """Client of the algebra process. Thread-safe; one question is answered at a time."""
 
     def __init__(self, *, cpu_seconds: float = CPU_SECONDS, patience: float = PATIENCE_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
@@ -49,11 +49,11 @@ class AlgebraProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: str, truth: str, answer: str) -> bool | None:
-        """The answer to one of `math_algebra.QUESTIONS`; None: one of the two is no mathematics.
+        """Answer to one of `algebra.QUESTIONS`; None if one of the two texts is not mathematics.
 
         Raises:
-            AlgebraLimit: It was too much to compute.
-            AlgebraFailed: The process ended, cannot be started, or says nothing.
+            AlgebraLimit: The question exceeded its limits.
+            AlgebraFailed: The process ended, cannot be started, or does not answer.
         """
         with self._lock:
             reply = self._exchange(json.dumps([question, truth, answer]).encode() + b"\n")
@@ -73,7 +73,7 @@ class AlgebraProcess:
             return json.loads(line)
         except (OSError, ValueError) as error:
             self._end()
-            raise AlgebraFailed(f"the process that does the algebra gave no answer: {error}") from error
+            raise AlgebraFailed(f"the algebra process did not answer: {error}") from error
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -87,7 +87,7 @@ class AlgebraProcess:
                     ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    # It needs to find its modules, and nothing else that the worker knows.
+                    # It needs its modules, and none of the worker's other variables.
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "PATH": os.environ.get("PATH", os.defpath),
@@ -95,7 +95,7 @@ class AlgebraProcess:
                     },
                 )
             except OSError as error:
-                raise AlgebraFailed(f"the process that does the algebra cannot be started: {error}") from error
+                raise AlgebraFailed(f"the algebra process cannot be started: {error}") from error
         return self._process
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class AlgebraProcess:
         self.close()
 
     def __del__(self) -> None:
-        # Its end of the pipe closes with it; the process sees that and ends.
+        # The pipe closes with this object, so the process would end anyway.
         if (process := self.__dict__.get("_process")) is not None:
             process.kill()
             process.wait()
 
 
 class _Copy:
-    """A forked copy of this process that answers questions, until it is over a limit."""
+    """A forked copy of this process that answers questions until it exceeds a limit."""
 
     def __init__(self, cpu_seconds: float) -> None:
         theirs_in, ours_out = os.pipe()
@@ -148,7 +148,7 @@ class _Copy:
         self._replies = os.fdopen(ours_in, "rb")
 
     def reply(self, request: bytes) -> bytes | None:
-        """None: it is gone."""
+        """The reply to a request; None if the copy was killed."""
         with contextlib.suppress(OSError):
             os.write(self._to, request)
             line = self._replies.readline()
@@ -163,7 +163,7 @@ class _Copy:
 def _answer(requests: int, replies: int, cpu_seconds: float) -> None:
     from kuberoll_workers.environments.builtin.math import algebra as math_algebra
 
-    # The default action of the signal ends the process even within a computation of C.
+    # The signal's default action kills the process even inside C code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -177,7 +177,7 @@ def _answer(requests: int, replies: int, cpu_seconds: float) -> None:
         except (MemoryError, RecursionError, OverflowError):
             reply = "limit"
         except Exception:
-            # sympy has many kinds of "this cannot be compared".
+            # sympy raises many kinds of errors for incomparable values.
             reply = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(replies, json.dumps(reply).encode() + b"\n")
@@ -185,13 +185,13 @@ def _answer(requests: int, replies: int, cpu_seconds: float) -> None:
 
 
 def main() -> None:
-    """The process's entry point: questions at standard input, answers at standard output, a line of JSON each."""
+    """Entry point of the process: questions on standard input, answers on standard output, one line of JSON each."""
     from kuberoll_workers.environments.builtin.math import algebra as math_algebra
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     cpu_seconds = float(sys.argv[1])
-    # What is imported before the fork is there in every copy.
+    # Modules imported before the fork are available in every copy.
     math_algebra.equal("\\frac{1}{2} x + \\sqrt{2}", "\\sqrt{2} + 0.5 x")
     copy: _Copy | None = None
     for line in sys.stdin.buffer:

@@ -1,8 +1,9 @@
-r"""The structure of a mathematical answer: numbers with units, lists, tuples, intervals, relations, words.
+r"""Structure of a mathematical answer: numbers with units, lists, tuples, intervals, relations, words.
 
-What has structure is read by hand, because libraries guess there: math-verify takes `(1,2)` for an interval, a set or
-a point as it suits, drops units, and finds the first number of what it cannot read. What is left at the leaves, an
-`Expression`, is algebra, and algebra is sympy's.
+Structure is parsed here, because libraries guess: math-verify reads `(1,2)` as an interval, a set or a point as it
+suits,
+drops units, and takes the first number of a text that it cannot parse. The leaves, each an `Expression`, are left to
+sympy.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _MAX_RELATIONS = 12
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A rational number as written.
+    """A rational number as it was written.
 
     Attributes:
-        places: Digits after the decimal point; None: not written as a decimal.
-        digits: Significant digits that are written.
+        places: Digits after the decimal point; None if not written as a decimal.
+        digits: Number of significant digits as written.
     """
 
     value: Fraction
@@ -63,7 +64,7 @@ class Group:
     Attributes:
         kind: `list` (no brackets, no order), `set` (no order), `tuple` (round brackets, or those of an interval).
         opening, closing: The brackets of a tuple.
-        variable: Of an interval that was written as an inequality.
+        variable: Variable of an interval that was written as an inequality.
     """
 
     kind: str
@@ -100,14 +101,14 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Expressions said to be equal, without a name before them: `2 + 3 = 5`."""
+    """Expressions claimed to be equal, without a leading name: `2 + 3 = 5`."""
 
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Based:
-    """A number written in a base."""
+    """A number with an explicit base."""
 
     digits: str
     base: str
@@ -115,7 +116,7 @@ class Based:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Values with colons between them: ratios, and times of day."""
+    """Values separated by colons: ratios, and times of day."""
 
     parts: tuple[Value, ...]
     suffix: str = ""
@@ -253,7 +254,7 @@ _SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-# Words that no unit has: a number that they follow is no plain number.
+# Words that occur in no unit: a number followed by one of them is not a plain number.
 _NO_UNIT = _vocabulary(
     "not no or and if is are was than minus plus times more less least most about between but except wrong incorrect "
     "false true over under least half"
@@ -291,7 +292,7 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*[A-Za-z]")
 
 
 def read_value(text: str) -> Value | None:
-    """The value that a text states; None: it states none, or more than one that make no sense together."""
+    """The value that a text states; None if it states none, or several that do not form one value."""
     try:
         return _read(_normalized(text, _DEPTH), _DEPTH)
     except _Unreadable:
@@ -306,7 +307,7 @@ class _Unreadable(Exception):
 
 
 def _normalized(text: str, depth: int) -> str:
-    """LaTeX and plain text in one spelling, with words and money marked."""
+    """LaTeX and plain text in one notation, with words and money marked."""
     text = text.replace("**", "^").replace("{,}", ",").replace(",\\!", ",")
     text = "".join(_LETTERS.get(letter, letter) for letter in text)
     text = re.sub(r"√ ?([0-9]+|[a-z])", r"\\sqrt{\1}", text).replace("√", "\\sqrt ")
@@ -328,7 +329,7 @@ def _normalized(text: str, depth: int) -> str:
             pieces.append(letter)
             position += 1
     joined = re.sub(" {2,}", " ", "".join(pieces)).strip()
-    # Words beside each other are one text.
+    # Adjacent words form one text.
     return re.sub(f"{_CLOSE} ?{_OPEN}", " ", joined)
 
 
@@ -343,7 +344,7 @@ def _without_delimiters(text: str) -> str:
 
 
 def _command(text: str, position: int, depth: int) -> tuple[str, int]:
-    """What a command at a position becomes, and where the text goes on."""
+    """Replacement of the command at a position, and the position after it."""
     match = re.compile(r"[A-Za-z]+").match(text, position + 1)
     if match is None:
         letter = text[position + 1 : position + 2]
@@ -470,7 +471,7 @@ def _list(items: list[Value]) -> Value:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """A text split where it has a separator outside all brackets, words too."""
+    """A text split at separators outside of all brackets and words."""
     parts: list[str] = []
     depth = start = position = 0
     words = False
@@ -507,7 +508,7 @@ def _separator_at(text: str, position: int, separators: tuple[str, ...]) -> str:
     for separator in separators:
         if text.startswith(separator, position):
             end = position + len(separator)
-            # \le is no beginning of \left, and a comma between digits may be a thousands separator.
+            # \le is not the beginning of \left, and a comma between digits may be a thousands separator.
             if separator[-1].isalpha() and text[end : end + 1].isalpha():
                 continue
             if separator == "," and _is_thousands(text, position):
@@ -528,8 +529,8 @@ def _is_thousands(text: str, comma: int) -> bool:
 
 
 def _listed(text: str) -> list[str]:
-    """The items of a list without brackets."""
-    # "and" and "or" may be words of a text: red and blue.
+    """Items of a list without brackets."""
+    # "and" and "or" may be part of a text: red and blue.
     text = re.sub(f"{_OPEN} ?(?:and|or) ?{_CLOSE}", ",", text)
     text = re.sub(rf"{_OPEN}(?:and|or) ", f",{_OPEN}", text)
     text = re.sub(rf" (?:and|or){_CLOSE}", f"{_CLOSE},", text)
@@ -538,7 +539,7 @@ def _listed(text: str) -> list[str]:
         words = re.split(r",| and | or ", text[1:-1])
         return [f"{_OPEN}{word.strip()}{_CLOSE}" for word in words if word.strip()]
     parts = _split(text, (",", ";"))
-    # A comma before "and" leaves nothing between the two.
+    # A comma before "and" leaves an empty item.
     return [part for part in parts if part.strip()]
 
 
@@ -608,7 +609,7 @@ def _inequality(operators: list[str], parts: list[str], depth: int) -> Value:
 
 
 def _plain_letters(latex: str) -> str:
-    """The letters of an expression that are variables."""
+    """Letters of an expression that are variables."""
     return re.sub(r"\\[A-Za-z]+|(?<![A-Za-z])[ei](?![A-Za-z])", "", latex)
 
 
@@ -632,7 +633,8 @@ def _bracketed(text: str, depth: int) -> Value | None:
         if text[0] != "(" or text[-1] != ")":
             return None
         inner = text[1:-1].strip()
-        # A letter in brackets is a choice, words in brackets are words; anything else has the brackets for nothing.
+        # A letter in brackets is a choice, words in brackets are words; around anything else the brackets are
+        # redundant.
         return Text(inner) if re.fullmatch("[A-Z]", inner) else _read(inner, depth - 1)
     if len(items) > _MAX_ITEMS:
         raise _Unreadable
@@ -640,7 +642,7 @@ def _bracketed(text: str, depth: int) -> Value | None:
 
 
 def _closes_last(text: str) -> bool:
-    """Whether the first bracket of a text is closed by its last one."""
+    """True if the first bracket of a text is closed by its last one."""
     depth = 0
     position = 0
     while position < len(text):
@@ -660,7 +662,7 @@ def _closes_last(text: str) -> bool:
 
 
 def _split_all(text: str) -> list[str]:
-    """The items between brackets, where every comma separates."""
+    """Items between brackets, where every comma separates."""
     spaced = re.sub(r"(?<=[0-9]),(?=[0-9]{3})", ", ", text)
     return _split(spaced, (",", ";"))
 
@@ -689,7 +691,7 @@ def _leaf(text: str) -> Value:
 
 
 def _quantity(text: str) -> Value | None:
-    """A number or expression with what follows it, or money."""
+    """A number or expression with its unit, or an amount of money."""
     money = re.match(rf"([-+]?) ?([{_DOLLAR}€£¥]) ?", text)
     if money is not None:
         value = _bare(money[1] + text[money.end() :].partition(_OPEN)[0].strip())
@@ -719,7 +721,7 @@ def _quantity(text: str) -> Value | None:
 
 
 def _bare(text: str) -> Number | Expression | None:
-    """The number or expression in front of a unit."""
+    """The number or expression before a unit."""
     if not re.search(r"[0-9A-Za-z]", text) or re.search(r"[-+/^=<>,(\[{]$", text):
         return None
     return _number(text) or Expression(text)
@@ -734,7 +736,7 @@ def _scaled(value: Number | Expression, scale: int) -> Number | Expression:
 
 
 def _unit(words: str) -> str | None:
-    """The one name of a unit; None: these words are none."""
+    """Canonical name of a unit; None if these words are not a unit."""
     names = re.findall(r"[a-z$%¢€£]+|[0-9]|/", words.replace("^", ""))
     if len(names) > 6 or any(name in _NO_UNIT for name in names):
         return None
@@ -758,7 +760,7 @@ def _words(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """An expression in which words are letters again."""
+    """An expression without the markers around words."""
     return text.replace(_OPEN, "").replace(_CLOSE, "").strip()
 
 
