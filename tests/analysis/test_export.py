@@ -281,7 +281,7 @@ def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"sharegpt comes in files that end in \.jsonl"):
         export(tmp_path, "sharegpt", trajectory(), file="train.parquet")
-    with pytest.raises(ExportError, match="environment maths; there are those of puzzle"):
+    with pytest.raises(ExportError, match="environment maths; the run has puzzle"):
         export(tmp_path, "trl", trajectory(), selection=Selection(environments=frozenset({"maths"})))
     with pytest.raises(ExportError, match=r"no trajectory is selected \(1 of less reward\)"):
         export(tmp_path, "trl", trajectory(), selection=Selection(min_reward=2.0))

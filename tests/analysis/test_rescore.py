@@ -236,7 +236,7 @@ def test_an_environment_that_draws_is_unscorable(tmp_path: Path) -> None:
     ("make", "left", "example"),
     [
         (Polite, 5, '0-0: the observation of turn 1 was environment "at 3", is environment "now at 3, please"'),
-        (Harder, 2, "0-0: the episode now goes on after turn 2, with which it ended"),
+        (Harder, 2, "0-0: the episode now continues after turn 2, at which it originally ended"),
     ],
 )  # fmt: skip
 def test_what_is_answered_otherwise_is_left_as_it_was(

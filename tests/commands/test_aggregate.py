@@ -114,7 +114,7 @@ def test_rewards_that_are_no_successes(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nothing = command(tmp_path)
     assert (nothing.exit_code, nothing.stdout) == (2, "")
-    assert "name the output directory of a run" in nothing.stderr
+    assert "give the output directory of a run" in nothing.stderr
     broken = Path(shard(tmp_path / "broken", [[1]]))
     with (broken / "shard-00000.jsonl").open("ab") as file:
         file.write(b"[]\n")

@@ -33,10 +33,10 @@ def test_a_run_is_exported_beside_where_one_is(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing", "--to", "trl"], "name the output directory of a run"),
+        (["nothing", "--to", "trl"], "give the output directory of a run"),
         (["run", "--to", "openai-chat", "--environment-role", "tool"], "--environment-role user"),
         (["run", "--to", "trl", "--output", "a.json"], ".parquet or .jsonl"),
-        (["run", "--to", "trl", "--environment", "x"], "there are those of puzzle"),
+        (["run", "--to", "trl", "--environment", "x"], "the run has puzzle"),
         (["run", "--to", "llama"], "is not one of"),
     ],
 )

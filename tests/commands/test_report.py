@@ -51,7 +51,7 @@ def test_a_run_in_an_object_store() -> None:
 def test_what_cannot_be_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nothing = typed(tmp_path)
     assert (nothing.exit_code, nothing.stdout) == (2, "")
-    assert "name the output directory of a run" in nothing.stderr
+    assert "give the output directory of a run" in nothing.stderr
     run = store(tmp_path / "run", [trajectory(0)])
     (tmp_path / "run" / "failures.jsonl").write_bytes(b"{}\n")
     broken = typed(run)

@@ -151,7 +151,7 @@ def test_a_scoring_that_draws_changes_nothing(run: Path, tmp_path: Path) -> None
     result = typed(run, "--manifest", job, "--output", tmp_path / "moody")
     assert result.exit_code == 0, result.output
     assert row_of(result)[4:] == ["0", "20", "0"]
-    assert "20 left as they were, of an unscorable environment" in result.output
+    assert "20 left unchanged, of an unscorable environment" in result.output
     assert "replayed twice: the reward of turn 1 is" in result.output
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_rescored(run: Path, tmp_path: Path) -> None:
         ([run, "--manifest", job, "--set", "spec.dataset.source.generator.count=6"], "5 rows then, 6 now"),
         ([run, "--manifest", job, "--output", run], "never changed"),
         ([run, "--manifest", job, "--environment", "maths"], "environments are puzzle"),
-        ([tmp_path / "no", "--manifest", job], "name the output directory of a run"),
+        ([tmp_path / "no", "--manifest", job], "give the output directory of a run"),
         ([run, "--manifest", tmp_path / "none.yaml"], "none.yaml"),
         ([run, "--manifest", job, "--set", "spec.environments[0].type=chess"], "chess"),
     ):

@@ -134,12 +134,12 @@ def test_a_line_that_cannot_be_read_is_named_where_it_is_reached(run: str, caplo
 
 def test_mistakes(run: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "name the output directory of a run" in typed(tmp_path / "empty").stderr
+    assert "give the output directory of a run" in typed(tmp_path / "empty").stderr
     assert typed(tmp_path / "empty").exit_code == 2
     nothing = typed(run, "--task", 99)
     assert (nothing.exit_code, nothing.stdout) == (1, "")
     assert "no such trajectory" in nothing.stderr
-    assert "say --task too" in typed(run, "--rollout", 1).stderr
+    assert "--rollout needs --task" in typed(run, "--rollout", 1).stderr
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_any_value_is_copied_exactly_or_refused_with_its_place(value: Any) -> No
         ({"history": (numpy.float32(1), {"score": numpy.float64("inf")})}, r"metadata\.history\[1\]\.score is inf"),
         ({"a b": 2**64}, r"metadata\['a b'\] is an integer beyond 64 bits: store it as a text"),
         ({"n": -(2**63) - 1}, "beyond 64 bits"),
-        ({"x": [{1, 2}]}, r"metadata\.x\[0\] is set \{1, 2\}, which JSON has no form for"),
+        ({"x": [{1, 2}]}, r"metadata\.x\[0\] is set \{1, 2\}, which JSON cannot represent"),
         ({"x": {1: 2}}, r"metadata\.x has the key int 1; keys must be texts"),
         ({"x": "ab\udc80"}, r"metadata\.x holds a lone surrogate, U\+DC80 at position 2"),
         ({"x": "y" * 2000}, "metadata has 2008 bytes as JSON; at most 1000 can be stored"),

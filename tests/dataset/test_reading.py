@@ -150,7 +150,7 @@ def test_repeats_are_the_environment_s_or_the_dataset_s() -> None:
 
 def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n\n")
-    with pytest.raises(DatasetError, match="not a single row"):
+    with pytest.raises(DatasetError, match="there are no rows"):
         scan(job({"uri": "rows.jsonl"}), base=tmp_path, environment=no_environment)
 
 
@@ -266,7 +266,7 @@ def test_a_generator_that_is_not_deterministic_is_refused() -> None:
     fickle: Any = Fickle()
     summary = scan(given, base=Path(), environment=lambda name: fickle)
     groups = prompt_groups(given, base=Path(), environment=lambda name: fickle, blocks=summary.blocks)
-    with pytest.raises(DatasetError, match=r"rows 1 to 3 .generated row 0.*generate_dataset has to return the same"):
+    with pytest.raises(DatasetError, match=r"rows 1 to 3 .generated row 0.*generate_dataset must return the same"):
         next(groups)
 
 

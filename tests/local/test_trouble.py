@@ -274,7 +274,7 @@ class Hooks:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("exit", "called sys.exit(6)"), ("values", '"big": "JSON cannot hold it: Integer exceeds 64-bit range"')],
+    [("exit", "called sys.exit(6)"), ("values", '"big": "JSON cannot represent it: Integer exceeds 64-bit range"')],
 )
 def test_hooks_that_misbehave_cost_their_own_metrics_alone(
     kind: str, words: str, generation: dict[str, Any], tmp_path: Path

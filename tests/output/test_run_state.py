@@ -35,7 +35,7 @@ def test_what_is_there_counts_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("foreign", "words"),
     [
-        (record(2), "task_index 2 belongs into shard-00000 of 2"),
+        (record(2), "task_index 2 belongs to shard-00000 of 2"),
         (record(1, 2), "rollout_index 2: no task of this run has more than 2 samples"),
         (record(-1), "task_index -1: indexes start at 0"),
         (record(1, -1), "rollout_index -1: indexes start at 0"),
@@ -53,8 +53,8 @@ def test_who_finds_a_line_of_another_run_is_told_what_to_do(tmp_path: Path) -> N
     with pytest.raises(RecordError) as caught:
         state(tmp_path, record(11))
     assert str(caught.value) == (
-        f"{tmp_path}/shard-00001.jsonl:1: task_index 11 is not one of the dataset's 10 tasks: the line belongs to another "
-        "run; "
+        f"{tmp_path}/shard-00001.jsonl:1: task_index 11 is not one of the dataset's 10 tasks: the line belongs to "
+        "another run; "
         "move the file away and resume, or choose another --output"
     )
 

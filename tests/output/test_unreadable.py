@@ -20,8 +20,8 @@ def test_a_hundred_lines_are_named_and_the_rest_is_not(caplog: pytest.LogCapture
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 101
     assert messages[0] == (
-        "x.jsonl:0: torn; the line stays where it is: its trajectory counts as not done, and the run plays it again "
-        "when it is resumed"
+        "x.jsonl:0: torn; the line stays where it is: its trajectory counts as not done, and is run again "
+        "when the run is resumed"
     )
     assert messages[99].startswith("x.jsonl:99: torn")
     assert messages[100] == "more than 100 stored lines cannot be read; further ones are left out silently"

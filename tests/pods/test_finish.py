@@ -143,7 +143,7 @@ async def test_groups_that_were_filtered_out_are_replaced_where_a_number_is_want
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
-        (None, "name the output directory of a run"),
+        (None, "give the output directory of a run"),
         (b'{"task_index": 1}\n', f"has no {MANIFEST}"),
     ],
 )

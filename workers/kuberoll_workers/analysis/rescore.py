@@ -1,7 +1,8 @@
-"""Rewards of stored trajectories, computed anew by their environments: nothing is generated again.
+"""Rescoring: the environments recompute the rewards of stored trajectories, without generating again.
 
-Each response is handed to the environment as it was stored, from the row's first state on. What the environment
-answers must be what it answered then: only then are the new rewards those of this trajectory.
+The environment receives the stored responses one by one, from the row's initial state on. Its observations must equal
+the
+stored ones; only then do the new rewards belong to this trajectory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kuberoll_workers.rollouts.settings import RetryPolicy
 
 SUMMARY = "rescored.json"
 PROBED = 16
-"""Trajectories of each environment that are replayed twice, to see whether it answers the same twice."""
+"""Number of trajectories of each environment that are replayed twice, to check that it is deterministic."""
 
 _EXAMPLES = 5
 _PENDING_BYTES = 64 << 20
@@ -48,7 +49,7 @@ _ENVIRONMENTS = "environments["
 
 
 class RescoreRefused(Exception):
-    """The trajectories cannot be rescored so; the message says why and what to do."""
+    """The trajectories cannot be rescored with these options; the message names the reason and the remedy."""
 
 
 class Mismatch(Exception):
@@ -60,7 +61,7 @@ class RescoredManifest(RunManifest):
     """The manifest of a rescored run.
 
     Attributes:
-        rescored_from: `location`, `job` and `created` of the run whose trajectories these are.
+        rescored_from: `location`, `job` and `created` of the original run.
     """
 
     rescored_from: dict[str, Any] = field(default_factory=dict)
@@ -70,15 +71,15 @@ class RescoredManifest(RunManifest):
 def open_rescored(
     source: RunFiles, location: str, job: RolloutJob, *, inputs: Mapping[str, Any], resume: bool, force: bool
 ) -> Iterator[Storage]:
-    """The place of a rescored run, held while it is written to.
+    """Open the output of a rescored run, and lock it until the block is left.
 
     Args:
-        inputs: What the job's dataset comes to.
-        resume: Go on with what is there.
+        inputs: Summary of the job's dataset.
+        resume: Continue an interrupted rescoring.
 
     Raises:
-        RescoreRefused: It is the run itself.
-        RunRefused: It holds something else.
+        RescoreRefused: The output is the original run.
+        RunRefused: It contains a different run.
         StorageError: It cannot be used.
     """
     storage = open_storage(location)
@@ -99,25 +100,25 @@ def _same_place(one: Storage, other: Storage) -> bool:
 
 
 def refuse_other_dataset(source: RunFiles, inputs: Mapping[str, Any]) -> None:
-    """See that a job has the dataset that a run was made from.
+    """Check that the job's dataset is the one of the run.
 
     Args:
-        inputs: What the job's dataset comes to.
+        inputs: Summary of the job's dataset.
 
     Raises:
-        RescoreRefused: It has another one.
+        RescoreRefused: The dataset is a different one.
     """
     manifest = source.manifest()
     if manifest is not None and manifest.inputs.get("digest") != inputs["digest"]:
         raise RescoreRefused(
             f"the job's dataset is not the one that {source.location} was made from ({manifest.inputs.get('rows')} "
-            f"rows then, {inputs['rows']} now): give the manifest of the run, or, where only rows were added at the "
-            "end, --force; trajectories whose prompt differs fail"
+            f"rows then, {inputs['rows']} now): use the manifest of the run, or, if rows were only added at the end, "
+            "--force; trajectories whose prompt differs fail"
         )
 
 
 def rescored_manifest(source: RunFiles, job: RolloutJob, *, inputs: Mapping[str, Any]) -> RescoredManifest:
-    """What a rescored run is: the generation of its source, and the environments of the job."""
+    """Manifest of a rescored run: the generation of its source, and the environments of the job."""
     old = source.manifest()
     shards = old.shards if old is not None else max(1, len(source.storage.shards()))
     new = new_manifest(job, shards=shards, inputs=inputs)
@@ -133,40 +134,40 @@ def rescored_manifest(source: RunFiles, job: RolloutJob, *, inputs: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class FirstState:
-    """What an episode begins with: its prompt's messages (role, content) and its state."""
+    """Start of an episode: the prompt's messages (role, content), and the initial state."""
 
     messages: list[dict[str, str]]
     metadata: Metadata
 
 
 class FirstStates:
-    """The first states of a dataset's tasks, on disk: 8 bytes of memory a task."""
+    """Initial states of a dataset's tasks, on disk: 8 bytes of memory per task."""
 
     def __init__(self, file: IO[bytes], groups: Iterable[PromptGroup]) -> None:
         """Read the dataset once.
 
         Args:
-            file: Where they are kept; for this alone.
+            file: Exclusive file for the states.
 
         Raises:
-            DatasetError: A row is not usable.
+            DatasetError: A row is invalid.
         """
         self._file = file
         self._offsets: array[int] = array("q")
         for group in groups:
-            # A row that is there twice is one task, and was numbered the first time.
+            # Equal rows are one task, which was added with the first of them.
             if group.task_index == len(self._offsets):
                 self._offsets.append(file.tell())
                 row = group.row
                 messages = [{"role": said["role"], "content": said["content"]} for said in row.messages]
-                # Not as JSON: a generator's tuples are to be tuples again.
+                # Not as JSON, which would turn a generator's tuples into lists.
                 pickle.dump((row.task_name, FirstState(messages, row.metadata)), file)
 
     def of(self, record: TrajectoryRecord) -> FirstState:
-        """The first state of a trajectory's episode, a new object each time.
+        """Initial state of a trajectory's episode, a new object each time.
 
         Raises:
-            TrajectoryFailed: The dataset has another prompt there, or none.
+            TrajectoryFailed: The dataset has a different prompt for this task, or none.
         """
         if not 0 <= record.task_index < len(self._offsets):
             raise _not_the_row(f"the dataset has {len(self._offsets)} tasks, and no task {record.task_index}")
@@ -185,11 +186,11 @@ def _not_the_row(cause: str) -> TrajectoryFailed:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the environment said to a trajectory this time.
+    """Result of a replay of one trajectory.
 
     Attributes:
-        outcomes: One per turn.
-        mismatch: Where it first answered otherwise than it did then; None: nowhere.
+        outcomes: Outcome of each turn.
+        mismatch: First difference from the stored trajectory; None if there is none.
     """
 
     outcomes: list[StepOutcome]
@@ -197,7 +198,7 @@ class Replay:
 
 
 class Replayer:
-    """Plays stored responses to their environments."""
+    """Replays stored responses to their environments."""
 
     def __init__(
         self, environments: Mapping[str, EnvironmentRunner], states: FirstStates, *, retries: RetryPolicy
@@ -205,17 +206,17 @@ class Replayer:
         self._environments = environments
         self._states = states
         self._retries = retries
-        # Waits between retries only; nothing of a trajectory depends on it.
+        # Only for the backoff of retries; trajectories do not depend on it.
         self._draw = random.Random()
 
     async def replay(self, record: TrajectoryRecord, *, force: bool) -> Replay:
         """Step the environment over the stored responses.
 
         Args:
-            force: Go on after a mismatch, with the stored observations.
+            force: Continue after a mismatch, with the stored observations.
 
         Raises:
-            TrajectoryFailed: A step failed for good, or the dataset has not its row.
+            TrajectoryFailed: A step failed permanently, or the dataset does not have its row.
         """
         state = self._states.of(record)
         environment = self._environments[record.task_name]
@@ -255,7 +256,7 @@ class Replayer:
 
 
 def _turns(record: TrajectoryRecord) -> list[tuple[Message, Message]]:
-    """Each turn's response and observation."""
+    """Response and observation of each turn."""
     played = [message for message in record.messages if message.turn > 0]
     if len(played) != 2 * record.turn_count:
         raise _not_the_row(f"the trajectory has {len(played)} messages for {record.turn_count} turns")
@@ -272,14 +273,14 @@ def _difference(
         )
     if turn < record.turn_count:
         if outcome.terminated:
-            return f"the episode now ends after turn {turn}, it went on to turn {record.turn_count}"
+            return f"the episode now ends after turn {turn}, but originally after turn {record.turn_count}"
     elif response.truncated:
-        # Such a trajectory ended with its response, whatever the environment said to it.
+        # The trajectory ended with its response, so the environment's answer does not matter.
         return None
     elif record.stop_reason == "terminated" and not outcome.terminated:
-        return f"the episode now goes on after turn {turn}, with which it ended"
+        return f"the episode now continues after turn {turn}, at which it originally ended"
     elif record.stop_reason != "terminated" and outcome.terminated:
-        return f"the episode now ends with turn {turn}, where only a limit stopped it"
+        return f"the episode now ends with turn {turn}, at which originally only a limit stopped it"
     return None
 
 
@@ -289,14 +290,14 @@ def _short(role: str, content: str) -> str:
 
 
 def rescored(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> TrajectoryRecord:
-    """The same trajectory with the rewards, the last state and the answer of a replay; all else stays.
+    """The same trajectory with rewards, final state and answer of a replay; everything else is unchanged.
 
     Args:
-        outcomes: One for each of its turns.
+        outcomes: Outcome of each turn.
     """
     total = numpy.float32(0)
     for outcome in outcomes:
-        # float32, as trainers add rewards up (rule 5 of the design).
+        # float32, as trainers add rewards.
         total += numpy.float32(outcome.reward)
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.reward_parts)
     states = [outcome.metadata for outcome in outcomes if outcome.metadata is not None]
@@ -312,22 +313,22 @@ def rescored(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> Trajector
 
 
 def changed(old: TrajectoryRecord, new: TrajectoryRecord) -> bool:
-    """Whether a trajectory's rewards are others now."""
+    """True if the trajectory's rewards have changed."""
     return (old.total_reward, old.rewards, old.reward_parts) != (new.total_reward, new.rewards, new.reward_parts)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of one environment's trajectories.
+    """Counts of one environment's trajectories in a rescoring.
 
     Attributes:
-        stored: In the new run; `old_sum` and `new_sum` are their total rewards before and after.
-        earlier: Of these, stored by an earlier part of the same rescoring.
-        changed: Of these, with other rewards than before; of the earlier ones, with another total.
-        left: Of these, as they were, by reason.
-        failed: Not in the new run: the environment could not score them.
-        examples: The first few trajectories that were left, and why.
-        unscorable: Why none of the environment's trajectories were rescored; empty where they could be.
+        stored: Trajectories in the new run; `old_sum` and `new_sum` are their total rewards before and after.
+        earlier: Those that an earlier part of the same rescoring stored.
+        changed: Those whose rewards have changed; for earlier ones, the total.
+        left: Those left unchanged, by reason.
+        failed: Trajectories that the environment could not score; they are not in the new run.
+        examples: The first few mismatches.
+        unscorable: Why none of the environment's trajectories were rescored; empty if they could be.
     """
 
     stored: int = 0
@@ -355,7 +356,7 @@ class Tally:
         self.new_sum += new
 
     def as_json(self) -> dict[str, Any]:
-        """The form in which it is stored."""
+        """Form in which it is stored."""
         return {
             "trajectories": self.stored,
             "changed": self.changed,
@@ -368,13 +369,13 @@ class Tally:
 
 
 NO_TURNS = "without a turn"
-NOT_ASKED = "of an environment that was not asked"
+NOT_ASKED = "of an environment that was not selected"
 UNSCORABLE = "of an unscorable environment"
-MISMATCHED = "whose environment answers otherwise now"
+MISMATCHED = "whose environment now answers differently"
 
 
 class Rescoring:
-    """The rescoring of one run into another place."""
+    """Rescoring of one run into another location."""
 
     def __init__(
         self,
@@ -390,11 +391,11 @@ class Rescoring:
     ) -> None:
         """
         Args:
-            environments: The names of those whose trajectories are rescored; the others' are taken over as they are.
-            concurrency: Trajectories that are replayed at once.
+            environments: Names of the environments whose trajectories are rescored; all others are copied unchanged.
+            concurrency: Maximum number of concurrent replays.
             seconds: Observes the wall seconds of each write.
-            force: Take the rewards of environments that answer otherwise, too.
-            parquet: Turn each shard into Parquet when it is done.
+            force: Accept rewards of environments that now answer differently.
+            parquet: Convert finished shards to Parquet.
         """
         self.tallies: dict[str, Tally] = {}
         self._source = source
@@ -408,10 +409,10 @@ class Rescoring:
         self._pending = 0
 
     async def run(self) -> dict[str, Tally]:
-        """Rescore everything that is not in the output yet; what became of it, by environment.
+        """Rescore everything that is not in the output yet; returns the counts by environment.
 
         Raises:
-            RecordError: A stored line is no trajectory.
+            RecordError: A stored line is not a trajectory.
             JournalBroken: The output cannot be written.
         """
         trajectories = self._source.read()
@@ -437,7 +438,7 @@ class Rescoring:
         journal = self._journal(name)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(journal.close)
-            # Waits for what is under way before the journal closes, whatever goes wrong.
+            # Waits for running replays before the journal closes, even after an error.
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             async for record in _off_the_loop(found):
                 if record.key in stored:
@@ -449,7 +450,7 @@ class Rescoring:
                 )
 
     async def _store(self, journal: Journal, record: TrajectoryRecord | FailureRecord) -> None:
-        """Have a record written. Parts of an object store wait for each other, replays do not wait for parts."""
+        """Schedule the write of a record. Replays do not wait for the parts of an object store."""
         written, size = journal.add(record)
         self._pending += size
         written.add_done_callback(lambda _: self._written(size))
@@ -486,7 +487,7 @@ class Rescoring:
         tally.changed += changed(record, new)
 
     async def _score(self, record: TrajectoryRecord, tally: Tally) -> tuple[TrajectoryRecord, str]:
-        """The trajectory as it is stored now, and why it was left as it was; empty: it was not."""
+        """The trajectory to store, and why it was left unchanged; empty if it was rescored."""
         if record.task_name not in self._asked:
             return record, NOT_ASKED
         if record.turn_count == 0:
@@ -502,7 +503,7 @@ class Rescoring:
         return rescored(record, replay.outcomes), ""
 
     async def _probe(self, trajectories: Trajectories) -> None:
-        """Replay some trajectories of each environment twice: one that does not answer the same twice is unscorable."""
+        """Replay some trajectories of each environment twice; an environment with different results is unscorable."""
         probed: dict[str, list[TrajectoryRecord]] = {name: [] for name in self._asked}
         async for record in _off_the_loop(trajectories.finished()):
             some = probed.get(record.task_name)
@@ -511,7 +512,7 @@ class Rescoring:
             if all(len(some) == PROBED for some in probed.values()):
                 break
         for name, some in probed.items():
-            # One after the other, so that what an environment draws or reads has gone on in between.
+            # One after the other, so that an environment's random or external state differs between the two.
             first, second = [
                 await asyncio.gather(
                     *(self._replayer.replay(record, force=True) for record in some), return_exceptions=True
@@ -531,7 +532,7 @@ class Rescoring:
 
 
 def _disagreement(one: Replay | BaseException, other: Replay | BaseException) -> str | None:
-    """How two replays of a trajectory differ; one that failed says nothing."""
+    """Difference between two replays of a trajectory; None if one of them failed."""
     if isinstance(one, BaseException) or isinstance(other, BaseException):
         for replay in (one, other):
             if isinstance(replay, BaseException) and not isinstance(replay, TrajectoryFailed):
@@ -543,12 +544,12 @@ def _disagreement(one: Replay | BaseException, other: Replay | BaseException) ->
         if a.reward != b.reward:
             return f"the reward of turn {turn} is {a.reward:g} and {b.reward:g}"
         if a.terminated != b.terminated:
-            return f"the episode ends with turn {turn}, and goes on"
+            return f"the episode ends with turn {turn} in one replay only"
     return None
 
 
 async def _off_the_loop(found: Iterator[TrajectoryRecord]) -> AsyncIterator[TrajectoryRecord]:
-    """Read in a thread, some at a time: a store may be slow."""
+    """Read in a thread, in chunks, because a store may be slow."""
     while some := await asyncio.to_thread(lambda: list(islice(found, 64))):
         for record in some:
             yield record

@@ -1,4 +1,4 @@
-"""Statistics of trajectories: by group, of repeats, and what k tries come to. Formulas: docs/aggregates.md."""
+"""Statistics of trajectories: by group, over repeats, and of k tries. Formulas are in docs/aggregates.md."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class GroupStatistics:
     """Statistics of values in groups; every array has one entry per group.
 
     Attributes:
-        count: Finite values.
-        nonfinite: NaN and infinite ones, which no other number is of.
-        mean, minimum, p25, median, p75, maximum: NaN where a group has no value.
-        std: Of a sample (divisor n - 1); NaN where a group has fewer than two values.
+        count: Number of finite values.
+        nonfinite: Number of NaN and infinite values, which all other statistics exclude.
+        mean, minimum, p25, median, p75, maximum: NaN for a group without values.
+        std: Sample standard deviation (divisor n - 1); NaN for a group with fewer than two values.
     """
 
     count: Integers
@@ -42,17 +42,17 @@ class GroupStatistics:
 
 
 def describe_groups(values: Floats, groups: Integers, group_count: int) -> GroupStatistics:
-    """Statistics of each group; they do not depend on the order of the values.
+    """Statistics of each group, independent of the order of the values.
 
     Args:
         values: Any floats.
-        groups: The group of each value, from 0 to below `group_count`; a group may have none.
+        groups: Group of each value, from 0 to `group_count` - 1; groups may be empty.
     """
     finite = np.isfinite(values)
     nonfinite = np.bincount(groups[~finite], minlength=group_count)
-    # 0 is added because it turns -0 into 0, which is sorted as its equal.
+    # Adding 0 turns -0 into 0, which sorts as its equal.
     values, groups = values[finite] + 0.0, groups[finite]
-    # Sorted, so that sums are added in one order whatever the order of the input was.
+    # Sorted, so that sums do not depend on the order of the input.
     order = np.lexsort((values, groups))
     values, groups = values[order], groups[order]
     count = np.bincount(groups, minlength=group_count)
@@ -99,7 +99,7 @@ def describe_groups(values: Floats, groups: Integers, group_count: int) -> Group
 
 
 def _sums(values: Floats, starts: Integers, sizes: Integers) -> Floats:
-    """The sum of each group, rounded once."""
+    """Sum of each group, rounded once."""
     if len(sizes) == len(values):
         return values
     listed = values.tolist()
@@ -117,12 +117,12 @@ def describe(values: Floats) -> GroupStatistics:
 
 
 class RunMean(NamedTuple):
-    """The mean over runs, and how far it is to be trusted: None where there are fewer than two.
+    """Mean over runs, with its uncertainty; fields are None if there are too few runs.
 
     Attributes:
-        std: Of the runs' values, divisor n - 1.
+        std: Standard deviation of the runs' values (divisor n - 1).
         standard_error: `std / sqrt(runs)`.
-        low, high: The 95 % interval of Student's t with `runs - 1` degrees of freedom.
+        low, high: 95 % confidence interval by Student's t with `runs - 1` degrees of freedom.
     """
 
     runs: int
@@ -134,7 +134,7 @@ class RunMean(NamedTuple):
 
 
 def run_mean(values: Sequence[float]) -> RunMean:
-    """The mean of one finite value per run."""
+    """Mean of one finite value per run."""
     found = describe(np.asarray(values, dtype=np.float64))
     runs = int(found.count[0])
     if runs == 0:
@@ -163,7 +163,7 @@ def t_quantile(probability: float, freedom: int) -> float:
         raise ValueError(f"t_quantile: found ({probability}, {freedom}); it takes 0.5 < probability < 1, freedom >= 1")
     if freedom > _SERIES_FREEDOM:
         return _t_from_normal(NormalDist().inv_cdf(probability), freedom)
-    # The distribution in terms of the angle atan(t / sqrt(freedom)): it grows from 0 to pi / 2, and stays tame.
+    # Bisection on the angle atan(t / sqrt(freedom)), which is bounded by 0 and pi / 2.
     low, high = 0.0, math.pi / 2
     for _ in range(100):
         middle = (low + high) / 2
@@ -198,13 +198,13 @@ def _t_from_normal(z: float, freedom: int) -> float:
 
 
 def tries(samples: int) -> list[int]:
-    """The numbers of tries that are told: the powers of two up to `samples`, and `samples` itself."""
+    """The reported numbers of tries: the powers of two up to `samples`, and `samples` itself."""
     return sorted({*(1 << bit for bit in range(samples.bit_length())), samples}) if samples > 0 else []
 
 
 @lru_cache(maxsize=65536)
 def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """The chance that k of the samples, drawn without putting back, have a success among them; 0 to 1.
+    """Probability that k of the samples, drawn without replacement, include a success; 0 to 1.
 
     Args:
         k: From 1 to `samples`.
@@ -217,7 +217,7 @@ def pass_at_k(samples: int, successes: int, k: int) -> float:
 
 
 def best_of_k(ascending: Floats, k: int) -> float:
-    """The expected largest of k values drawn without putting back.
+    """Expected maximum of k values drawn without replacement.
 
     Args:
         ascending: The values in ascending order, finite.
@@ -228,7 +228,7 @@ def best_of_k(ascending: Floats, k: int) -> float:
 
 @lru_cache(maxsize=256)
 def _best_weights(samples: int, k: int) -> Floats:
-    """The chances that the i-th smallest of the samples is the largest of k: C(i - 1, k - 1) / C(samples, k)."""
+    """Probabilities that the i-th smallest sample is the largest of k: C(i - 1, k - 1) / C(samples, k)."""
     above = np.arange(samples, 1, -1, dtype=np.float64)
     ratios = np.concatenate([[k / samples], np.maximum(above - k, 0.0) / (above - 1)])
     weights = np.cumprod(ratios)[::-1].copy()
@@ -237,14 +237,14 @@ def _best_weights(samples: int, k: int) -> Floats:
 
 
 def majority_at_k(answers: Sequence[int], scores: Sequence[float], k: int) -> float:
-    """What a vote of k samples scores, on average over the disjoint runs of k consecutive samples.
+    """Mean score of majority votes of k samples, over disjoint runs of k consecutive samples.
 
-    The answer that most of a run's samples gave wins and scores the mean of their scores; where several have as many,
-    the mean over them. Samples without an answer do not vote; a run without votes scores 0. What is left over at the
-    end is in no run.
+    The most frequent answer of a run wins, with the mean of its samples' scores; of tied answers the mean counts.
+    Samples
+    without an answer do not vote; a run without votes scores 0. Samples after the last complete run are ignored.
 
     Args:
-        answers: One per sample, 0 where there is none; equal numbers are equal answers.
+        answers: One per sample, 0 for no answer; equal numbers are equal answers.
         scores: One per sample, finite.
         k: From 1 to the number of samples.
     """

@@ -1,4 +1,4 @@
-"""Telling experiment trackers of a run: its numbers, its settings and its files. Best effort, once it has ended."""
+"""Logging of a finished run to experiment trackers: numbers, settings and files. Best effort."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from kuberoll_workers.output.run_files import RunFiles
 _log = logging.getLogger(__name__)
 
 ARTIFACTS = (AGGREGATES, PAGE, MANIFEST)
-"""Files of a run that are uploaded, where they are there."""
+"""Files of a run that are uploaded if they exist."""
 
 RUN_ID_TAG = "kuberoll.run_id"
-"""Tag by which a run that is continued finds itself in MLflow, which names runs as it likes."""
+"""Tag by which a resumed run finds its earlier part in MLflow, which chooses run ids itself."""
 
 _DEADLINE_SECONDS = 120.0
 _DEADLINE_WITH_SHARDS_SECONDS = 3600.0
 
-# Of these the names are texts without bound: causes of failures.
+# Mappings with arbitrary texts as names: causes of failures.
 _NOT_NUMBERS = {"failures"}
 _ODD_CHARACTERS = re.compile(r"[^\w\-. /]+")
 _PARAMETER_LENGTH = 6000
@@ -48,14 +48,14 @@ _Item = TypeVar("_Item")
 
 
 class TrackingUnavailable(Exception):
-    """The job asks for a tracker that cannot be used here; the message names the field and says what to install."""
+    """A tracker of the job cannot be used here; the message names the field and the remedy."""
 
 
 def check_tracking(job: RolloutJob) -> None:
-    """See, before anything is started, that the trackers which a job asks for can be used; nothing is sent.
+    """Check, before anything is started, that the job's trackers can be used; sends nothing.
 
     Raises:
-        TrackingUnavailable: A package is missing, or nobody is logged in.
+        TrackingUnavailable: A package or the login is missing.
     """
     tracking = job.spec.output.tracking
     if tracking is None:
@@ -80,7 +80,7 @@ def _check_login() -> None:
 
     if not wandb.login(prompt=False):
         raise TrackingUnavailable(
-            "spec.output.tracking.wandb: nobody is logged in: run `wandb login`, set WANDB_API_KEY, or set "
+            "spec.output.tracking.wandb: not logged in: run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline and upload the run later with `wandb sync`"
         )
 
@@ -96,7 +96,7 @@ def _check_store(uri: str) -> None:
         for module in ("sqlalchemy", "alembic"):
             _need(module, "mlflow", field)
     elif scheme not in ("http", "https", "databricks", "databricks-uc", "uc"):
-        # A directory: whether it may still be one depends on MLflow's version.
+        # A directory: whether that is still supported depends on MLflow's version.
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -107,13 +107,13 @@ def _check_store(uri: str) -> None:
 
 
 def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) -> None:
-    """Tell the job's trackers of its run; a run that was resumed goes on as the same tracked run. Never raises.
+    """Log a run to the job's trackers; a resumed run continues the same tracked run. Never raises.
 
-    A tracker that does not answer is given up after two minutes, or an hour where the shards are uploaded.
+    A tracker that does not answer is abandoned after two minutes, or after an hour if shards are uploaded.
 
     Args:
-        files: The run's output, its aggregates written.
-        note: Takes lines for the user: where the tracked run is, or a warning. Warnings are logged too.
+        files: The run's output, including its aggregates.
+        note: Prints a line for the user: the location of the tracked run, or a warning. Warnings are also logged.
     """
     tracking = job.spec.output.tracking
     if tracking is None:
@@ -133,14 +133,14 @@ def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) ->
 
 
 def _within(seconds: float, call: Callable[[], str]) -> str:
-    """Call in a thread that holds nobody up: clients wait for servers as long as they like."""
+    """Call in a thread, with a time limit: clients may wait for servers indefinitely."""
     answer: Future[str] = Future()
 
     def wait() -> None:
         try:
             answer.set_result(call())
         except BaseException as error:
-            # SystemExit of a client ends its thread and not the run.
+            # A client's SystemExit must end its thread, not the run.
             answer.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     threading.Thread(target=wait, name="kuberoll-tracking", daemon=True).start()
@@ -151,13 +151,13 @@ def _within(seconds: float, call: Callable[[], str]) -> str:
 
 
 def run_id(manifest: RunManifest) -> str:
-    """The name of a tracked run: the same for all parts of a run, another one for every other run."""
+    """Id of a tracked run: equal for all parts of a run, unique among runs."""
     parts = (manifest.job, manifest.created, manifest.inputs)
     return "kr-" + hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=10).hexdigest()
 
 
 def scalars(document: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of `aggregate_metrics.json`: `environment/name` for an environment's, `name` for the run's."""
+    """Numbers of `aggregate_metrics.json`: `environment/name` for those of an environment, `name` for the run's."""
     document = {key: value for key, value in document.items() if key != "format"}
     environments = document.pop("environments", None) or {}
     return dict(_numbers({**document, **environments}, ""))
@@ -178,7 +178,7 @@ def _name(text: str) -> str:
 
 
 def parameters(manifest: RunManifest) -> dict[str, str]:
-    """A run's settings as MLflow has parameters: names without brackets, values as text."""
+    """A run's settings as MLflow parameters: names without brackets, values as text."""
     given: dict[str, Any] = {
         **manifest.identity,
         **{f"dataset.{key}": value for key, value in manifest.inputs.items()},
@@ -205,7 +205,7 @@ def _metrics(files: RunFiles) -> dict[str, float]:
 
 
 def _artifacts(files: RunFiles, directory: Path, *, shards: bool) -> Iterator[Path]:
-    """The run's files as local ones; each is gone when the next is asked for."""
+    """The run's files as local files; each is removed when the next one is requested."""
     for name in ARTIFACTS:
         contents = files.storage.read(name)
         if contents is not None:
@@ -243,7 +243,7 @@ def _tell_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
         id=name,
         resume="allow",
         config={**manifest.identity, "dataset": manifest.inputs, "versions": manifest.versions},
-        # What the run printed is in its logs; the machine that tells of it is not the one that did it.
+        # The run's output is in its logs, and this machine's statistics are not those of the run.
         settings=wandb.Settings(
             silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, login_timeout=10
         ),
@@ -253,7 +253,7 @@ def _tell_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
         artifact = wandb.Artifact(_name(f"{job.metadata.name}-{name}"), type="rollouts")
         with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
             for path in _artifacts(files, Path(directory), shards=tracking.trajectories):
-                # Copied at once, so that only one file is there twice.
+                # Copied immediately, so that at most one file exists twice.
                 artifact.add_file(str(path.resolve()), name=path.name, policy="mutable")
         run.log_artifact(artifact)
         where = run.url or f"offline run in {Path(run.dir).parent}; upload it with `wandb sync`"
@@ -284,7 +284,7 @@ def _tell_mlflow(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     this = run.info.run_id
     try:
         client.update_run(this, status="RUNNING")
-        # A parameter cannot be changed: what was forced since is told by the manifest.
+        # A parameter cannot be changed; the manifest records forced changes.
         params = [Param(key, value) for key, value in parameters(manifest).items() if key not in run.data.params]
         now = int(time.time() * 1000)
         metrics = [Metric(key, value, now, 0) for key, value in _metrics(files).items()]

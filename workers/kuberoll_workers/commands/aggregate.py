@@ -1,4 +1,4 @@
-"""`kuberoll aggregate`: the numbers of a run, from its files alone."""
+"""`kuberoll aggregate`: computes the numbers of a run from its files."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ if TYPE_CHECKING:
 @click.option(
     "--manifest",
     type=click.Path(path_type=Path),
-    help="The RolloutJob, to compute its environments' own metrics too; runs their code.",
+    help="The RolloutJob, to also compute its environments' own metrics; runs their code.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, allow_dash=True),
-    help="Metrics file; - for standard output (per-task metrics omitted).  [default: beside the first location's]",
+    help="Metrics file; - for standard output (per-task metrics omitted).  [default: next to the first run's files]",
 )
 @click.option(
     "--success-threshold",
     type=float,
-    help="Rewards of at least this are successes.  [default: 1, where all rewards are 0 or 1]",
+    help="Rewards of at least this are successes.  [default: 1 if all rewards are 0 or 1]",
 )
 def aggregate(
     locations: tuple[str, ...], manifest: Path | None, output: Path | None, success_threshold: float | None
 ) -> None:
     """Compute the numbers of the run whose trajectories are in DIR or at URI.
 
-    Several places hold parts of one run. The exit code is 2 where there is no run, or the places are not of one.
+    Several locations may hold parts of one run. The exit code is 2 if there is no run, or the locations belong to
+    different
+    runs.
     """
     from rich.console import Console
 
@@ -71,13 +73,13 @@ def aggregate(
 
 
 def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[str]]:
-    """How to make the manifest's environments, and their names."""
+    """A function that creates the manifest's environments, and their names."""
     if manifest is None:
         return None, []
     from kuberoll_workers.environments import registry
 
     job = load_job(manifest)
-    # An entrypoint's module may lie beside the manifest, or where the command runs.
+    # An entrypoint's module may be next to the manifest, or in the working directory.
     sys.path[:0] = list(dict.fromkeys([str(manifest.parent.resolve()), str(Path.cwd())]))
     specs = {spec.name: spec for spec in job.spec.environments}
 
@@ -101,7 +103,7 @@ def _write(found: Aggregates, output: Path) -> list[str]:
 
 
 def show(found: Aggregates, files: list[str], console: Console) -> None:
-    """Print the table of environments, what is not in it, and where the files are."""
+    """Print the table of environments, the remarks, and the locations of the files."""
     from rich.text import Text
 
     def line(text: str, style: str = "") -> None:
@@ -116,7 +118,7 @@ def show(found: Aggregates, files: list[str], console: Console) -> None:
         if summary.metrics:
             told = ", ".join(f"{key} {_short(value)}" for key, value in summary.metrics.items())
             line(f"{name}: {told[:1000]}")
-    remarks = {"not there yet, of those planned": found.missing, "stored twice, counted once": found.duplicates}
+    remarks = {"planned but not finished": found.missing, "stored twice, counted once": found.duplicates}
     for remark, number in remarks.items():
         if number:
             line(f"{number} trajectories {remark}")

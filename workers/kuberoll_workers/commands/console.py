@@ -1,4 +1,4 @@
-"""A run on a terminal: one progress bar and a table; elsewhere: lines of a log."""
+"""Progress of a run: a bar and a table on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LOG_SECONDS = 5.0
 
 
 def reporter_for(console: Console) -> Reporter:
-    """The reporter that fits where the console writes."""
+    """The reporter for a console: a bar on a terminal, else log lines."""
     return BarReporter(console) if console.is_terminal else LogReporter(console)
 
 
 class LogReporter:
-    """Plain lines; of the progress one every few seconds."""
+    """Plain lines; progress every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -54,7 +54,7 @@ class LogReporter:
 
 
 class BarReporter:
-    """One bar at the bottom of the terminal, everything else above it."""
+    """One bar at the bottom of the terminal, with everything else above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -93,7 +93,7 @@ class BarReporter:
 
 
 def describe(totals: Totals) -> str:
-    """Rates of this run (resumed trajectories are no work of it), mean reward, failures and time left."""
+    """Rates of this run without resumed trajectories, mean reward, failures and remaining time."""
     progress = totals.progress
     seconds = max(totals.seconds, 1e-9)
     turns = progress.turns + progress.dropped_turns
@@ -110,7 +110,7 @@ def describe(totals: Totals) -> str:
 
 
 def dropped(tail: TailReport) -> str:
-    """How many were dropped and why, and how they differ from what was kept."""
+    """Number of dropped trajectories by reason, and how they differ from those that were kept."""
     reasons = ", ".join(f"{lot.trajectories} {reason}" for reason, lot in sorted(tail.dropped.items()))
     lots = {"kept": tail.kept, **dict(sorted(tail.dropped.items()))}
     means = "; ".join(
@@ -118,7 +118,7 @@ def dropped(tail: TailReport) -> str:
         for name, lot in lots.items()
         if lot.trajectories
     )
-    return f"dropped: {reasons} ({tail.unfinished} stopped on their way). On average {means}"
+    return f"dropped: {reasons} ({tail.unfinished} stopped before they ended). On average {means}"
 
 
 def clock(seconds: float) -> str:
@@ -147,7 +147,7 @@ def _print_result(console: Console, result: RunResult) -> None:
 
 
 def few(files: Sequence[str]) -> list[str]:
-    """The files of a run in few lines: many shards are one."""
+    """The files of a run in few lines: many shards share one."""
     shards = [path for path in files if "/shard-" in path]
     others = [path for path in files if "/shard-" not in path]
     if len(shards) > 3:
@@ -156,7 +156,7 @@ def few(files: Sequence[str]) -> list[str]:
 
 
 def _turns(totals: Totals) -> str:
-    """What a turn of this run was like; the totals are not those of an earlier part of it."""
+    """Averages of a turn in this run, without earlier parts of it."""
     progress = totals.progress
     turns = progress.turns
     return (

@@ -1,4 +1,4 @@
-"""`kuberoll export`: a run's trajectories as a trainer reads them."""
+"""`kuberoll export`: writes a run's trajectories in a trainer's format."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
     type=click.Choice(["terminated", "truncated", "max_turns"]),
     help="Only this stop reason; repeatable.",
 )
-@click.option("--min-reward", type=float, metavar="X", help="Only what has a total reward of at least X.")
-@click.option("--best-of-group", is_flag=True, help="Of each prompt's samples only the one with the highest reward.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="No more than N trajectories.")
+@click.option("--min-reward", type=float, metavar="X", help="Only trajectories with a total reward of at least X.")
+@click.option("--best-of-group", is_flag=True, help="Only the sample with the highest reward of each prompt.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N trajectories.")
 @click.option(
     "--environment-role",
     type=click.Choice(["user", "tool"]),
     default="user",
     show_default=True,
-    help="What environments' messages become where the format has no role for them.",
+    help="Role of environments' messages, if the format has none for them.",
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def export(
@@ -52,9 +52,9 @@ def export(
     environment_role: Literal["user", "tool"],
     force: bool,
 ) -> None:
-    """Write the trajectories of a run as a trainer's own loader reads them.
+    """Write the trajectories of a run in a format that a trainer's own loader reads.
 
-    DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file is there only when it is whole.
+    DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file appears only when it is complete.
     """
     from kuberoll_workers.analysis.export.exporting import export_run
     from kuberoll_workers.analysis.export.formats import ExportError

@@ -1,4 +1,4 @@
-"""`kuberoll report`: a run as one page to open in a browser."""
+"""`kuberoll report`: writes a run as one HTML page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kuberoll_workers.analysis.report.text import visible
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File.  [default: report.html beside the run's files]",
+    help="File.  [default: report.html next to the run's files]",
 )
 def report(run: str, output: Path | None) -> None:
     """Write a run as one HTML page: its numbers, and its trajectories to read and search.
 
     DIR|URI is the output of a run: a directory, or s3://…, gs://…. The page needs no network and no other file. The
-    exit code is 2 where there is no run or it cannot be read.
+    exit code is 2 if there is no run, or it cannot be read.
     """
     from kuberoll_workers.analysis.report.make import PAGE, read_report
     from kuberoll_workers.data.record import RecordError

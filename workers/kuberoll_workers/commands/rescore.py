@@ -1,4 +1,4 @@
-"""`kuberoll rescore`: the rewards of a run's trajectories, computed anew."""
+"""`kuberoll rescore`: recomputes the rewards of a run's trajectories."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     required=True,
     metavar="JOB.yaml",
-    help="The job whose environments score, with the dataset that the run was made from.",
+    help="The job with the scoring environments, and with the dataset of the run.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
-@click.option("--output", metavar="DIR|URI", help="Where the rescored run goes.  [default: DIR-rescored]")
+@click.option("--output", metavar="DIR|URI", help="Output of the rescored run.  [default: DIR-rescored]")
 @click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
-@click.option("--resume", is_flag=True, help="Go on with the rescoring that is in the output.")
+@click.option("--resume", is_flag=True, help="Continue the rescoring in the output.")
 @click.option("--force", is_flag=True, help="Accept changed environment responses and a different dataset.")
 def rescore(
     run: str,
@@ -44,11 +44,12 @@ def rescore(
     resume: bool,
     force: bool,
 ) -> None:
-    """Compute the rewards of a run's trajectories anew, without generating again.
+    """Recompute the rewards of a run's trajectories, without generating again.
 
-    Each stored response is handed to its environment, from its dataset row's first state on. A trajectory whose
-    environment answers otherwise than it did is left as it was. The run itself is never changed. The exit code is 0
-    only when no trajectory failed.
+    The stored responses are replayed to their environment, from the initial state of their dataset row on. A trajectory
+    whose environment now answers differently is left unchanged. The original run is never changed. The exit code is 0
+    only
+    if no trajectory failed.
     """
     try:
         job = load_job(manifest, overrides)
@@ -166,7 +167,7 @@ def _names(job: RolloutJob, asked: tuple[str, ...]) -> list[str]:
 
 
 def print_tallies(console: Console, tallies: Mapping[str, Tally], destination: str) -> None:
-    """A table of mean rewards before and after, and what was not rescored."""
+    """Print a table of mean rewards before and after, and the trajectories that were not rescored."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -182,7 +183,7 @@ def print_tallies(console: Console, tallies: Mapping[str, Tally], destination: s
     console.print(table)
     for name, tally in sorted(tallies.items()):
         for reason, count in sorted(tally.left.items()):
-            console.print(Text(f"{name}: {count} left as they were, {reason}", style="yellow"), soft_wrap=True)
+            console.print(Text(f"{name}: {count} left unchanged, {reason}", style="yellow"), soft_wrap=True)
         for example in filter(None, (tally.unscorable, *tally.examples)):
             console.print(Text(f"  {example}"), soft_wrap=True)
         if tally.earlier:

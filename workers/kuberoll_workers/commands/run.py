@@ -1,4 +1,4 @@
-"""`kuberoll run`: a RolloutJob on this machine, without a cluster."""
+"""`kuberoll run`: runs a RolloutJob on this machine, without a cluster."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ DEFAULT_METRICS_PORT = 9464
 
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))
-@click.option("--output", metavar="DIR|URI", help="Where the run's files go.  [default: output.uri, or runs/<job>]")
+@click.option("--output", metavar="DIR|URI", help="Output of the run.  [default: output.uri, or runs/<job>]")
 @click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output directory.")
-@click.option("--force", is_flag=True, help="With --resume: continue although dataset or settings were changed since.")
+@click.option("--force", is_flag=True, help="With --resume: continue even if dataset or settings have changed.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
     default=DEFAULT_METRICS_PORT,
     show_default=True,
-    help="Port of /metrics while it runs; 0: any free one.",
+    help="Port of /metrics during the run; 0 for any free one.",
 )
 @click.option("--monitor", is_flag=True, help="Run a local Prometheus alongside, with graphs and alerts.")
 def run(
@@ -38,9 +38,10 @@ def run(
     """Run the RolloutJob in MANIFEST on this machine.
 
     Ctrl-C finishes the trajectories in flight and leaves a run that --resume continues; a second Ctrl-C stops at
-    once. The exit code is 0 only when every trajectory finished, or failed within the failure budget; 1: some are
-    missing or failed; 2: the job is refused, nothing was started; 3: all are stored, but the aggregates or the report
-    could not be made; 130: interrupted.
+    once. The exit code is 0 only if every trajectory finished, or failed within the failure budget; 1: some are missing
+    or failed; 2: the job was rejected, nothing was started; 3: all are stored, but the aggregates or the report could
+    not
+    be written; 130: interrupted.
     """
     try:
         job = load_job(manifest, overrides)
@@ -77,6 +78,8 @@ def run(
         sys.exit(2)
     except KeyboardInterrupt:
         reporter.close()
-        click.echo(f"interrupted; what is stored stays: continue with --resume --output {options.output}", err=True)
+        click.echo(
+            f"interrupted; stored trajectories are kept: continue with --resume --output {options.output}", err=True
+        )
         sys.exit(130)
     sys.exit(result.exit_code)

@@ -1,4 +1,4 @@
-"""`kuberoll show`: the trajectories of a run in a terminal, as a table or turn by turn."""
+"""`kuberoll show`: shows the trajectories of a run in a terminal, as a table or turn by turn."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ Order = Literal["stored", "best", "worst"]
 @click.command()
 @click.argument("run", metavar="DIR|URI")
 @click.option("--task", type=click.IntRange(min=0), metavar="N", help="Show this task's trajectories, turn by turn.")
-@click.option("--rollout", type=click.IntRange(min=0), metavar="M", help="With --task: only this one of its samples.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Rows at most.")
+@click.option("--rollout", type=click.IntRange(min=0), metavar="M", help="With --task: only this sample.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Maximum number of rows."
+)
 @click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
 @click.option(
     "--stop-reason",
@@ -38,13 +40,13 @@ Order = Literal["stored", "best", "worst"]
     type=click.Choice(_STOP_REASONS),
     help="Only this stop reason; repeatable.",
 )
-@click.option("--failed", is_flag=True, help="Only what failed: the same as --stop-reason failed.")
+@click.option("--failed", is_flag=True, help="Only failures, like --stop-reason failed.")
 @click.option(
     "--sort",
     type=click.Choice(["stored", "best", "worst"]),
     default="stored",
     show_default=True,
-    help="As stored, or by reward: the highest first or the lowest. What failed has no reward and comes last.",
+    help="As stored, or by reward, highest or lowest first. Failures have no reward and come last.",
 )
 def show(
     run: str,
@@ -58,8 +60,9 @@ def show(
 ) -> None:
     """Show the trajectories of a run: finished, failed and dropped ones.
 
-    DIR|URI is the output of a run: a directory, or s3://…, gs://…. As stored, reading ends with the last row that is
-    shown. The exit code is 1 where nothing is found, and 2 where there is no run or it cannot be read.
+    DIR|URI is the output of a run: a directory, or s3://…, gs://…. With --sort stored, reading ends with the last row
+    that is
+    shown. The exit code is 1 if nothing matches, and 2 if there is no run, or it cannot be read.
     """
     from rich.console import Console
 
@@ -68,7 +71,7 @@ def show(
     from kuberoll_workers.output.run_files import NotARun, RunFiles
 
     if rollout is not None and task is None:
-        raise click.UsageError("--rollout is one of a task's samples: say --task too")
+        raise click.UsageError("--rollout needs --task: it is the index of a sample within its task")
     chosen = Chosen(frozenset(environments), frozenset({*stop_reasons, *(["failed"] if failed else [])}), task, rollout)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -86,7 +89,7 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which trajectories are asked for; empty and None: all."""
+    """Criteria of the trajectories to show; empty and None match all."""
 
     environments: frozenset[str]
     outcomes: frozenset[str]
@@ -94,7 +97,7 @@ class Chosen:
     rollout: int | None
 
     def of(self, records: Iterable[EndedRecord]) -> Iterator[tuple[EndedRecord, Row]]:
-        """Those of the records, with their rows; one that is named in full ends the search."""
+        """Matching records with their rows; stops after a match that task and rollout identify uniquely."""
         from kuberoll_workers.analysis.report.row import row_of
 
         for record in records:
@@ -130,12 +133,12 @@ def _print_table(selected: Iterator[tuple[EndedRecord, Row]], limit: int, order:
         return False
     console.print(trajectory_table(rows[:limit]))
     if len(rows) > limit:
-        console.print(f"There are more than these {limit}: --limit N shows N of them.", style="dim", soft_wrap=True)
+        console.print(f"There are more than {limit}; use --limit N to show N of them.", style="dim", soft_wrap=True)
     return True
 
 
 def _first(rows: Iterator[Row], count: int, order: Order) -> Sequence[Row]:
-    """The first rows of an order; memory is those rows."""
+    """The first rows in this order; only these are held in memory."""
     if order == "stored":
         return list(itertools.islice(rows, count))
     sign = -1.0 if order == "best" else 1.0

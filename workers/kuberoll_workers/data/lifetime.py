@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Processes that end with their parents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent has ended, however it ended (Linux; elsewhere nothing)."""
+    """Make the kernel kill this process when its parent ends, however it ends (Linux only)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -23,16 +23,16 @@ def end_with_parent() -> None:
 def watch_parent(pipe: int, parent: int, *, end: Callable[[], None] = lambda: os._exit(1)) -> None:
     """End this process when its parent's end of a pipe has closed and the parent is gone.
 
-    The net below `end_with_parent`: it works everywhere, but only while Python runs.
+    A fallback for `end_with_parent` that works on all systems, but only while Python code runs.
 
     Args:
-        pipe: Descriptor of what the parent writes to and keeps open; whatever comes is thrown away.
-        parent: Its process id. A parent that lives may close the pipe.
+        pipe: Descriptor of a pipe that the parent keeps open; its data is discarded.
+        parent: The parent's process id; while it lives, a closed pipe is ignored.
     """
 
     def watch() -> None:
         with contextlib.suppress(OSError):
-            # Not by a file object: one that a thread waits in cannot be closed when Python ends.
+            # Not with a file object, which cannot be closed at exit while a thread waits in it.
             while os.read(pipe, 4096):
                 continue
         if os.getppid() != parent:

@@ -13,7 +13,7 @@ LOGPROB_TYPE = "f"
 
 
 def token_array(ids: Iterable[int] = ()) -> array[int]:
-    """Token ids in the form that the loop keeps them: 4 bytes a token, sent without conversion."""
+    """Token ids in memory: 4 bytes per token, sent without conversion."""
     return array(TOKEN_TYPE, ids)
 
 
@@ -22,13 +22,14 @@ class Message:
     """One message.
 
     Attributes:
-        role: `system`, `user`, `assistant`, `environment`, `tool`: whatever the dataset or environment names.
-        content: The text; of an assistant, its ids decoded without special tokens.
-        token_ids: The ids that stand for this message in the policy's context. Where an observation was cut to
-            fit the window, they stand for its first part only.
-        logprobs: Of an assistant: one log-probability per token id, under the distribution it was sampled from.
-        turn: 0 in the prompt; k for the response and the observation of turn k, counted from 1.
-        policy_versions: Of an assistant: spans `(version, start, end)` over `token_ids`, end exclusive.
+        role: `system`, `user`, `assistant`, `environment`, `tool`, or another one of the dataset or environment.
+        content: The text; for a response, its ids decoded without special tokens.
+        token_ids: Ids of this message in the policy's context; only of its first part if an observation was cut to fit
+            the
+            window.
+        logprobs: For a response: one log-probability per token id, under the distribution it was sampled from.
+        turn: 0 in the prompt; k for response and observation of turn k, counted from 1.
+        policy_versions: For a response: spans `(version, start, end)` over `token_ids`, end exclusive.
         truncated: The response hit its length limit, or the observation was cut to fit the window.
     """
 

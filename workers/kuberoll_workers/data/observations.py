@@ -1,12 +1,14 @@
-"""How an environment's message becomes tokens: as it is, or between role boundaries of the model's chat template.
+"""Tokens of an environment's message: raw, or with the role boundaries of the model's chat template.
 
-The ids of a chat template's message are found by tokens. Every observation is rendered as the end of a chat of three
-short messages (question, answer, observation), and what the tokenizer makes of it after the answer is appended. So
-whatever the template does to the message (trimming, quoting, wrapping) and whatever merges at the content's edges is
-as the template has it, and a turn costs the same at the end of a long trajectory as at its beginning: one rendering
-of a short chat, about 0.1 ms more than the content alone. Prepared frames around the content would save that, and be
-wrong wherever the template or the tokenizer joins them with it: a header's "\\n" and a content's first one are often a
-single token.
+With a chat template, every observation is rendered as the end of a chat of three short messages (question, answer,
+observation), and the token ids after the answer are appended. So everything that the template does to the message
+(trimming, quoting, wrapping) and all merges at the content's edges are exact. A turn costs the same at the end of a
+long
+trajectory as at its beginning: one rendering of a short chat, about 0.1 ms more than the content alone. Precomputed
+frames
+around the content would save that, but would be wrong whenever template or tokenizer merge them with the content: a
+header's "\
+" and the content's first one are often a single token.
 """
 
 from __future__ import annotations
@@ -22,40 +24,41 @@ from kuberoll_workers.data.tokenizer import ChatTokenizer, Tokenizer
 
 
 class TemplateRefused(ValueError):
-    """The chat template can't render observations token-exactly; says why, and what to do."""
+    """The chat template cannot render observations token-exactly; the message says why, and names the remedy."""
 
 
 class ObservationRefused(ValueError):
-    """This observation can't be rendered, although others can."""
+    """This observation cannot be rendered, although others can."""
 
 
 class ObservationTemplate(Protocol):
-    """How an environment's message becomes tokens."""
+    """Conversion of an environment's message to tokens."""
 
     def render(self, role: str, content: str, *, previous: Sequence[int], generation_prompt: bool) -> array[int]:
         """Token ids to append to the policy's context for one message of the environment.
 
         Args:
             role, content: The message.
-            previous: Ids of the response that it answers, as sampled; may be empty, and may lack its end-of-turn
-                token. They are in the context already and never change.
-            generation_prompt: Whether the policy is to answer the message; False after the episode's end.
+            previous: Ids of the preceding response, as sampled; may be empty, and may lack its end-of-turn token. They
+                are
+                in the context already and never change.
+            generation_prompt: True if the policy will answer the message; False after the episode's end.
 
         Raises:
-            ObservationRefused: Nothing exact can be said for this message.
+            ObservationRefused: This message cannot be rendered exactly.
         """
         ...
 
 
 class RawObservations:
-    """The content's ids as they are, text of special tokens read as these; no tokens for an empty content."""
+    """The content's ids unchanged; spelled-out special tokens are read as such, and an empty content has no tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def render(
         self,
-        role: str,  # noqa: ARG002 - what is around the content is the environment's to write
+        role: str,  # noqa: ARG002 - the environment writes everything around the content
         content: str,
         *,
         previous: Sequence[int],  # noqa: ARG002
@@ -64,8 +67,8 @@ class RawObservations:
         return self._tokenizer.encode(content)
 
 
-# Words of the probes: neither shares its first or last letter with its partner, so that no tokenizer gives the two a
-# common first or last token.
+# Words of the probes. No pair has a common first or last letter, so no tokenizer gives them a common first or last
+# token.
 _QUESTION = "hello"
 _ANSWER, _OTHER_ANSWER = "quartz", "lemon"
 _CONTENT, _OTHER_CONTENT = "velvet", "raisin"
@@ -74,25 +77,25 @@ _FALLBACK = "user"
 _OWN_ROLE = "environment"
 _ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 _MOST_ROLES = 64
-"""Roles whose frames are kept: an environment that makes up names must not fill the memory."""
+"""Maximum number of cached roles: an environment that invents names must not fill the memory."""
 
 
 class _Unfit(Exception):
-    """Boundaries can't be found by tokens for this role; says why."""
+    """Boundaries cannot be found by tokens for this role; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What the template writes around a content, for one role, with or without the generation prompt.
+    """Tokens that the template writes around a content, for one role, with or without the generation prompt.
 
     Attributes:
-        role: As it is handed to the template.
-        answer: Ids of the probes' answer in the chat.
+        role: Role that is passed to the template.
+        answer: Ids of the probe's answer in the chat.
         head, tail: Ids before and after the content of a probe. `head` begins with an added token, which no text
             merges with; the ids next to the content may merge with it.
         closing: Number of ids in `head` that end the answer: up to the next added token.
         marks_before, marks_after: The guarded ids of `head` and `tail`.
-        literal: Encodes text without reading guarded tokens in it; None where that would not be exact.
+        literal: Encodes text without recognizing guarded tokens; None if that would not be exact.
     """
 
     role: str
@@ -106,27 +109,28 @@ class _Frame:
 
 
 class ChatTemplateObservations:
-    """Role boundaries as the model's own chat template writes them, token-exactly.
+    """Role boundaries as the model's own chat template writes them, token-exact.
 
-    - What the response has of its end already (the end-of-turn token, and what the template writes after it) is not
-      repeated; what it lacks is added. Another token that it may end with, such as `<|end_of_text|>` where the
-      template ends turns with `<|eot_id|>`, was sampled and stays; the whole boundary follows it, as to the template
-      it is a part of the answer.
-    - A role that the template refuses or drops is rendered as `user`. So is `environment`, which a template that
-      writes any name into its header takes although the model never saw it, unless the template has a token of its
-      own for it.
-    - Text in a content that spells a special token, or another token by which the template marks roles, is encoded as
-      ordinary text: no observation ends its message or opens another one. The role is the environment's to choose;
-      one that is not a plain word is rendered as `user`.
-    - Earlier messages stay as they were sampled: where a template rewrites earlier turns (Qwen3 drops their
-      `<think>` parts), the policy's context still has them.
+    - The part of the boundary that the response already ends with (the end-of-turn token, and what the template writes
+      after it) is not repeated; the rest is added. Another final token, such as `<|end_of_text|>` if the template ends
+      turns with `<|eot_id|>`, was sampled and stays; the whole boundary follows it, because to the template it is a
+      part
+      of the answer.
+    - A role that the template rejects or drops is rendered as `user`. So is `environment`, unless the template has a
+      special token for it: templates that write any name into the header accept it, but the model has never seen it.
+    - Text in a content that spells a special token, or another token that marks roles, is encoded as ordinary text: no
+      observation can end its message or start another one. The environment chooses the role; one that is not a plain
+      word
+      is rendered as `user`.
+    - Earlier messages stay as they were sampled: if a template rewrites earlier turns (Qwen3 drops their `<think>`
+      parts), the policy's context still has them.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        """Find the boundaries; about a second with a large vocabulary.
+        """Find the boundaries; takes about a second with a large vocabulary.
 
         Raises:
-            TemplateRefused: There is no chat template, or its boundaries can't be found by tokens.
+            TemplateRefused: There is no chat template, or its boundaries cannot be found by tokens.
         """
         self._tokenizer = tokenizer
         self._added = tokenizer.added_tokens()
@@ -145,11 +149,12 @@ class ChatTemplateObservations:
             ) from unfit
 
     def render(self, role: str, content: str, *, previous: Sequence[int], generation_prompt: bool) -> array[int]:
-        """See `ObservationTemplate`; an empty content is a message too, and renders with its boundaries.
+        """See `ObservationTemplate`; an empty content is also rendered with its boundaries.
 
         Raises:
-            ObservationRefused: The template does not take this content, or the content spells special tokens and
-                this tokenizer can't encode them as text.
+            ObservationRefused: The template rejects this content, or it spells special tokens that this tokenizer
+                cannot
+                encode as text.
         """
         frame = self._frames_of(role)[generation_prompt]
         try:
@@ -159,21 +164,21 @@ class ChatTemplateObservations:
         ids = self._tokenizer.encode(text)
         start = _end_of_answer(ids, frame)
         if start is None:
-            raise ObservationRefused("because of this observation the chat template changes the answer before it")
+            raise ObservationRefused("with this observation the chat template changes the preceding answer")
         message = ids[start:]
         if self._marks(message) != frame.marks_before + frame.marks_after:
             message = self._disarmed(text, start, frame)
         return message[_overlap(previous, message, frame.closing) :]
 
     def _disarmed(self, text: str, start: int, frame: _Frame) -> array[int]:
-        """Ids of a message whose content spells guarded tokens, these encoded as the text that they are.
+        """Ids of a message whose content spells guarded tokens, with these encoded as ordinary text.
 
         The template's own guarded tokens are the first and the last ones of the message. Nothing merges across them,
-        so the text between the two that enclose the content is encoded for itself.
+        so the text between the two that enclose the content is encoded separately.
 
         Args:
             text: The rendered chat.
-            start: Where the message begins in its ids.
+            start: Start of the message in the chat's ids.
         """
         if frame.literal is None:
             raise ObservationRefused(
@@ -196,7 +201,7 @@ class ChatTemplateObservations:
         return [token for token in ids if token in guarded]
 
     def _frames_of(self, role: str) -> tuple[_Frame, _Frame]:
-        """The frames of a role, or of `user` in its place: without the generation prompt, and with it."""
+        """Frames of a role, or of `user` in its place: without and with the generation prompt."""
         known = self._frames.get(role)
         if known is not None:
             return known
@@ -212,10 +217,10 @@ class ChatTemplateObservations:
         return frames
 
     def _inspect(self, role: str) -> tuple[_Frame, _Frame]:
-        """What the template writes around a content, seen by the ids that probes have in common.
+        """Find the template's tokens around a content: those that several probes have in common.
 
         Raises:
-            _Unfit: The role is refused or dropped, or where the answer or the content ends can't be told.
+            _Unfit: The role is rejected or dropped, or the end of the answer or the content cannot be determined.
         """
         return self._frame(role, False), self._frame(role, True)
 
@@ -226,34 +231,35 @@ class ChatTemplateObservations:
         begin, end = _difference(ids, other)
         answer, message = ids[begin:end], ids[end:]
         if self._tokenizer.decode(answer).count(_ANSWER) != 1:
-            raise _Unfit("it does not write an assistant's message as it is, once")
+            raise _Unfit("it does not write an assistant's message unchanged and exactly once")
         if not message or message[0] not in self._added or not self._added.keys().isdisjoint(answer):
-            # Of ordinary text, the first token after a response would depend on the response's last one.
-            raise _Unfit("no special token follows an assistant's message, so the message's end is not known by tokens")
+            # The first token of ordinary text after a response would depend on the response's last one.
+            raise _Unfit("no special token follows an assistant's message, so its end cannot be found by tokens")
         frame = _Frame(role, answer, message[:1], array(message.typecode), 1, [], [], None)
         another = self._tokenizer.encode(self._text(role, _OTHER_CONTENT, generation_prompt))
         if _end_of_answer(ids, frame) != end or (start := _end_of_answer(another, frame)) is None:
-            raise _Unfit("an assistant's message is not to be told from the text around it")
+            raise _Unfit("an assistant's message cannot be distinguished from the text around it")
         first, last = _difference(message, another[start:])
         content = message[first:last]
         if _CONTENT not in self._tokenizer.decode(content) or not self._added.keys().isdisjoint(content):
             raise _Unfit(f"it drops or rewrites a message of the role {role!r} that follows an assistant's")
         head, tail = message[:first], message[last:]
         if not head:
-            raise _Unfit(f"it marks no beginning of a message of the role {role!r}")
+            raise _Unfit(f"it does not mark the beginning of a message of the role {role!r}")
         frame = _Frame(
             role=role,
             answer=answer,
             head=head,
             tail=tail,
-            # Without a second added token the answer's end can't be told from the header: GLM's <|user|> is both.
+            # Without a second added token the end of the answer and the header are the same: GLM's <|user|> is both.
             closing=next((at for at in range(1, len(head)) if head[at] in self._added), 1),
             marks_before=self._marks(head),
             marks_after=self._marks(tail),
             literal=self._literal,
         )
-        # Encoding a part for itself is exact unless the tokenizer treats the beginning of a text differently from
-        # what follows a special token; one that does shows it with the probe.
+        # Encoding a part separately is exact, unless the tokenizer treats the beginning of a text differently from text
+        # after a
+        # special token. The probe detects such a tokenizer.
         exact = frame.marks_before and frame.literal and self._disarmed(text, end, frame) == message
         return frame if exact else replace(frame, literal=None)
 
@@ -266,12 +272,12 @@ class ChatTemplateObservations:
         try:
             return self._tokenizer.chat_text(chat, generation_prompt=generation_prompt)
         except Exception as error:
-            # A template is foreign code, and what it raises its own affair: jinja's errors, a KeyError, a TypeError.
+            # A template is foreign code and may raise anything: jinja's errors, a KeyError, a TypeError.
             raise _Unfit(f"it raises {type(error).__name__}: {error}") from error
 
 
 def _difference(one: array[int], other: array[int]) -> tuple[int, int]:
-    """Where `one` differs from `other`: from the end of their longest common beginning to that of their common end."""
+    """Range in which `one` differs from `other`: between their longest common beginning and end."""
     shorter = min(len(one), len(other))
     begin = next((at for at in range(shorter) if one[at] != other[at]), shorter)
     end = next((at for at in range(shorter - begin) if one[-1 - at] != other[-1 - at]), shorter - begin)
@@ -279,7 +285,7 @@ def _difference(one: array[int], other: array[int]) -> tuple[int, int]:
 
 
 def _end_of_answer(ids: array[int], frame: _Frame) -> int | None:
-    """Where the probes' answer ends: its first appearance, before the content, that the message's first id follows."""
+    """End of the probe's answer: its first occurrence that is followed by the message's first id."""
     marker = frame.answer + frame.head[:1]
     at = -1
     while True:
@@ -292,7 +298,7 @@ def _end_of_answer(ids: array[int], frame: _Frame) -> int | None:
 
 
 def _overlap(previous: Sequence[int], message: array[int], closing: int) -> int:
-    """How many of the message's first ids, `closing` at most, the response ends with already."""
+    """Number of the message's first ids, at most `closing`, with which the response already ends."""
     for size in range(closing, 0, -1):
         if len(previous) >= size and list(previous[-size:]) == list(message[:size]):
             return size

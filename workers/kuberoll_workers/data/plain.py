@@ -1,6 +1,6 @@
-"""Plain data: values that JSON can say and that every reader reads back as they were meant.
+"""Plain data: values that JSON can represent and every reader restores exactly.
 
-What comes from code that is not ours is checked once, where it enters; from there on nothing needs to look again.
+Values from foreign code are checked once, when they enter; after that no further checks are needed.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from typing import Any
 import orjson
 
 MAX_DEPTH = 250
-"""Deepest nesting of objects and lists: orjson writes 254 levels, and a record is around the value."""
+"""Maximum nesting of objects and lists: orjson writes 254 levels, and the record adds some."""
 
 MAX_BYTES = 16 << 20
-"""Largest value, in bytes of its JSON text."""
+"""Maximum size of a value, in bytes of its JSON text."""
 
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
-"""Integers that JSON's readers keep exact: signed and unsigned 64-bit ones. Beyond them many read a float."""
+"""Range of integers that JSON readers keep exact: signed and unsigned 64-bit. Beyond it many read a float."""
 
 MAX_MESSAGE = 4000
-"""Most characters of an error's text that are kept."""
+"""Maximum length of an error's text, in characters."""
 
-# What is of another type than JSON's own must not pass as if it were: it would be read back as something else.
+# Values of other types must not be converted silently: they would be read back as something else.
 _STRICT = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
 class NotPlain(ValueError):
-    """A value is no plain data; the message begins with its place."""
+    """A value is not plain data; the message begins with its path."""
 
 
 def plain(value: Any, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
-    """A copy of a value, made of JSON's types alone.
+    """A copy of a value that consists only of JSON's types.
 
-    Tuples become lists, and arrays, tensors and numbers of other libraries become Python's own; nothing is rounded.
+    Tuples become lists; arrays, tensors and numbers of other libraries become Python's own; nothing is rounded.
 
     Args:
-        where: Names the value in errors.
+        where: Name of the value for errors.
 
     Raises:
-        NotPlain: Names the place and what is wrong there: a type that JSON has no form for, a key that is no text, a
-            number that is not finite, an integer beyond 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`, or
-            more than `max_bytes`.
+        NotPlain: The message names the path and the problem: a type that JSON cannot represent, a key that is not a
+            string,
+            a non-finite number, an integer beyond 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`, or more
+            than
+            `max_bytes`.
     """
     copied, made = _copied(value, max_bytes)
     if copied:
@@ -56,32 +58,32 @@ def plain(value: Any, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def already_plain(value: Any, where: str) -> Any:
-    """The value itself where it is made of JSON's types alone; else a copy that is.
+    """The value itself if it consists only of JSON's types, else a copy that does.
 
     Raises:
-        NotPlain: As `plain`.
+        NotPlain: See `plain`.
     """
     return value if _copied(value, MAX_BYTES)[0] else plain(value, where)
 
 
 def parse(text: bytes, where: str) -> Any:
-    """The plain data of a JSON text that somebody else wrote.
+    """Plain data from a foreign JSON text.
 
     Raises:
-        NotPlain: It is no JSON, too large or too deep.
+        NotPlain: It is not JSON, or too large or too deep.
     """
     if len(text) > MAX_BYTES:
         raise NotPlain(f"{where} has {len(text)} bytes as JSON; at most {MAX_BYTES} can be stored")
     try:
         made = orjson.loads(text)
     except ValueError as error:
-        raise NotPlain(f"{where} is no JSON: {error}") from error
-    # Nothing is deeper than it has brackets.
+        raise NotPlain(f"{where} is not JSON: {error}") from error
+    # The number of brackets bounds the depth.
     return made if text.count(b"[") + text.count(b"{") <= MAX_DEPTH else plain(made, where)
 
 
 def own_copy(value: Any) -> Any:
-    """A copy to be given away: nothing in it is shared. Other objects than plain data are copied as `copy` does it."""
+    """A copy that shares nothing with the value. Objects other than plain data are copied with `copy`."""
     try:
         # Exact, NaN and tuples included, and ten times as fast as copying object by object.
         return marshal.loads(marshal.dumps(value))
@@ -90,10 +92,10 @@ def own_copy(value: Any) -> Any:
 
 
 def unicode_text(value: str, where: str) -> str:
-    """A text, as an exact `str`.
+    """A text as an exact `str`.
 
     Raises:
-        NotPlain: It holds half of a surrogate pair, which no file and no protocol can carry.
+        NotPlain: It has half of a surrogate pair, which no file or protocol can represent.
     """
     text = value if type(value) is str else str.__str__(value)
     if not text.isascii():
@@ -101,21 +103,21 @@ def unicode_text(value: str, where: str) -> str:
             text.encode()
         except UnicodeEncodeError as error:
             raise NotPlain(
-                f"{where} holds a lone surrogate, U+{ord(text[error.start]):04X} at position {error.start}: it is no "
+                f"{where} holds a lone surrogate, U+{ord(text[error.start]):04X} at position {error.start}: it is not "
                 "valid Unicode"
             ) from None
     return text
 
 
 def printable(text: str, limit: int = MAX_MESSAGE) -> str:
-    """A text for a message: of bounded length, and without anything that could not be written."""
+    """A text for a message: limited in length, without characters that cannot be written."""
     if len(text) > limit:
         text = f"{text[:limit]}... ({len(text) - limit} more characters)"
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def message_of(error: BaseException) -> str:
-    """An exception's own message, whatever its class makes of it."""
+    """An exception's message, even if its class misbehaves."""
     try:
         return printable(str(error))
     except BaseException as raised:
@@ -123,7 +125,7 @@ def message_of(error: BaseException) -> str:
 
 
 def repr_of(value: Any, limit: int = 80) -> str:
-    """A value's type and representation for a message, short, whatever its class makes of it."""
+    """Type and shortened representation of a value for a message, even if its class misbehaves."""
     name = printable(type(value).__name__, limit)
     try:
         text = repr(value)
@@ -133,12 +135,12 @@ def repr_of(value: Any, limit: int = 80) -> str:
 
 
 def _copied(value: Any, max_bytes: int) -> tuple[bool, Any]:
-    """Whether a value is made of JSON's types alone, and then a copy of it: at the speed of orjson."""
+    """True and a copy if a value consists only of JSON's types; at the speed of orjson."""
     try:
-        # Four lists around it: what is deeper than MAX_DEPTH is deeper than orjson writes.
+        # In four lists, so that a value deeper than MAX_DEPTH exceeds orjson's limit.
         text = orjson.dumps([[[[value]]]], option=_STRICT)
         made = orjson.loads(text)[0][0][0][0]
-        # Equal: nothing was changed on the way, as NaN is to null, or an enum to its value.
+        # Equal if nothing was converted, e.g. NaN to null, or an enum to its value.
         return len(text) <= max_bytes and bool(made == value), made
     except Exception:
         return False, None
@@ -156,7 +158,7 @@ def _walk(value: Any, where: str, depth: int) -> Any:
         return number
     if isinstance(value, float):
         if not math.isfinite(real := float.__float__(value)):
-            raise NotPlain(f"{where} is {real}, which JSON has no form for: store None in its place")
+            raise NotPlain(f"{where} is {real}, which JSON cannot represent: store None instead")
         return real
     if depth >= MAX_DEPTH:
         raise NotPlain(f"{_shortened(where)} is nested more than {MAX_DEPTH} levels deep")
@@ -167,7 +169,7 @@ def _walk(value: Any, where: str, depth: int) -> Any:
         return [_walk(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(iterator)]
     if callable(to_list := getattr(value, "tolist", None)):
         return _walk(to_list(), where, depth + 1)
-    raise NotPlain(f"{where} is {repr_of(value)}, which JSON has no form for")
+    raise NotPlain(f"{where} is {repr_of(value)}, which JSON cannot represent")
 
 
 def _key(key: Any, where: str) -> str:

@@ -1,4 +1,4 @@
-"""What the loop starts from: a tokenized prompt, and one sample of it."""
+"""Input of the loop: tokenized prompts and their samples."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kuberoll_workers.data.record import Partial, TrajectoryKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One task, tokenized; shared by all samples of its group and never changed.
+    """A task, tokenized; shared by all samples of its group and never changed.
 
     Attributes:
         task_index: Number of the task within the run.
         task_name: The environment that answers it.
         idx: The dataset's own name for the row, any JSON value.
-        messages: The prompt's messages. A chat template may put tokens between messages, so only the
-            concatenation of their ids has a meaning: it is `token_ids`.
-        token_ids: The prompt as the policy sees it, generation prompt included.
-        metadata: First state of the episode.
+        messages: The prompt's messages. A chat template may put tokens between messages, so only the concatenation of
+            their ids is meaningful: it equals `token_ids`.
+        token_ids: Ids of the prompt as the policy sees it, including the generation prompt.
+        metadata: Initial state of the episode.
         stop_strings: Stop strings of the first turn.
         sampling: Overrides of the job's sampling settings, by their snake_case names.
     """
@@ -39,12 +39,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trajectory to run.
+    """A trajectory to run.
 
     Attributes:
-        seed: Seed of all the randomness of this trajectory; None leaves it to the engine.
-        attempt: 0 for the first; one more each time that a failed trajectory is run again.
-        partial: The turns that it has already: it continues after them.
+        seed: Seed of all random choices of this trajectory; None leaves them to the engine.
+        attempt: 0 for the first attempt; increased whenever a failed trajectory is run again.
+        partial: Existing turns, after which it continues.
     """
 
     prompt: Prompt
@@ -60,13 +60,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:
-    """The samples of one prompt: a group that is complete when enough of them are finished.
+    """Samples of one prompt: a group is complete when enough of them have finished.
 
     Attributes:
-        samples: What to run, in this order.
-        keep: How many finished ones complete the group; with fewer than there are samples, the first that finish are
-            kept and the others dropped.
-        decided: Some of the group are stored already: it has been found worth keeping.
+        samples: Samples to run, in this order.
+        keep: Number of finished samples that complete the group; if smaller than the number of samples, the first to
+            finish
+            are kept and the others dropped.
+        decided: True if some of the group are stored already, so the group is kept.
     """
 
     samples: tuple[Sample, ...]

@@ -1,4 +1,4 @@
-"""The trajectory record: one JSON line per finished trajectory, one per failed one."""
+"""Trajectory records: one JSON line per finished, failed or dropped trajectory, and per turn."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.plain import NotPlain, already_plain, printable
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
-"""How a trajectory ended: by the environment, by a length limit, by the turn limit, or not at all."""
+"""How a trajectory ended: by the environment, by a length limit, by the turn limit, or by a failure."""
 
 DropReason = Literal["oversampled", "filtered"]
-"""Why a trajectory is not wanted: enough siblings finished before it, or its group was filtered out."""
+"""Why a trajectory was dropped: enough other samples finished first, or its group was filtered out."""
 
 FailureKind = Literal["infrastructure", "environment", "data", "model"]
-"""Who is at fault: the machines, the environment's code, the dataset's row, or what the policy returned."""
+"""Who is at fault: the infrastructure, the environment's code, the dataset's row, or the policy's response."""
 
 
 TokenSource = Literal["engine", "reencoded"]
-"""Where the ids of responses come from: the engine that sampled them, or an encoding of the text that it told."""
+"""Source of a response's ids: the engine that sampled them, or a re-encoding of the returned text."""
 
 
 class TrajectoryKey(NamedTuple):
-    """What a trajectory is known by within its run."""
+    """Identity of a trajectory within its run."""
 
     task_index: int
     rollout_index: int
@@ -40,7 +40,7 @@ class TrajectoryKey(NamedTuple):
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of a trajectory by who wrote them."""
+    """Number of tokens of a trajectory, by author."""
 
     prompt: int
     generated: int
@@ -49,7 +49,7 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class Timing:
-    """Wall seconds of each turn, in turn order."""
+    """Wall-clock seconds of each turn."""
 
     generation_seconds: list[float]
     environment_seconds: list[float]
@@ -57,11 +57,12 @@ class Timing:
 
 @dataclass(slots=True)
 class TrajectoryRecord:
-    """A finished trajectory, as it is stored.
+    """A finished trajectory in its stored form.
 
-    `rewards` has one entry per turn and sums to `total_reward`; `reward_parts` holds the named components, where an
-    environment names them, each with one entry per turn. `token_source` is `reencoded` where that is so of any turn;
-    stored lines leave it out where it is `engine`.
+    `rewards` has one entry per turn and sums to `total_reward`; `reward_parts` holds the components that an environment
+    names, each with one entry per turn. `token_source` is `reencoded` if that holds for any turn; stored lines omit it
+    if it
+    is `engine`.
     """
 
     task_index: int
@@ -89,7 +90,7 @@ class TrajectoryRecord:
 
 @dataclass(slots=True)
 class FailureRecord:
-    """A trajectory that was given up: why, after how many tries, and what it had until then.
+    """A trajectory that failed permanently: cause, number of attempts, and its turns until then.
 
     Attributes:
         metadata: The episode's state after its last complete turn.
@@ -117,11 +118,11 @@ class FailureRecord:
 
 @dataclass(slots=True)
 class DroppedRecord:
-    """A trajectory that nobody wanted in the end: as far as it got.
+    """A dropped trajectory, as far as it got.
 
     Attributes:
-        stop_reason: How it ended; None: it was stopped on its way.
-        turn_count, rewards, total_reward, tokens, messages, metadata: Of its complete turns.
+        stop_reason: How it ended; None if it was stopped before its end.
+        turn_count, rewards, total_reward, tokens, messages, metadata: Values of its complete turns.
     """
 
     task_index: int
@@ -146,14 +147,14 @@ class DroppedRecord:
 
 @dataclass(slots=True)
 class TurnRecord:
-    """One complete turn: with all earlier ones, everything that is needed to continue after it.
+    """One complete turn; together with all earlier ones, it suffices to continue after it.
 
     Attributes:
-        messages: The response and the observation.
+        messages: Response and observation.
         metadata: The episode's state after the turn.
-        stop_strings: Of the next generation.
-        stop_reason: How the trajectory ended with this turn; None: it goes on.
-        token_source: Of the response; left out of stored lines where it is `engine`.
+        stop_strings: Stop strings of the next generation.
+        stop_reason: How the trajectory ended with this turn; None if it continues.
+        token_source: Source of the response's ids; omitted in stored lines if it is `engine`.
     """
 
     task_index: int
@@ -178,7 +179,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class Partial:
-    """The complete turns of a trajectory that was interrupted, in order from the first; never changed once made."""
+    """The complete turns of an interrupted trajectory, in order; immutable."""
 
     turns: list[TurnRecord]
 
@@ -191,11 +192,11 @@ AnyRecord = TrajectoryRecord | FailureRecord | DroppedRecord | TurnRecord
 
 
 class RecordError(ValueError):
-    """A stored line is not the record it should be."""
+    """A stored line is not a valid record."""
 
 
 class Unstorable(ValueError):
-    """A record holds something that a line of JSON cannot give back as it was meant; the message names its place."""
+    """A record contains something that a line of JSON cannot restore; the message names its path."""
 
 
 def _arrays(value: object) -> object:
@@ -209,11 +210,12 @@ _ENGINE_TOKENS = b',"token_source":"engine"}\n'
 
 
 def encode_line(record: AnyRecord) -> bytes:
-    """One JSON line, its newline included, that `decode_line` reads back as this record.
+    """One JSON line including its newline, from which `decode_line` restores the record.
 
     Raises:
-        Unstorable: There is no such line: a number that is not finite, an integer beyond 64 bits, metadata or an idx
-            that is no plain data, a text that is no valid Unicode.
+        Unstorable: The record has a non-finite number, an integer beyond 64 bits, metadata or an idx that is not plain
+            data,
+            or invalid Unicode.
     """
     try:
         record = _checked(record)
@@ -221,13 +223,13 @@ def encode_line(record: AnyRecord) -> bytes:
     except (NotPlain, TypeError) as error:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
     if isinstance(record, TrajectoryRecord | TurnRecord) and record.token_source == "engine":
-        # orjson writes every field; this one is the last, and what nearly all lines would say of it goes without.
+        # orjson writes every field; this one is the last, and its usual value is omitted.
         return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
     return line
 
 
 def _checked(record: AnyRecord) -> AnyRecord:
-    """The record, without what orjson would write as something else: null for NaN and infinity, text for a date."""
+    """The record, after a check for values that orjson would convert silently, such as NaN to null."""
     metadata = None if record.metadata is None else already_plain(record.metadata, "metadata")
     if metadata is not record.metadata:
         record = replace(record, metadata=metadata)
@@ -259,7 +261,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
             continue
         if len(logprobs) != len(message.token_ids):
             raise NotPlain(f"messages[{number}] has {len(message.token_ids)} token_ids but {len(logprobs)} logprobs")
-        # Of short ones the sum is had sooner without an array.
+        # For short lists the sum is faster without an array.
         if not isfinite(sum(logprobs) if len(logprobs) < 512 else float(numpy.sum(numpy.asarray(logprobs)))):
             raise NotPlain(f"messages[{number}].logprobs: one of them is not finite")
 
@@ -274,7 +276,7 @@ def _finite(where: str, values: Collection[float]) -> None:
 
 
 def failure_instead(record: TrajectoryRecord | FailureRecord | DroppedRecord, error: Unstorable) -> FailureRecord:
-    """The failure that is stored where a record cannot be: without its metadata, its texts written with escapes."""
+    """Failure that replaces a record that cannot be stored: without metadata, its texts with escapes."""
     cause = f"it cannot be stored: {error}"
     if isinstance(record, FailureRecord):
         cause = f"{record.cause} ({cause})" if isinstance(record.cause, str) else cause
@@ -311,10 +313,10 @@ _Record = TypeVar("_Record", TrajectoryRecord, FailureRecord, DroppedRecord, Tur
 
 
 def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
-    """Parse and check one stored line.
+    """Parse and validate one stored line.
 
     Args:
-        where: Names the line in errors, `file:line`.
+        where: Position for errors, `file:line`.
 
     Raises:
         RecordError: The line is not JSON, or not this record.
@@ -344,9 +346,9 @@ _WRITTEN_KEY = re.compile(rb'\{"task_index":(-?\d{1,18}),"rollout_index":(-?\d{1
 
 
 def key_of(line: bytes) -> TrajectoryKey | None:
-    """The key of a stored line, whose other fields are not looked at; None where the line has none."""
+    """Key of a stored line, whose other fields are ignored; None if it has none."""
     if written := _WRITTEN_KEY.match(line):
-        # As `encode_line` writes it: the rest of the line, which may be long, need not be parsed.
+        # The form of `encode_line`: the rest of the line, which may be long, is not parsed.
         return TrajectoryKey(int(written[1]), int(written[2]))
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         key = TrajectoryKey(*msgspec.structs.astuple(_KEY.decode(line)))

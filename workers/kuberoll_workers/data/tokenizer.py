@@ -1,4 +1,4 @@
-"""The few things the loop needs of a tokenizer, and the Hugging Face one behind them."""
+"""The tokenizer's interface for the loop, and its implementation with Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ if TYPE_CHECKING:
 
 
 LONG_TEXT = 1 << 15
-"""Characters from which on encoding takes long enough, some 50 ms, to be done in a thread of its own."""
+"""Length in characters from which encoding takes so long, about 50 ms, that it needs a separate thread."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Conversion between text and token ids."""
 
     def encode(self, text: str) -> array[int]:
-        """Ids of raw text: no special tokens are added."""
+        """Ids of raw text; no special tokens are added."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Text of ids, without special tokens."""
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
-        """Ids of a chat, rendered by the model's template, the generation prompt included."""
+        """Ids of a chat, rendered by the model's template, with the generation prompt."""
         ...
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """What exact role boundaries need beyond that."""
+    """Additional functions for exact role boundaries."""
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
         """A chat as the model's template writes it.
 
         Raises:
-            Exception: There is no template, or it refuses the messages: whatever the template raises.
+            Exception: There is no template, or it rejects the messages; templates raise arbitrary exceptions.
         """
         ...
 
     def added_tokens(self) -> Mapping[int, bool]:
-        """Ids of the tokens that are found in a text before all others, so that nothing merges across them.
+        """Ids of tokens that are found in a text before all others, so that nothing merges across them.
 
-        The value says whether the token is flagged as special.
+        The value is True if the token is flagged as special.
         """
         ...
 
     def encode_with_spans(self, text: str) -> tuple[array[int], list[tuple[int, int]]]:
-        """The ids of `encode`, and where in the text each has its characters, end exclusive."""
+        """The ids of `encode`, and the character range of each in the text, end exclusive."""
         ...
 
     def encoder_without(self, tokens: Collection[int]) -> Callable[[str], array[int]] | None:
-        """An `encode` for which the text of these added tokens is ordinary text; None if there can't be one."""
+        """An `encode` that treats these added tokens as ordinary text; None if that is impossible."""
         ...
 
 
@@ -70,11 +70,11 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTok
     Raises:
         OSError, ValueError: transformers' own, when there is no tokenizer.
     """
-    # Without PyTorch, as in the worker image, transformers advises it; nothing here needs it.
+    # Without PyTorch, as in the worker image, transformers recommends it; tokenizers do not need it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
-    # By the process's own handlers: a pod's log is JSON lines, and transformers' own handler writes plain text.
+    # Use the process's own log handlers: a pod's log is JSON lines, and transformers' handler writes plain text.
     transformers.logging.disable_default_handler()
     transformers.logging.enable_propagation()
     found: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source, revision=revision)
@@ -86,7 +86,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | FileTokenizer) -> None:
         self._tokenizer = tokenizer
-        # The Rust tokenizer answers without transformers' per-call padding and batching, 5 to 10 times faster.
+        # The Rust tokenizer avoids transformers' per-call padding and batching, and is 5 to 10 times faster.
         plain = tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._rust = tokenizer.backend_tokenizer if plain else None
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
@@ -104,7 +104,7 @@ class HuggingFaceTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids it knows, added ones included; all are below."""
+        """Number of token ids, including added ones; all ids are below it."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return max(len(self._tokenizer), 1 + max(added, default=-1))
 
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer:
             return token_array()
         if self._rust is not None:
             if len(text) > LONG_TEXT:
-                # A batch is encoded without the interpreter's lock: other threads go on meanwhile.
+                # A batch is encoded without the interpreter's lock, so other threads continue.
                 return token_array(self._rust.encode_batch([text], add_special_tokens=False)[0].ids)
             return token_array(self._rust.encode(text, add_special_tokens=False).ids)
         return token_array(self._tokenizer.encode(text, add_special_tokens=False))
@@ -141,7 +141,7 @@ class HuggingFaceTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[array[int], list[tuple[int, int]]]:
         if self._backend is None:
-            raise NotImplementedError("only the Rust tokenizers say where their tokens are")
+            raise NotImplementedError("only Rust tokenizers report the positions of tokens")
         encoding = self._backend.encode(text, add_special_tokens=False)
         return token_array(encoding.ids), encoding.offsets
 
@@ -150,7 +150,7 @@ class HuggingFaceTokenizer:
             return None
         from tokenizers import Tokenizer as RustTokenizer
 
-        # A second tokenizer: what counts as special is a setting of the whole, and others encode at the same time.
+        # A second tokenizer, because special tokens are a global setting, and other threads encode at the same time.
         state = orjson.loads(self._backend.to_str())
         for added in state["added_tokens"]:
             added["special"] = added["id"] in tokens

@@ -1,4 +1,4 @@
-"""The numbers of a run, computed from its files alone. What they are is defined in docs/aggregates.md."""
+"""Numbers of a run, computed from its files alone, as defined in docs/aggregates.md."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ _FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregates:
-    """The numbers of a run.
+    """Numbers of a run.
 
     Attributes:
-        job: Its name; None without a manifest.
-        summaries: By environment, in the job's order; those that no manifest names after them, by name.
-        tail: Kept against dropped trajectories.
-        planned: Trajectories that the run is to come to; None without a manifest, or where it stops when it has
-            groups enough.
-        contents: What the numbers are of.
-        tasks: The finished trajectories by task, of each environment.
+        job: Name of the job; None without a manifest.
+        summaries: Summary of each environment, in the job's order, then sorted by name those that the manifest does not
+            name.
+        tail: Comparison of kept and dropped trajectories.
+        planned: Number of trajectories that the run will produce; None without a manifest, or if it stops at a number
+            of
+            groups.
+        contents: The data that the numbers were computed from.
+        tasks: Finished trajectories by task, for each environment.
     """
 
     job: str | None
@@ -57,28 +59,28 @@ class Aggregates:
 
     @property
     def trajectories(self) -> int:
-        """Finished ones."""
+        """Number of finished trajectories."""
         return sum(summary.trajectories for summary in self.summaries.values())
 
     @property
     def failed(self) -> int:
-        """Trajectories that failed permanently."""
+        """Number of trajectories that failed permanently."""
         return len(self.contents.failures)
 
     @property
     def duplicates(self) -> int:
-        """Lines passed over because another line of the same trajectory counts."""
+        """Number of lines that do not count because another line of the same trajectory does."""
         return self.contents.duplicates
 
     @property
     def missing(self) -> int | None:
-        """Planned trajectories that are neither finished nor filtered out."""
+        """Number of planned trajectories that are neither finished nor filtered out; None if unknown."""
         if self.planned is None:
             return None
         return max(0, self.planned - self.trajectories - self.tail.filtered)
 
     def encode(self) -> bytes:
-        """The contents of `aggregate_metrics.json`."""
+        """Content of `aggregate_metrics.json`."""
         document = {
             "format": _FORMAT,
             "job": self.job,
@@ -90,12 +92,12 @@ class Aggregates:
             "environments": {name: summary.as_json() for name, summary in self.summaries.items()},
             "tail": self.tail.as_json() if self.tail.dropped else None,
         }
-        # orjson writes what is not finite as null.
+        # orjson writes non-finite numbers as null.
         options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
         return orjson.dumps(document, default=plain_metric, option=options | orjson.OPT_APPEND_NEWLINE)
 
     def task_lines(self) -> Iterator[bytes]:
-        """The lines of `task_metrics.jsonl`, made as they are asked for."""
+        """Lines of `task_metrics.jsonl`, computed on demand."""
         for name, tasks in self.tasks.items():
             success = self.summaries[name].success
             threshold = None if success is None else success.threshold
@@ -103,9 +105,10 @@ class Aggregates:
                 yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
 
     def write_beside(self, run: RunFiles) -> list[str]:
-        """Write both files beside those of a run; where they are.
+        """Write both files next to those of a run; returns their locations.
 
-        Where every task has one trajectory, what is said by task is in the trajectories, and only the first is written.
+        If every task has a single trajectory, metrics by task would repeat the trajectories, and only the first file is
+        written.
         """
         if all(len(summary.repeats) <= 1 for summary in self.summaries.values()):
             return [run.write(AGGREGATES, self.encode())]
@@ -117,7 +120,7 @@ class Aggregates:
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write lines as they come."""
+    """Write lines to a file, streamed."""
     with path.open("wb") as file:
         file.writelines(lines)
 
@@ -132,20 +135,22 @@ def aggregate(
 ) -> Aggregates:
     """Compute the numbers of one run.
 
-    Memory: some 100 bytes a trajectory, and what environments read of their columns.
+    Memory: about 100 bytes per trajectory, and the columns that environments read.
 
     Args:
-        runs: Where its trajectories are: one location, or several that hold parts of it.
-        make: Makes an environment, for its own metrics; None: they are not computed.
-        environments: Names of environments to tell of even where they have no trajectories, in order. Absent: those
-            of the manifest.
-        threshold: Rewards from here on are successes. None: from 1 on, where all rewards are 0 or 1; elsewhere there
-            is no success, and tries are measured by their rewards.
-        observe: Called with each trajectory as it is read, so that what else is made of them needs no other pass.
+        runs: The run: one location, or several that hold parts of it.
+        make: Creates an environment, for its own metrics; None to skip them.
+        environments: Names of environments that are reported even without trajectories, in order; empty for those of
+            the
+            manifest.
+        threshold: Minimum reward of a success. None: 1 if all rewards are 0 or 1; otherwise success is undefined, and k
+            tries
+            are measured by their rewards.
+        observe: Called with each trajectory as it is read, which saves other consumers another pass.
 
     Raises:
-        RunRefused: The locations are not of one run, or a manifest cannot be read.
-        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
+        RunRefused: The locations belong to different runs, or a manifest cannot be read.
+        RecordError: A shard's Parquet file is invalid, or two environments have trajectories of the same task.
     """
     contents = read_contents(runs, observe=observe)
     manifest = contents.manifest
@@ -207,7 +212,7 @@ def _environment_count(manifest: RunManifest) -> int:
 
 
 def _groups(manifest: RunManifest | None) -> dict[str, Group]:
-    """How the manifest says that groups are made; nothing where it does not."""
+    """Group sizes by environment, from the manifest; empty without one."""
     groups: dict[str, Group] = {}
     if manifest is None:
         return groups

@@ -1,4 +1,4 @@
-"""The batch that an environment's own metrics are made of: columns that are read only when they are asked for."""
+"""The batch for an environment's own metrics: columns that are loaded on access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MakeEnvironment = Callable[[str], EnvironmentInterface]
 
 
 HOOK_SECONDS = 900.0
-"""What `global_post_process_and_metrics` may take of one environment's trajectories."""
+"""Time limit of `global_post_process_and_metrics` for one environment."""
 
 _HOOK = "global_post_process_and_metrics"
 
@@ -27,7 +27,7 @@ def _chat(record: TrajectoryRecord) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in record.messages]
 
 
-# What is in the records alone: reading it takes another pass over the files, and the memory of what is read.
+# Columns that exist only in the records: loading one takes another pass over the files, and memory.
 _STORED: Mapping[str, Callable[[TrajectoryRecord], Any]] = {
     "message_log": _chat,
     "extra_env_info": lambda record: record.metadata,
@@ -45,7 +45,7 @@ _AT_HAND: Mapping[str, Callable[[str, Contents, Frame], list[Any]]] = {
 
 
 class _Reader:
-    """Reads a column for all environments at once, so that several of them do not read the files several times."""
+    """Loads a column for all environments at once, which saves passes over the files."""
 
     def __init__(self, contents: Contents, environments: list[str]) -> None:
         self.contents = contents
@@ -53,13 +53,13 @@ class _Reader:
         self._read: dict[str, dict[str, list[Any]]] = {}
 
     def take(self, column: str, environment: str) -> list[Any]:
-        """A column of an environment; it is handed over, not kept."""
+        """A column of an environment; ownership passes to the caller."""
         if environment not in self._read.setdefault(column, {}):
             self._read[column] = self._pass(column)
         return self._read[column].pop(environment)
 
     def done(self, environment: str) -> None:
-        """Forget what the environment did not take."""
+        """Release the columns that the environment did not take."""
         self._environments.remove(environment)
         for lots in self._read.values():
             lots.pop(environment, None)
@@ -79,7 +79,7 @@ class _Reader:
 
 
 class Columns(MutableMapping[str, Any]):
-    """A mapping of columns, one entry per finished trajectory, by task and rollout index; columns may be set."""
+    """Mutable mapping of columns, with one entry per finished trajectory, by task and rollout index."""
 
     def __init__(self, reader: _Reader, environment: str) -> None:
         self._reader = reader
@@ -116,13 +116,13 @@ class Columns(MutableMapping[str, Any]):
 def own_metrics(
     contents: Contents, make: MakeEnvironment, *, seconds: float = HOOK_SECONDS
 ) -> dict[str, dict[str, Any]]:
-    """What environments say of their trajectories; where their code fails, `error` says how, and nothing else is lost.
+    """Environments' own metrics. A failure of their code is reported as `error` and affects nothing else.
 
     Args:
-        seconds: That the code of one environment may take.
+        seconds: Time limit of one environment's code.
 
     Returns:
-        Only environments with trajectories and with a `global_post_process_and_metrics` of their own.
+        Metrics of environments that have trajectories and implement `global_post_process_and_metrics`.
     """
     found: dict[str, dict[str, Any]] = {}
     made: dict[str, EnvironmentInterface] = {}
@@ -130,7 +130,7 @@ def own_metrics(
         try:
             environment = make(name)
         except (Exception, SystemExit) as error:
-            found[name] = {"error": f"the environment could not be made: {type(error).__name__}: {error}"}
+            found[name] = {"error": f"the environment could not be created: {type(error).__name__}: {error}"}
             continue
         method = getattr(type(environment), "global_post_process_and_metrics", None)
         if method is not EnvironmentInterface.global_post_process_and_metrics:
@@ -143,7 +143,7 @@ def own_metrics(
 
 
 def _said(environment: EnvironmentInterface, columns: Columns, seconds: float) -> dict[str, Any]:
-    """What one environment says; its code has a thread of its own, which cannot end the run or hold it up for ever."""
+    """Metrics of one environment; its code runs in a separate thread, which can neither end nor block the run."""
     said: dict[str, Any] = {}
 
     def ask() -> None:
@@ -163,17 +163,17 @@ def _said(environment: EnvironmentInterface, columns: Columns, seconds: float) -
 
 
 def _written(item: tuple[Any, Any]) -> tuple[str, Any]:
-    """A metric as JSON can hold it."""
+    """A metric in a form that JSON can represent."""
     key, value = item
     name = key if isinstance(key, str) else str(key)
     try:
         name.encode()
         orjson.dumps(value, default=plain_metric, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError, RecursionError) as error:
-        return ascii(name)[1:-1] if not name.isprintable() else name, f"JSON cannot hold it: {error}"
+        return ascii(name)[1:-1] if not name.isprintable() else name, f"JSON cannot represent it: {error}"
     return name, value
 
 
 def plain_metric(value: Any) -> Any:
-    """A metric of any library as JSON: tensors as numbers or lists, anything else by its text."""
+    """A metric of any library for JSON: tensors as numbers or lists, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,4 +1,4 @@
-"""From an environment's columns to its numbers. What they are is defined in docs/aggregates.md."""
+"""Numbers of an environment, from its columns, as defined in docs/aggregates.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_CAUSES = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """How a prompt group is made: `repeats` samples are wanted, `begun` are begun."""
+    """Size of prompt groups: `begun` samples are started, and `repeats` are kept."""
 
     repeats: int
     begun: int
@@ -41,14 +41,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Success:
-    """What k tries come to.
+    """Results of k tries.
 
     Attributes:
-        threshold: Rewards from here on are successes, and every number is in percent; None: numbers are rewards.
-        pass_at_k: By k.
-        majority_at_k: By k; None where no trajectory has an answer.
-        runs: Over the repeats that every task has.
-        no_answer: Percent of trajectories without an answer, over the same repeats; None where none has one.
+        threshold: Minimum reward of a success; all numbers are percentages. None: all numbers are rewards.
+        pass_at_k: Value by k.
+        majority_at_k: Value by k; None if no trajectory has an answer.
+        runs: Mean over the repeats that every task has.
+        no_answer: Percentage of trajectories without an answer, over the same repeats; None if none has one.
     """
 
     threshold: float | None
@@ -58,7 +58,7 @@ class Success:
     no_answer: RunMean | None
 
     def as_json(self) -> dict[str, Any]:
-        """The form in which it is stored."""
+        """Form in which it is stored."""
         votes = self.majority_at_k
         return {
             "unit": "reward" if self.threshold is None else "percent",
@@ -72,19 +72,19 @@ class Success:
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentSummary:
-    """What one environment's trajectories came to.
+    """Results of one environment.
 
     Attributes:
-        tasks: Those with trajectories that finished, or that failed for good.
-        expected: Trajectories that the groups with finished or failed ones were to have; None without a manifest.
-        missing: Those of them that are not there.
-        failures: Trajectories given up and neither finished nor dropped later, by cause.
-        dropped: Trajectories that were not wanted, by reason.
-        groups, equal_groups: Tasks with two rewards or more, and those of them whose rewards are all equal.
-        fields: Statistics of each numeric field, by its name.
+        tasks: Number of tasks with trajectories that finished or failed permanently.
+        expected: Number of trajectories that these tasks' groups should have; None without a manifest.
+        missing: Number of expected trajectories that did not finish.
+        failures: Number of trajectories that failed permanently, by cause.
+        dropped: Number of dropped trajectories, by reason.
+        groups, equal_groups: Number of tasks with at least two rewards, and of those whose rewards are all equal.
+        fields: Statistics of each numeric field, by name.
         repeats: Statistics of the total reward, one row per repeat.
-        across_repeats: The mean of the repeats' means.
-        metrics: The environment's own; None where it was not asked.
+        across_repeats: Mean of the repeats' means.
+        metrics: The environment's own metrics; None if they were not computed.
     """
 
     trajectories: int = 0
@@ -115,7 +115,7 @@ class EnvironmentSummary:
         return self.failures.total()
 
     def as_json(self) -> dict[str, Any]:
-        """The form in which it is stored."""
+        """Form in which it is stored."""
         by_count = sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))
         told = by_count[:_MOST_CAUSES]
         return {
@@ -152,18 +152,18 @@ class EnvironmentSummary:
 
 
 class Tasks:
-    """The tasks of an environment: those with trajectories that are finished, or that failed for good."""
+    """Tasks of an environment: those with trajectories that finished or failed permanently."""
 
     def __init__(self, frame: Frame, failed: Integers, failed_rollouts: Integers, group: Group | None) -> None:
         """Number the tasks by their index.
 
         Args:
             failed, failed_rollouts: Task and rollout index of each failure.
-            group: What the manifest says of groups.
+            group: Size of groups, from the manifest; None without one.
         """
         self.frame = frame
         self.indexes = np.unique(np.concatenate([frame.tasks, failed]))
-        # Where each task's trajectories begin, and where the last one's end.
+        # Start of each task's trajectories, and the end of the last one's.
         self.starts = np.append(np.searchsorted(frame.tasks, self.indexes), len(frame.tasks))
         self.sizes = np.diff(self.starts)
         self.of_row = np.searchsorted(self.indexes, frame.tasks)
@@ -171,7 +171,7 @@ class Tasks:
         self.expected: Integers | None = None
         if group is not None:
             tasks = np.concatenate([self.of_row, np.searchsorted(self.indexes, failed)])
-            # Equal rows of a dataset are one task, whose groups follow one another in its numbering.
+            # Equal rows of a dataset are one task, whose groups are numbered consecutively.
             numbers = np.concatenate([frame.rollouts, failed_rollouts]) // group.begun
             order = np.lexsort((numbers, tasks))
             tasks, numbers = tasks[order], numbers[order]
@@ -183,11 +183,11 @@ class Tasks:
 def summarize(
     tasks: Tasks, *, stop_reasons: Sequence[str], threshold: float | None, failures: Counter[str], dropped: Counter[str]
 ) -> EnvironmentSummary:
-    """The numbers of an environment; its own metrics are not asked for here.
+    """Compute the numbers of an environment, without its own metrics.
 
     Args:
-        stop_reasons: What the frame's numbers of stop reasons stand for.
-        threshold: Where success begins; None: at 1 where all rewards are 0 or 1, and nowhere else.
+        stop_reasons: Names of the frame's stop reasons, by number.
+        threshold: Minimum reward of a success; None: 1 if all rewards are 0 or 1, otherwise undefined.
     """
     frame = tasks.frame
     rewards = frame.columns[REWARD].values
@@ -224,7 +224,7 @@ def summarize(
 
 
 def missing(tasks: Tasks) -> Integers:
-    """Trajectories of each task that should be there and are not, those that failed among them."""
+    """Number of expected trajectories of each task that did not finish, including failures."""
     assert tasks.expected is not None
     return np.maximum(tasks.expected - tasks.sizes, 0)
 
@@ -232,10 +232,10 @@ def missing(tasks: Tasks) -> Integers:
 def task_rows(
     tasks: Tasks, *, environment: str, stop_reasons: Sequence[str], threshold: float | None
 ) -> Iterator[dict[str, Any]]:
-    """The lines of `task_metrics.jsonl`, in the order of the tasks; made as they are asked for.
+    """Rows of `task_metrics.jsonl`, sorted by task; computed on demand.
 
     Args:
-        threshold: As `Success.threshold` of the environment.
+        threshold: `Success.threshold` of the environment.
     """
     for first in range(0, len(tasks.indexes), _TASKS_AT_ONCE):
         last = min(first + _TASKS_AT_ONCE, len(tasks.indexes))
@@ -282,10 +282,10 @@ def task_rows(
 
 
 def statistics_of(found: GroupStatistics, group: int, *, of: int) -> dict[str, Any]:
-    """The statistics of a field as they are stored; None stands for what there is not.
+    """Statistics of a field in their stored form; None for missing values.
 
     Args:
-        of: Trajectories, of which some may lack the field.
+        of: Number of trajectories, of which some may lack the field.
     """
     count, nonfinite = int(found.count[group]), int(found.nonfinite[group])
     return {
@@ -301,7 +301,7 @@ def statistics_of(found: GroupStatistics, group: int, *, of: int) -> dict[str, A
 
 
 def number(value: Any) -> float | None:
-    """A float for JSON, which has no NaN and no infinity."""
+    """A float for JSON, which has no NaN and no infinity: None instead."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -331,7 +331,7 @@ def _success(tasks: Tasks, threshold: float | None) -> Success:
         threshold = 1.0
     scores = _scores(rewards[finite], threshold)
     answers = frame.answers[finite]
-    # Where each task's scores begin, and how many it has; tasks without any have nothing to say of tries.
+    # Start and number of each task's scores; tasks without scores are left out.
     _, starts, sizes = np.unique(tasks.of_row[finite], return_index=True, return_counts=True)
     least = int(sizes.min())
     percent = 1 if threshold is None else 100
@@ -365,14 +365,14 @@ def _tries(ascending: Floats, k: int, *, percent: bool) -> float:
 
 
 def _scores(rewards: Floats, threshold: float | None) -> Floats:
-    """What each trajectory scores: 0 or 1 where success is defined, else its reward; NaN stays."""
+    """Score of each trajectory: 0 or 1 if success is defined, else its reward; NaN stays NaN."""
     if threshold is None:
         return rewards
     return np.where(np.isfinite(rewards), (rewards >= threshold).astype(np.float64), np.nan)
 
 
 def _ranks(tasks: Tasks) -> Integers:
-    """Which of its task's trajectories each one is, counted from 0 by rollout index."""
+    """Position of each trajectory within its task, from 0, by rollout index."""
     ranks: Integers = np.arange(len(tasks.of_row)) - tasks.starts[tasks.of_row]
     return ranks
 

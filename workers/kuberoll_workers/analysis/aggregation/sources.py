@@ -1,4 +1,4 @@
-"""The contents of a run, in one location or several, as columns."""
+"""Content of a run, in one location or several, as columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kuberoll_workers.output.trajectories import Trajectories
 
 
 class Failure(NamedTuple):
-    """A trajectory that was given up."""
+    """A trajectory that failed permanently."""
 
     environment: str
     kind: str
@@ -25,7 +25,7 @@ class Failure(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A trajectory that was not wanted."""
+    """A dropped trajectory."""
 
     turns: int
     generated_tokens: int
@@ -37,14 +37,14 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What the locations hold: each trajectory once, in one of `frames`, `failures` and `dropped`.
+    """Content of the locations: each trajectory once, in one of `frames`, `failures` and `dropped`.
 
     Attributes:
-        manifest: Of the run; None where no location has one.
-        frames: The finished trajectories, by environment.
-        failures: Trajectories that were given up.
-        dropped: Trajectories that were not wanted.
-        duplicates: Lines passed over because another line of the same trajectory counts.
+        manifest: Manifest of the run; None if no location has one.
+        frames: Finished trajectories, by environment.
+        failures: Trajectories that failed permanently.
+        dropped: Dropped trajectories.
+        duplicates: Number of lines that do not count because another line of the same trajectory does.
     """
 
     manifest: RunManifest | None
@@ -57,14 +57,14 @@ class Contents:
     _trajectories: Trajectories
 
     def again(self) -> Iterator[tuple[int, TrajectoryRecord]]:
-        """The finished trajectories once more, with the ordinals that the frames name them by.
+        """Read the finished trajectories again, with their ordinals in the frames.
 
         Raises:
-            RecordError: One of them is no longer there.
+            RecordError: One of them no longer exists.
         """
         ordinal = 0
         for record in self._trajectories.finished():
-            # What was added since is passed over.
+            # Trajectories that were added since are skipped.
             if ordinal < len(self._table) and record.key == self._table.key(ordinal):
                 yield ordinal, record
                 ordinal += 1
@@ -73,14 +73,14 @@ class Contents:
 
 
 def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], None] | None = None) -> Contents:
-    """Read all locations; streamed, memory is some 100 bytes a trajectory.
+    """Read all locations; streamed, memory is about 100 bytes per trajectory.
 
     Args:
-        observe: Called with each trajectory: the finished ones first, then those that failed, then those dropped.
+        observe: Called with each trajectory: first the finished, then the failed, then the dropped ones.
 
     Raises:
-        RunRefused: The locations are not of one run, or a manifest cannot be read.
-        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
+        RunRefused: The locations belong to different runs, or a manifest cannot be read.
+        RecordError: A shard's Parquet file is invalid, or two environments have trajectories of the same task.
     """
     manifest = common_manifest(runs)
     trajectories = Trajectories([run.storage for run in runs])
@@ -120,10 +120,10 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
 
 
 def common_manifest(runs: Sequence[RunFiles]) -> RunManifest | None:
-    """The one manifest that all locations share; None where none has one.
+    """The manifest that all locations share; None if none has one.
 
     Raises:
-        RunRefused: They are of different runs, or only some have a manifest.
+        RunRefused: The locations belong to different runs, or only some have a manifest.
     """
     first, *others = runs
     manifest = first.manifest()
@@ -132,12 +132,12 @@ def common_manifest(runs: Sequence[RunFiles]) -> RunManifest | None:
         if (manifest is None) != (found is None):
             with_one, without = (first, other) if found is None else (other, first)
             raise RunRefused(
-                f"{without.location} has no manifest.json and {with_one.location} has one, so nothing says that they "
-                "are of one run: copy the run's manifest.json to both, or aggregate them one by one"
+                f"{without.location} has no manifest.json and {with_one.location} has one, so they cannot "
+                "be recognized as one run: copy the run's manifest.json to both, or aggregate them one by one"
             )
         if manifest is None or found is None:
             continue
-        # How many shards there are changes no trajectory.
+        # The number of shards does not affect trajectories.
         changed = differences(manifest, dataclasses.replace(found, shards=manifest.shards))
         if changed:
             lines = "\n  ".join(changed)

@@ -1,4 +1,4 @@
-"""The numbers of all trajectories in columns: about 100 bytes a trajectory, whatever its length."""
+"""Numbers of all trajectories in columns: about 100 bytes per trajectory, whatever its length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METADATA = "metadata."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """The values of one field: `values[i]` is that of the trajectory `rows[i]` of its frame; `rows` ascends."""
+    """Values of one field: `values[i]` belongs to trajectory `rows[i]` of its frame; `rows` is ascending."""
 
     rows: Integers
     values: Floats
@@ -33,14 +33,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The trajectories of one environment, each once, by task and rollout index.
+    """Trajectories of one environment, each once, sorted by task and rollout index.
 
     Attributes:
-        ordinals: Which of the trajectories added to the table each one is.
+        ordinals: Position of each in the order in which they were added to the table.
         tasks, rollouts: `task_index` and `rollout_index`.
-        answers: Equal numbers are equal answers; 0: none.
+        answers: Equal numbers are equal answers; 0 for no answer.
         stop_reasons: Index of each into `Table.stop_reasons`.
-        columns: Every numeric field by its name.
+        columns: All numeric fields, by name.
     """
 
     ordinals: Integers
@@ -52,7 +52,7 @@ class Frame:
 
 
 class Table:
-    """Takes trajectories one by one, in any order and each once, and tells them apart by environment and key."""
+    """Collects trajectories, each once and in any order, and splits them by environment."""
 
     def __init__(self) -> None:
         self.environments: list[str] = []
@@ -67,7 +67,7 @@ class Table:
         return len(self._tasks)
 
     def add(self, record: TrajectoryRecord) -> None:
-        """Take the numbers of one trajectory."""
+        """Add the numbers of one trajectory."""
         row = len(self)
         self._tasks.append(record.task_index)
         self._rollouts.append(record.rollout_index)
@@ -99,10 +99,10 @@ class Table:
         values.append(value)
 
     def frames(self) -> dict[str, Frame]:
-        """The trajectories by environment.
+        """Trajectories by environment.
 
         Raises:
-            RecordError: Two environments have trajectories of one task.
+            RecordError: Two environments have trajectories of the same task.
         """
         order: Integers = np.lexsort((_integers(self._rollouts), _integers(self._tasks)))
         environment = np.frombuffer(self._environment, dtype=np.uint16)[order]
@@ -145,12 +145,12 @@ class Table:
             raise several_environments(int(tasks[first]), names)
 
     def key(self, ordinal: int) -> TrajectoryKey:
-        """The key of the trajectory that was added as the `ordinal`-th, from 0."""
+        """Key of the `ordinal`-th trajectory that was added, from 0."""
         return TrajectoryKey(self._tasks[ordinal], self._rollouts[ordinal])
 
 
 def several_environments(task: int, names: Collection[str]) -> RecordError:
-    """The error of a task whose trajectories are of several environments."""
+    """Error of a task whose trajectories belong to several environments."""
     return RecordError(
         f"task {task} has trajectories of the environments {' and '.join(map(repr, sorted(names)))}: "
         "these are trajectories of several runs; aggregate each run by itself"
@@ -158,7 +158,7 @@ def several_environments(task: int, names: Collection[str]) -> RecordError:
 
 
 def _number(names: list[str], name: str) -> int:
-    # A run has a handful of them.
+    # There are only a handful of names.
     try:
         return names.index(name)
     except ValueError:

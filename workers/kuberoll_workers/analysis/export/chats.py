@@ -1,4 +1,4 @@
-"""Text only: OpenAI's fine-tuning files and ShareGPT's conversations."""
+"""Text-only formats: OpenAI's fine-tuning files and ShareGPT's conversations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "o
 
 
 def openai_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
-    """`messages` and nothing else: the service refuses keys it does not know.
+    """`messages` only: the service rejects unknown keys.
 
-    Examples in the prompt get `weight` 0, so that only what the policy wrote is learned.
+    Examples in the prompt get `weight` 0, so that only the policy's own messages are learned.
     """
     said = spoken(record)
     rows = chat(said, known=_OPENAI_ROLES, otherwise=role)
@@ -27,7 +27,7 @@ def openai_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 
 
 def sharegpt_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
-    """`conversations` of `from` and `value`, in which the two sides take turns, as its readers insist."""
+    """`conversations` of `from` and `value`, in which the two sides alternate, as loaders require."""
     conversation: list[dict[str, str]] = []
     for message in chat(spoken(record), known=CHAT_ROLES, otherwise=role):
         speaker = _SPEAKERS[message["role"]]

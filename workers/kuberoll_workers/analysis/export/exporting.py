@@ -1,4 +1,4 @@
-"""A run's trajectories to a trainer's file."""
+"""Export of a run's trajectories to a trainer's file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kuberoll_workers.output.run_files import RunFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        path: The file.
-        chosen: How many trajectories are in it, and how many are not.
+        path: The written file.
+        chosen: Numbers of exported and of omitted trajectories.
     """
 
     path: Path
@@ -36,17 +36,17 @@ def export_run(
     role: EnvironmentRole = "user",
     force: bool = False,
 ) -> Exported:
-    """Write a run's trajectories as a trainer reads them. Memory: one row group, and some 100 bytes a trajectory.
+    """Write a run's trajectories in a trainer's format. Memory: one row group, and about 100 bytes per trajectory.
 
     Args:
         to: Name of the format.
-        output: The file, or the directory that it goes to; None: the working directory.
-        role: What environments' messages become where the format knows no environment.
-        force: Replace a file that is there.
+        output: File, or directory for it; None for the working directory.
+        role: Role of environments' messages, if the format has none for them.
+        force: Overwrite an existing file.
 
     Raises:
-        ExportError: It cannot be made as asked for, or nothing is selected.
-        RecordError: A stored line is no trajectory.
+        ExportError: The options are invalid, or no trajectory is selected.
+        RecordError: A stored line is not a trajectory.
     """
     selection = selection or Selection()
     form = format_named(to, role)
@@ -64,17 +64,17 @@ def export_run(
 
 
 def run_name(files: RunFiles) -> str:
-    """What a run is called in the name of a file; never a path, whatever its manifest says."""
+    """Name of a run for file names; never a path, whatever its manifest says."""
     manifest = files.manifest()
     name = files.location.rstrip("/").rpartition("/")[2] if manifest is None else manifest.job
     return re.sub(r"[^\w.-]+", "-", name)[:100].strip(".-") or "trajectories"
 
 
 def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Container]:
-    """The file to write and its kind: by the ending of its name, where it has one.
+    """The file to write and its type, which follows from its suffix.
 
     Raises:
-        ExportError: The format does not come in such files.
+        ExportError: The format does not support this file type.
     """
     output = output if output is not None else Path()
     suffix = output.suffix.removeprefix(".")
@@ -92,6 +92,6 @@ def _nothing(selection: Selection, chosen: Chosen) -> str:
     unknown = sorted(selection.environments - chosen.environments)
     if unknown and chosen.environments:
         there = ", ".join(sorted(chosen.environments))
-        return f"no trajectory is of the environment {', '.join(unknown)}; there are those of {there}"
+        return f"no trajectory belongs to the environment {', '.join(unknown)}; the run has {there}"
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(chosen.left_out.items()))
     return f"no trajectory is selected ({reasons or 'there are none'}); nothing was written"

@@ -1,4 +1,4 @@
-"""The formats by name: which files they come in, and how a trajectory becomes a row."""
+"""Formats by name: their file types, and the conversion of a trajectory to a row."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     import pyarrow
 
 EnvironmentRole = Literal["user", "tool"]
-"""What an environment's messages become where a format knows no environment."""
+"""Role of environments' messages in formats without one for them."""
 
 Container = Literal["jsonl", "parquet"]
 
 
 class ExportError(ValueError):
-    """The export cannot be made as asked for; the message says what to change."""
+    """The export is impossible with these options; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One trainer's format.
+    """A trainer's format.
 
     Attributes:
-        containers: The files it may be in, the usual one first.
-        row: Makes one row of one trajectory that has a response. Rows hold lists, arrays, numbers and texts.
-        schema: The columns, where it may be in Parquet.
-        tool_role: Whether environments may speak as a tool.
+        containers: Supported file types, the usual one first.
+        row: Converts one trajectory that has a response to a row of lists, arrays, numbers and strings.
+        schema: Columns of a Parquet file, if that is supported.
+        tool_role: True if environments' messages may have the role `tool`.
     """
 
     name: str
@@ -53,14 +53,14 @@ FORMATS: Mapping[str, Format] = {
 
 
 def format_named(name: str, role: EnvironmentRole) -> Format:
-    """A format that may be used with a role for environments.
+    """The format of this name, checked for the role of environments.
 
     Raises:
-        ExportError: There is no such format, or it has no such role.
+        ExportError: The format does not exist, or does not support the role.
     """
     found = FORMATS.get(name)
     if found is None:
-        raise ExportError(f"--to {name}: there is no such format; there are {', '.join(FORMATS)}")
+        raise ExportError(f"--to {name}: unknown format; known formats are {', '.join(FORMATS)}")
     if role == "tool" and not found.tool_role:
         raise ExportError(
             f"--environment-role tool: in {name} a tool answers a tool call by its id, and these responses are plain "

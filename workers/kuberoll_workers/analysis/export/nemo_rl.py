@@ -1,4 +1,4 @@
-"""NeMo RL: a finished rollout's row with its message log in exact tokens, and `messages` for its chat datasets."""
+"""NeMo RL's format: a rollout with its message log in exact tokens, and `messages` for its chat datasets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kuberoll_workers.data.record import TrajectoryRecord
 
 
 def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
-    """One row.
+    """Convert a trajectory to a row.
 
-    `message_log` is whole, with the environment's own role and its last observation; `messages` ends with the last
-    response, as the loader of chat data asserts.
+    `message_log` is complete, with the environment's own role and its last observation; `messages` ends with the last
+    response, which the loader of chat data requires.
     """
     said = spoken(record)
     return {
@@ -27,10 +27,10 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "truncated": record.stop_reason == "truncated",
         "stop_reason": record.stop_reason,
         "task_name": record.task_name,
-        # Samples of one prompt have the same one, as NeMo RL repeats them.
+        # Equal for all samples of a prompt, as in NeMo RL.
         "idx": record.task_index,
         "rollout_index": record.rollout_index,
-        # Any JSON, of another form in each environment: `datasets` gives a column one form only.
+        # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.
         "extra_env_info": orjson.dumps(record.metadata).decode(),
         "messages": chat(said, known=CHAT_ROLES, otherwise=role),
         "message_loss_mask": [int(is_response(message)) for message in said],
@@ -43,7 +43,7 @@ def _log_message(message: Message) -> dict[str, Any]:
         "role": message.role,
         "content": message.content,
         "token_ids": ids,
-        # Zeros where nothing was generated, as NeMo RL fills them in before training; none where none are known.
+        # Zeros for tokens that were not generated, as NeMo RL fills them in before training; None if they are unknown.
         "generation_logprobs": message.logprobs if is_response(message) else [0.0] * len(ids),
         "token_loss_mask": [int(is_response(message))] * len(ids),
     }

@@ -1,4 +1,4 @@
-"""Which trajectories are exported."""
+"""Selection of the trajectories to export."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kuberoll_workers.data.record import TrajectoryKey, TrajectoryRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is wanted; everything that is not said is.
+    """Criteria of the selection; the defaults select everything.
 
     Attributes:
-        environments: By name; none: all.
-        stop_reasons: None: all.
-        min_reward: Of the total reward, included.
-        best_of_group: Of the samples of a task that are wanted otherwise, only the one with the highest reward; of
+        environments: Names; empty for all.
+        stop_reasons: Stop reasons; empty for all.
+        min_reward: Minimum total reward.
+        best_of_group: Only the sample of each task with the highest reward among those that match the other criteria;
+            of
             equal ones the one with the lowest rollout index.
-        limit: Most trajectories.
+        limit: Maximum number of trajectories.
     """
 
     environments: frozenset[str] = frozenset()
@@ -32,7 +33,7 @@ class Selection:
 
 @dataclass(slots=True)
 class Chosen:
-    """How many trajectories were taken, and how many left out for which reason."""
+    """Number of selected trajectories, and of those that were left out, by reason."""
 
     taken: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
@@ -42,11 +43,11 @@ class Chosen:
 def select(
     read: Callable[[], Iterable[TrajectoryRecord]], selection: Selection, chosen: Chosen
 ) -> Iterator[TrajectoryRecord]:
-    """The wanted trajectories in their stored order; streamed.
+    """Selected trajectories in their stored order; streamed.
 
     Args:
-        read: Reads all trajectories from the start; called twice where the best of groups are wanted.
-        chosen: Counted up.
+        read: Reads all trajectories from the start; called twice with `best_of_group`.
+        chosen: Counts, which are updated.
     """
     best = _best_of_groups(read(), selection) if selection.best_of_group else None
     for record in read():
@@ -74,7 +75,7 @@ def _reason_against(record: TrajectoryRecord, selection: Selection) -> str | Non
 
 
 def _best_of_groups(records: Iterable[TrajectoryRecord], selection: Selection) -> dict[int, TrajectoryKey]:
-    """The best trajectory of each task; memory: some 200 bytes a task."""
+    """The best trajectory of each task; memory: about 200 bytes per task."""
     best: dict[int, tuple[float, int]] = {}
     for record in records:
         if _reason_against(record, selection) is None:

@@ -1,4 +1,4 @@
-"""TRL: a conversational prompt and completion with its reward, and the same in exact tokens."""
+"""TRL's format: a conversational prompt and completion with its reward, also in exact tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
-    """One row.
+    """Convert a trajectory to a row.
 
-    `input_ids` with `assistant_masks` is what SFTTrainer takes as tokenized already; `prompt_ids`, `completion_ids`,
-    `logprobs` and `env_mask` are what a `rollout_func` of GRPOTrainer returns.
+    SFTTrainer accepts `input_ids` with `assistant_masks` as tokenized data; a `rollout_func` of GRPOTrainer returns
+    `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`.
     """
     said = spoken(record)
     prompt = [message for message in said if message.turn == PROMPT_TURN]
@@ -42,7 +42,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 
 @cache
 def schema() -> pyarrow.Schema:
-    """The columns in Parquet."""
+    """Columns of a Parquet file."""
     import pyarrow as pa
 
     messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

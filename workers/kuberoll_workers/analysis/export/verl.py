@@ -1,4 +1,4 @@
-"""verl: the columns of its RL datasets, `messages` for its SFT, and a finished agent loop's output in exact tokens."""
+"""verl's format: columns of its RL datasets, `messages` for its SFT, and an agent loop's output in exact tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
-    """One row.
+    """Convert a trajectory to a row.
 
-    `prompt_ids` … `num_turns` have the names and meanings of verl's `AgentLoopOutput`.
+    The columns from `prompt_ids` to `num_turns` are those of verl's `AgentLoopOutput`.
     """
     said = chat(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
     prompt = sum(message.turn == PROMPT_TURN for message in record_messages)
@@ -34,7 +34,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
             "rollout_index": record.rollout_index,
             "stop_reason": record.stop_reason,
             "rewards": record.rewards,
-            # Any JSON, of another form in each environment: a column has one form only.
+            # JSON whose form depends on the environment, as text: a column has a single type.
             "idx": orjson.dumps(record.idx).decode(),
             "metadata": orjson.dumps(record.metadata).decode(),
         },
@@ -50,7 +50,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 
 @cache
 def schema() -> pyarrow.Schema:
-    """The columns in Parquet."""
+    """Columns of a Parquet file."""
     import pyarrow as pa
 
     text = pa.string()

@@ -1,4 +1,4 @@
-"""A trajectory as text and as tokens: what all formats are made from."""
+"""Views of a trajectory as text and as tokens, from which all formats are made."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROMPT_TURN = 0
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """The tokens of a trajectory from its prompt to its last generated one; observations after that teach nothing.
+    """Tokens of a trajectory from its prompt to its last generated one; later observations teach nothing.
 
     Attributes:
         prompt_ids: The prompt as the policy saw it.
-        completion_ids: Responses and the observations between them, one after the other.
-        mask: For each of `completion_ids` 1 where the policy generated it, else 0.
-        logprobs: For each of `completion_ids`, 0.0 where the policy did not generate it; None where one of
-            the responses has none.
+        completion_ids: Responses and the observations between them, concatenated.
+        mask: 1 for each of `completion_ids` that the policy generated, else 0.
+        logprobs: Log-probability of each of `completion_ids`, 0.0 if the policy did not generate it; None if a response
+            has none.
     """
 
     prompt_ids: Sequence[int]
@@ -32,17 +32,17 @@ class TokenView:
 
 
 def is_response(message: Message) -> bool:
-    """Whether the policy generated it; an assistant's message of the prompt is an example that the dataset gave."""
+    """True if the policy generated it; an assistant's message in the prompt is an example from the dataset."""
     return message.role == "assistant" and message.turn > PROMPT_TURN
 
 
 def responses(record: TrajectoryRecord) -> int:
-    """How many messages the policy generated."""
+    """Number of messages that the policy generated."""
     return sum(map(is_response, record.messages))
 
 
 def token_view(record: TrajectoryRecord) -> TokenView:
-    """The tokens of a trajectory."""
+    """Token view of a trajectory."""
     prompt, completion = array(TOKEN_TYPE), array(TOKEN_TYPE)
     mask: array[int] = array("b")
     logprobs: array[float] = array(LOGPROB_TYPE)
@@ -62,17 +62,17 @@ def token_view(record: TrajectoryRecord) -> TokenView:
 
 
 def spoken(record: TrajectoryRecord) -> list[Message]:
-    """The messages up to the last response, or all where there is none."""
+    """Messages up to the last response, or all if there is none."""
     last = max((number for number, message in enumerate(record.messages) if is_response(message)), default=None)
     return record.messages if last is None else record.messages[: last + 1]
 
 
 def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str) -> list[dict[str, Any]]:
-    """Chat messages, role and content.
+    """Chat messages with role and content.
 
     Args:
-        known: Roles that stay as they are.
-        otherwise: The role of all other messages, an environment's among them.
+        known: Roles that stay unchanged.
+        otherwise: Role of all other messages, such as an environment's.
     """
     return [
         {"role": message.role if message.role in known else otherwise, "content": message.content}
@@ -81,10 +81,10 @@ def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str)
 
 
 GROUND_TRUTHS = ("ground_truth", "expected_answer", "answer")
-"""Keys of an episode's state that hold the right answer, where an environment has one."""
+"""Keys of an episode's state that may hold the right answer."""
 
 
 def ground_truth(metadata: Mapping[str, Any] | None) -> str:
-    """The right answer as text; empty where the state names none."""
+    """The right answer as text; empty if the state has none."""
     value = next((metadata[key] for key in GROUND_TRUTHS if key in metadata), None) if metadata else None
     return "" if value is None else str(value)

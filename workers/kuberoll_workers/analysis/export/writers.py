@@ -1,4 +1,4 @@
-"""Files of rows that are whole or not there at all."""
+"""Writers of row files, which are complete or do not exist."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Row = dict[str, Any]
 
 _ROWS = 256
 _NUMBERS = 1 << 20
-"""Most rows of a Parquet row group, which are in memory together; fewer where they have more numbers than this."""
+"""Maximum numbers of rows, and of values, in a Parquet row group, which is held in memory."""
 
 
 def write_rows(
     path: Path, rows: Iterable[Row], *, container: Container, schema: pyarrow.Schema | None = None, force: bool = False
 ) -> bool:
-    """Write a file of rows, streamed; it has its name when it is whole and on disk.
+    """Write a file of rows, streamed; it gets its name when it is complete and on disk.
 
     Args:
-        schema: The columns of a Parquet file.
-        force: Replace a file that is there.
+        schema: Columns of a Parquet file.
+        force: Overwrite an existing file.
 
     Returns:
-        Whether there was a row; without one no file is made.
+        True if there was a row; otherwise no file is created.
 
     Raises:
-        ExportError: The file is there already, or cannot be written.
+        ExportError: The file exists already, or cannot be written.
     """
     _refuse_existing(path, force)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -68,7 +68,7 @@ def write_rows(
 
 def _refuse_existing(path: Path, force: bool) -> None:
     if not force and path.exists():
-        raise ExportError(f"{path} is there already: choose another --output, or replace it with --force")
+        raise ExportError(f"{path} exists already: choose another --output, or overwrite it with --force")
 
 
 def _line(row: Row) -> bytes:

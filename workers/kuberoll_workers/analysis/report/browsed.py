@@ -1,4 +1,4 @@
-"""The trajectories that a report lets people read: which of a long run's, and how much of their text."""
+"""Trajectories that can be read in a report: the choice among many, and the limits of their text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Trajector
 from kuberoll_workers.output.precedence import EndedRecord
 
 MOST = 10_000
-"""Trajectories in one page."""
+"""Maximum number of trajectories in a page."""
 MOST_BYTES = 12 << 20
-"""Bytes of their compressed text."""
+"""Maximum size of their compressed text, in bytes."""
 _MOST_FAILURES = 2_000
 _MOST_DROPPED = 1_000
 
@@ -30,17 +30,17 @@ _SHORT = 2_000
 
 
 class Browsed(NamedTuple):
-    """One trajectory to read: its row, and its text as JSON, compressed."""
+    """A trajectory in a report: its row, and its text as compressed JSON."""
 
     row: Row
     text: bytes
 
 
 class BrowsedSample:
-    """Takes every trajectory of a run and keeps those that the page will have.
+    """Sample of a run's trajectories for a report.
 
-    All of them where they are at most 10,000 and their text small enough. Otherwise all failures (evenly chosen ones
-    above 2,000), evenly chosen dropped ones, and evenly chosen finished ones in the room that is left.
+    It has all trajectories if there are at most 10,000 and their text is small enough. Otherwise it has all failures (a
+    uniform selection above 2,000), a uniform selection of dropped ones, and one of finished ones for the rest.
     """
 
     def __init__(self, *, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
@@ -55,7 +55,7 @@ class BrowsedSample:
         self._dropped = sample(max(1, most * _MOST_DROPPED // MOST))
 
     def offer(self, record: EndedRecord) -> None:
-        """Offer a trajectory; its row and its text are only made when it is kept."""
+        """Offer a trajectory; its row and text are only created if it is kept."""
         if isinstance(record, FailureRecord):
             sample = self._failed
         else:
@@ -67,7 +67,7 @@ class BrowsedSample:
         return self._finished.offered + self._failed.offered + self._dropped.offered
 
     def items(self) -> list[Browsed]:
-        """The sample: finished ones, failures, dropped ones, each in the order in which they ended."""
+        """The sample: finished, failed, then dropped trajectories, each in the order in which they ended."""
         failed = self._failed.items(self._most, self._most_bytes // 4)
         dropped = self._dropped.items(self._most - len(failed), self._most_bytes // 8)
         used = sum(len(item.text) for item in (*failed, *dropped))
@@ -76,7 +76,7 @@ class BrowsedSample:
 
 
 def readable(record: EndedRecord) -> dict[str, Any]:
-    """What the page shows of one trajectory: at most 100,000 characters of messages, made harmless to look at."""
+    """The page's data about one trajectory: at most 100,000 characters of messages, without control characters."""
     kept, left_out = _kept(record.messages)
     limit = min(MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS // max(1, len(kept)))
     shown: dict[str, Any] = {
@@ -92,7 +92,7 @@ def readable(record: EndedRecord) -> dict[str, Any]:
         ],
         "left_out": left_out,
         "idx": _json(record.idx),
-        # Seeds do not fit the numbers of a browser.
+        # Seeds do not fit into JavaScript's numbers.
         "seed": None if record.seed is None else str(record.seed),
         "attempt": record.attempt,
     }
@@ -112,7 +112,7 @@ def readable(record: EndedRecord) -> dict[str, Any]:
 
 
 def _kept(messages: Sequence[Message]) -> tuple[list[Message], int]:
-    """The messages to show, and how many are left out of their middle."""
+    """Messages to show, and the number of messages left out of their middle."""
     left_out = max(0, len(messages) - _MOST_MESSAGES)
     if not left_out:
         return list(messages), 0

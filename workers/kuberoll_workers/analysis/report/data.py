@@ -1,4 +1,4 @@
-"""The contents of a report: the numbers of a run, and some of its trajectories to read."""
+"""Content of a report: the numbers of a run, and some of its trajectories."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST_SETTINGS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a report shows.
+    """Content of a report.
 
     Attributes:
-        head: What the run is: `location`, `job`, `created`, `planned`, `settings` as pairs of texts.
-        numbers: Over all trajectories; see `run_numbers`.
-        browsed: Trajectories to read: all, or a sample.
-        offered: How many there are.
+        head: Description of the run: `location`, `job`, `created`, `planned`, `settings` as pairs of strings.
+        numbers: Numbers of all trajectories; see `run_numbers`.
+        browsed: Trajectories with their text: all, or a sample.
+        offered: Number of all trajectories.
     """
 
     head: dict[str, Any]
@@ -35,12 +35,12 @@ class ReportData:
 
 
 def report_data(aggregates: Aggregates, sample: BrowsedSample, *, location: str) -> ReportData:
-    """Compute a report.
+    """Compute the content of a report.
 
     Args:
-        aggregates: The numbers of a run.
-        sample: Was offered every trajectory of it.
-        location: Where the run is, for people.
+        aggregates: Numbers of the run.
+        sample: Sample that was offered all trajectories of the run.
+        location: Location of the run, for display.
     """
     return ReportData(
         head=_head(location, aggregates.contents.manifest),
@@ -59,7 +59,7 @@ def _head(location: str, manifest: RunManifest | None) -> dict[str, Any]:
         "location": location,
         "job": manifest.job,
         "created": manifest.created,
-        # With `wanted` the run stops when it has groups enough.
+        # With `wanted` the run stops at a number of groups.
         "planned": manifest.inputs.get("trajectories") if wanted is None else None,
         "settings": [
             (name, one_line(value if isinstance(value, str) else orjson.dumps(value).decode(), 300))

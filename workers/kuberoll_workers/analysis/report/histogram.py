@@ -18,14 +18,15 @@ Bar = tuple[float, float, int]
 def bars(values: Floats, *, whole: bool = False) -> list[Bar]:
     """At most 32 bars `(low, high, count)`, in order.
 
-    As many single values as that are bars of their own, whose `low` and `high` are one. Otherwise all bars are as
-    wide as the smallest power of two with which they are few enough; `low` belongs to a bar and `high` does not.
+    Up to 32 distinct values are single bars with equal `low` and `high`. Otherwise the width of all bars is the
+    smallest
+    power of two that gives at most 32 bars; `low` is inclusive, `high` exclusive.
 
     Args:
-        values: Finite ones.
-        whole: The values are whole numbers, which no bar divides.
+        values: Finite values.
+        whole: True if the values are whole numbers, so that no bar is narrower than 1.
     """
-    values = values + 0.0  # of -0 too
+    values = values + 0.0  # turns -0 into 0
     single, counts = np.unique(values, return_counts=True)
     if len(single) <= _MOST_BARS:
         return [(value, value, count) for value, count in zip(single.tolist(), counts.tolist(), strict=True)]
@@ -39,7 +40,7 @@ def bars(values: Floats, *, whole: bool = False) -> list[Bar]:
 
 
 def _power(low: float, high: float, finest: int) -> int:
-    # In bars much narrower than themselves, values have no place that a float could hold.
+    # Bars much narrower than the values' magnitude exceed the precision of a float.
     power = max(finest, math.frexp(max(abs(low), abs(high)))[1] - _MOST_BITS)
     while math.floor(math.ldexp(high, -power)) - math.floor(math.ldexp(low, -power)) >= _MOST_BARS:
         power += 1

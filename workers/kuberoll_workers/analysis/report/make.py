@@ -1,4 +1,4 @@
-"""A run's report, from its files."""
+"""Creation of a run's report from its files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Report(NamedTuple):
     """A report.
 
     Attributes:
-        page: HTML, UTF-8.
-        shown: Trajectories that can be read in it, of `offered` that there are.
+        page: HTML in UTF-8.
+        shown: Number of trajectories that can be read in it, of `offered` in the run.
     """
 
     page: bytes
@@ -27,10 +27,10 @@ class Report(NamedTuple):
 
 
 def read_report(run: RunFiles) -> Report:
-    """Read a run and make its report; memory is some 100 bytes a trajectory, besides the page.
+    """Read a run and create its report; memory is about 100 bytes per trajectory, besides the page.
 
     Raises:
-        RecordError: A shard's Parquet file is none, or two environments have trajectories of one task.
+        RecordError: A shard's Parquet file is invalid, or two environments have trajectories of the same task.
         RunRefused: The manifest cannot be read.
     """
     sample = BrowsedSample()
@@ -38,6 +38,6 @@ def read_report(run: RunFiles) -> Report:
 
 
 def make_report(aggregates: Aggregates, sample: BrowsedSample, *, location: str) -> Report:
-    """Make the report of a run from its numbers and a sample that was offered every trajectory of it."""
+    """Create a run's report from its aggregates and a sample that was offered all of its trajectories."""
     data = report_data(aggregates, sample, location=location)
     return Report(render(data), len(data.browsed), data.offered)

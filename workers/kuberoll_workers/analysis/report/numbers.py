@@ -1,4 +1,4 @@
-"""The numbers of a report: those of the run's aggregates, and the bars of its charts."""
+"""Numbers of a report: those of the run's aggregates, and the bars of its charts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _WHOLE = {TURNS, *TOKENS}
 
 
 def run_numbers(aggregates: Aggregates) -> dict[str, Any]:
-    """`{"all": …, "environments": [{"name": …}, …]}`: of all environments together and of each that has trajectories.
+    """`{"all": …, "environments": [{"name": …}, …]}`: numbers of all environments together, and of each one.
 
-    Each has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields, and `groups`.
+    Each entry has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields, and
+    `groups`.
     """
     summaries = sorted(aggregates.summaries.items())
     names = [name for name, summary in summaries if summary.trajectories or summary.failed or summary.dropped]
@@ -71,7 +72,7 @@ def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> 
 
 
 def _histogram(columns: Sequence[Any], *, whole: bool) -> dict[str, Any]:
-    """The statistics that the aggregates have of a field, its sum, the value that 90 % are not above, and its bars."""
+    """Aggregated statistics of a field, its sum, its 90th percentile, and its bars."""
     values = np.concatenate([np.empty(0), *columns])
     finite = values[np.isfinite(values)]
     statistics = statistics_of(describe(values), 0, of=len(values))

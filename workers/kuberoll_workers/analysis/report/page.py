@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing else: no network, no other file, no framework."""
+"""The report as a self-contained HTML page: no network, no other files, no framework."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _CHUNK_BYTES = 512 << 10
 
 
 def render(data: ReportData) -> bytes:
-    """The page.
+    """Render the page.
 
-    Nothing of the run becomes markup or code: numbers stand in it as JSON, texts compressed, and the script sets them
-    as text. The page allows itself, by its Content-Security-Policy, its own script and style and no request at all.
+    No data of the run becomes markup or code: numbers are embedded as JSON, texts compressed, and the script inserts
+        them as
+    text. The page's Content-Security-Policy allows only its own script and style, and no requests.
     """
     assets = files(__package__).joinpath("assets")
     style = assets.joinpath("report.css").read_text("utf-8")
@@ -58,7 +59,7 @@ def _digest(text: str) -> str:
 
 
 def _inert(value: Any) -> str:
-    """JSON that ends no script element and begins no comment in one."""
+    """JSON that can neither end a script element nor start a comment in one."""
     text = orjson.dumps(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -70,7 +71,7 @@ def _packed(data: bytes) -> str:
 
 
 def _index(browsed: Sequence[Browsed]) -> dict[str, Any]:
-    """The rows by column, which compresses well; texts that repeat are numbers into a list."""
+    """Rows by column, which compresses well; repeated strings are numbers into a list."""
     environments = sorted({item.row.environment for item in browsed})
     numbers = {name: number for number, name in enumerate(environments)}
     rows = [item.row for item in browsed]
@@ -96,7 +97,7 @@ def _seconds(*parts: float | None) -> float | None:
 
 
 def _chunks(browsed: Sequence[Browsed]) -> tuple[list[str], list[int]]:
-    """The texts in chunks that a browser opens one at a time, and the number of each chunk's first trajectory."""
+    """Texts in chunks that a browser opens one at a time, and the number of each chunk's first trajectory."""
     chunks: list[str] = []
     starts: list[int] = []
     for start, texts in _batches(browsed):

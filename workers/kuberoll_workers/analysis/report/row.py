@@ -1,4 +1,4 @@
-"""The row that a table of trajectories has for one, however it ended."""
+"""Table row of a trajectory, however it ended."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, Trajector
 from kuberoll_workers.output.precedence import EndedRecord
 
 Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"]
-"""How a trajectory ended: its stop reason, or why it was dropped."""
+"""Outcome of a trajectory: its stop reason, or why it was dropped."""
 
 OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a table says of a trajectory.
+    """Table row of a trajectory.
 
     Attributes:
-        reward: Of what was counted; None of a failure, which has none.
-        generation_seconds, environment_seconds: Over all turns; None where they are not recorded.
-        cause: Of a failure: its kind, stage and cause.
+        reward: Total reward; None for a failure.
+        generation_seconds, environment_seconds: Sums over all turns; None if not recorded.
+        cause: Kind, stage and cause of a failure.
     """
 
     key: TrajectoryKey
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What people call it: `task.rollout`."""
+        """Display name, `task.rollout`."""
         return f"{self.key.task_index}.{self.key.rollout_index}"
 
     @property
@@ -47,7 +47,7 @@ class Row:
 
 
 def row_of(record: EndedRecord) -> Row:
-    """The row of a trajectory."""
+    """Row of a trajectory."""
     if isinstance(record, FailureRecord):
         return _failed(record)
     generation = environment = None

@@ -1,4 +1,4 @@
-"""An even sample of a stream whose length nobody knows, within a number of items and of bytes."""
+"""Uniform sample of a stream of unknown length, limited in items and bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ Item = TypeVar("Item")
 
 
 class EvenSample(Generic[Item]):
-    """Keeps every k-th of what it is offered; k doubles when it holds twice of what it may in the end.
+    """Keeps every k-th item; k doubles when it holds twice as much as the limit.
 
     Attributes:
-        offered: How many there were.
+        offered: Number of items so far.
     """
 
     def __init__(self, most: int, *, most_bytes: int, size: Callable[[Item], int]) -> None:
-        """Begin.
+        """Start an empty sample.
 
         Args:
-            most: Items at most, positive.
-            most_bytes: Bytes at most.
-            size: Bytes of an item.
+            most: Maximum number of items, positive.
+            most_bytes: Maximum size in bytes.
+            size: Returns the size of an item in bytes.
         """
         self.offered = 0
         self._most = most
@@ -32,7 +32,7 @@ class EvenSample(Generic[Item]):
         self._bytes = 0
 
     def offer(self, make: Callable[[], Item]) -> None:
-        """Offer an item, which is only made when it is kept."""
+        """Offer an item, which is only created if it is kept."""
         place, self.offered = self.offered, self.offered + 1
         if place % self._every:
             return
@@ -45,7 +45,7 @@ class EvenSample(Generic[Item]):
             self._bytes = sum(map(self._size, self._kept))
 
     def items(self, most: int, most_bytes: int) -> list[Item]:
-        """The sample, thinned to at most so many items and bytes; in the order of the stream."""
+        """The sample, thinned to these limits, in the order of the stream."""
         count = min(most, self._most, len(self._kept))
         while True:
             chosen = thinned(self._kept, count)
@@ -56,7 +56,7 @@ class EvenSample(Generic[Item]):
 
 
 def thinned(items: Sequence[Item], count: int) -> list[Item]:
-    """`count` of the items, at even distances; all of them where there are no more."""
+    """`count` of the items at even distances; all items if there are no more."""
     if count >= len(items):
         return list(items)
     return [items[number * len(items) // count] for number in range(count)]

@@ -1,4 +1,4 @@
-"""Rewards within prompt groups: whether a group has anything to teach."""
+"""Spread of rewards within prompt groups: groups without one have nothing to teach."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _MEANS, _STDS = 40, 24
 
 
 def spread(environments: Sequence[Tasks]) -> dict[str, Any]:
-    """Count the groups of two rewards or more, and those of them that teach nothing.
+    """Count the groups with at least two rewards, and those among them without a spread.
 
     `equal` of the `groups` have no spread: `highest` of them at the highest reward of their environment, `lowest` at
-    the lowest; none where all its rewards are one.
-    `points` are `[mean, std, groups]`, single ones while they are few, those of a grid's cells otherwise.
+        the
+    lowest; both are 0 if all its rewards are equal. `points` are `[mean, std, groups]`, merged to a grid if there are
+    many.
     """
     means: list[float] = []
     stds: list[float] = []
@@ -57,7 +58,7 @@ def _points(means: list[float], stds: list[float]) -> list[tuple[float, float, i
         width, height = _cell(means, _MEANS), _cell(stds, _STDS)
         cells: Counter[tuple[float, float]] = Counter()
         for (mean, std), count in points.items():
-            # A group without spread must not look as if it had one.
+            # Rounding must not merge groups with a spread into those without one.
             cells[round(mean / width) * width, math.ceil(std / height) * height] += count
         points = cells
     return [(mean, std, count) for (mean, std), count in sorted(points.items())]

@@ -1,4 +1,4 @@
-"""Trajectories in a terminal: a table of them, and one turn by turn."""
+"""Trajectories in a terminal: as a table, or turn by turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAUSE = 100
 
 
 def trajectory_table(rows: Sequence[Row]) -> Table:
-    """A line for each trajectory; causes only where something failed."""
+    """Table with a row for each trajectory; with causes if any failed."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("task", "rollout"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -53,7 +53,7 @@ def _cause(row: Row) -> str:
 
 
 def print_trajectory(record: EndedRecord, row: Row, console: Console) -> None:
-    """One trajectory: what it came to, its prompt, then each turn with its reward and seconds."""
+    """Print one trajectory: its results, its prompt, then each turn with reward and seconds."""
     title = Text(f"task {row.key.task_index}, rollout {row.key.rollout_index}", style="bold")
     title.append(f"  {one_line(row.environment, 60)}", style="not bold")
     console.print(title, soft_wrap=True)
@@ -65,7 +65,7 @@ def print_trajectory(record: EndedRecord, row: Row, console: Console) -> None:
             _print_message(message, console)
     if isinstance(record, FailureRecord):
         console.print()
-        console.print(Text(f"failed: {record.kind} ({record.stage}), after {record.tries} tries", style="bold red"))
+        console.print(Text(f"failed: {record.kind} ({record.stage}), after {record.tries} attempts", style="bold red"))
         _print_text(visible(record.cause), console)
 
 
@@ -121,7 +121,7 @@ def _print_text(text: str, console: Console) -> None:
     if console.is_terminal:
         console.print(Padding(Text(text), (0, 0, 0, 4)))
     else:
-        # What reads a pipe wants the lines as they are.
+        # The reader of a pipe expects unchanged lines.
         for line in text.split("\n"):
             console.print(Text(f"    {line}".rstrip()), soft_wrap=True)
 
