@@ -1,1 +1,1 @@
-"""The RolloutJob API: one pydantic model is the CRD's schema, the validation and the defaults."""
+"""The RolloutJob API: one pydantic model defines the CRD's schema, the validation and the defaults."""

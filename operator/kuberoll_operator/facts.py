@@ -210,7 +210,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
 
 
 def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | None:
-    """Why a valid job cannot run in this cluster, with the field and the remedy; None if it can."""
+    """Reason why a valid job cannot run in this cluster, with the field and the remedy; None if it can."""
     try:
         output_of(job.spec.output.uri)
     except InvalidOutput as error:
@@ -421,7 +421,7 @@ def _shards(job: RolloutJob, raw: Object, observed: Observed) -> Shards:
 def _verdict(
     live: Object, failed: Sequence[int], budget: int, ends: Mapping[int, ContainerExit], succeeded: int, count: int
 ) -> tuple[Cause | None, bool]:
-    """Why the workers' Job failed, if it did; and True if all its shards are done or within `maxFailedShards`."""
+    """Cause of the Job's failure, or None; and True if all its shards are done or within `maxFailedShards`."""
     status = live.get("status") or {}
     if is_true(status, "Complete") or is_true(status, "SuccessCriteriaMet") or succeeded >= count:
         return None, True

@@ -104,7 +104,7 @@ def place(generation: Generation, *, one_per_pod: bool, may_span: bool = False) 
 
 
 def placement_problem(generation: Generation, *, one_per_pod: bool, may_span: bool = False) -> str | None:
-    """Why a job's replicas cannot be placed; None if they can.
+    """Reason why a job's replicas cannot be placed; None if they can.
 
     Args:
         one_per_pod, may_span: As in `place`.

@@ -38,7 +38,7 @@ from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
 
 
 def plan(facts: Facts) -> Plan:
-    """What to write and delete now.
+    """Decide which objects to write and delete now.
 
     `apply` always holds all objects that are wanted at this stage, each with its digest, so that unchanged ones need
     not

@@ -200,7 +200,7 @@ def _is_writable(job: RolloutJob, found: ClusterQuota, *, reserved: bool) -> boo
 
 
 def _pending_reason(workload: Object) -> str:
-    """Why a Workload is not admitted, in Kueue's words."""
+    """Reason why a Workload is not admitted, in Kueue's words."""
     status = workload.get("status") or {}
     if (workload.get("spec") or {}).get("active") is False:
         return "its Workload is deactivated (spec.active)"

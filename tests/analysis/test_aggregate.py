@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
-from kuberoll_workers.analysis.aggregation.columns import _written, own_metrics, plain_metric
+from kuberoll_workers.analysis.aggregation.columns import _json_metric, own_metrics, plain_metric
 from kuberoll_workers.analysis.aggregation.sources import read_contents
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
@@ -614,4 +614,4 @@ def test_what_a_complete_run_misses_is_nothing(tmp_path: Path) -> None:
 
 
 def test_names_of_metrics_become_text() -> None:
-    assert _written((1, 0.5)) == ("1", 0.5)
+    assert _json_metric((1, 0.5)) == ("1", 0.5)

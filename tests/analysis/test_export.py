@@ -1,4 +1,4 @@
-"""Exported trajectories are what trainers' own loaders read, and lose nothing of what the format has room for."""
+"""ExportResult trajectories are what trainers' own loaders read, and lose nothing of what the format has room for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.analysis.export import writers
-from kuberoll_workers.analysis.export.exporting import Exported, export_run, run_name
+from kuberoll_workers.analysis.export.exporting import ExportResult, export_run, run_name
 from kuberoll_workers.analysis.export.formats import FORMATS, ExportError
 from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.analysis.export.views import token_view
@@ -73,11 +73,11 @@ def run_of(directory: Path, *records: TrajectoryRecord, shards: int = 2) -> RunF
     return RunFiles(str(directory))
 
 
-def export(tmp_path: Path, to: str, *records: TrajectoryRecord, file: str = "", **options: Any) -> Exported:
+def export(tmp_path: Path, to: str, *records: TrajectoryRecord, file: str = "", **options: Any) -> ExportResult:
     return export_run(run_of(tmp_path / "run", *records), to=to, output=tmp_path / (file or "out"), **options)
 
 
-def lines(exported: Exported) -> list[dict[str, Any]]:
+def lines(exported: ExportResult) -> list[dict[str, Any]]:
     return [json.loads(line) for line in exported.path.read_text().splitlines()]
 
 
@@ -235,8 +235,8 @@ def test_selection(tmp_path: Path) -> None:
     exported = export(
         tmp_path, "sharegpt", *records, selection=Selection(best_of_group=True, environments=frozenset({"puzzle"}))
     )
-    assert exported.chosen.taken == 2
-    assert exported.chosen.left_out == {
+    assert exported.counts.selected == 2
+    assert exported.counts.left_out == {
         "not the best of its group": 2, "of another environment": 1, "without a response": 1,
     }  # fmt: skip
 

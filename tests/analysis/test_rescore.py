@@ -14,7 +14,7 @@ import pytest
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis import rescore
-from kuberoll_workers.analysis.rescore import FirstStates, Replayer, Rescoring, Tally
+from kuberoll_workers.analysis.rescore import InitialStates, Replayer, RescoreCounts, Rescoring
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryKey, TrajectoryRecord, encode_line
 from kuberoll_workers.dataset.inputs import prompt_groups, scan
@@ -155,15 +155,15 @@ def run(
     *,
     force: bool = False,
     names: tuple[str, ...] = ("count",),
-) -> dict[str, Tally]:
-    async def go() -> dict[str, Tally]:
+) -> dict[str, RescoreCounts]:
+    async def go() -> dict[str, RescoreCounts]:
         environment = EnvironmentRunner(make_executor(make, isolation="Inline", processes=1, timeout=5), max_batch=8)
         groups = prompt_groups(job(), base=Path(), environment=lambda name: Counting())
         with tempfile.TemporaryFile() as file:
             rescoring = Rescoring(
                 source,
                 open_storage(str(output)),
-                Replayer({"count": environment}, FirstStates(file, groups), retries=RETRIES),
+                Replayer({"count": environment}, InitialStates(file, groups), retries=RETRIES),
                 environments=names,
                 concurrency=3,
                 seconds=Observed(),
@@ -305,7 +305,7 @@ def test_object_stores(tmp_path: Path) -> None:
 
 def test_other_environments_are_taken_over(tmp_path: Path) -> None:
     tally = run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", Counting, names=())["count"]
-    assert tally.left == {rescore.NOT_ASKED: 6}
+    assert tally.left == {rescore.NOT_SELECTED: 6}
 
 
 def test_the_run_itself_is_never_the_output(tmp_path: Path) -> None:

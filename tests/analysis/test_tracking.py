@@ -189,19 +189,19 @@ def test_a_tracker_that_never_answers_is_given_up() -> None:
         return ""
 
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
-        tracking._within(0.01, hang)
+        tracking._call_within(0.01, hang)
     end.set()
 
     def leave() -> str:
         raise SystemExit(3)
 
     with pytest.raises(RuntimeError, match="SystemExit"):
-        tracking._within(30, leave)
+        tracking._call_within(30, leave)
 
 
 def test_a_missing_package_is_found_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrackingUnavailable) as raised:
-        tracking._need("no_such_tracker", "no-such-tracker", "spec.output.tracking.wandb")
+        tracking._require_module("no_such_tracker", "no-such-tracker", "spec.output.tracking.wandb")
     assert str(raised.value) == (
         "spec.output.tracking.wandb: no_such_tracker is not installed: pip install no-such-tracker; or remove the field"
     )
@@ -249,7 +249,7 @@ def test_a_run_that_mlflow_was_told_half_of_has_failed(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("scheme", ["sqlite", "mysql", "postgresql+psycopg2", "mssql"])
 def test_databases_of_mlflow_need_their_packages(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(tracking, "_need", lambda *given: needed.append(given))
+    monkeypatch.setattr(tracking, "_require_module", lambda *given: needed.append(given))
     tracking._check_store(f"{scheme}://host/database")
     field = "spec.output.tracking.mlflow.trackingUri"
     assert needed == [("sqlalchemy", "mlflow", field), ("alembic", "mlflow", field)]

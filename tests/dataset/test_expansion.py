@@ -16,13 +16,13 @@ from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.dataset.expansion import PromptGroup, expand, sample_groups, tokenize
-from kuberoll_workers.dataset.rows import DatasetError, Place, Row, parse_row
+from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
 from kuberoll_workers.output.run_state import RunState
 
 
 def rows(raw: Iterable[dict[str, Any]], names: tuple[str, ...] = ("a", "b")) -> list[Row]:
     return [
-        parse_row({"task_name": "a", **row}, place=Place("rows.jsonl:", number), task_names=names, template=None)
+        parse_row({"task_name": "a", **row}, place=RowPosition("rows.jsonl:", number), task_names=names, template=None)
         for number, row in enumerate(raw, start=1)
     ]
 
@@ -155,7 +155,7 @@ def test_a_task_takes_less_than_200_bytes(named: bool) -> None:
     def many() -> Iterator[Row]:
         for number in range(count):
             yield Row(
-                place=Place("rows.jsonl:", number),
+                place=RowPosition("rows.jsonl:", number),
                 content=b"%d" % number,
                 task_id=f"the task with the number {number}" if named else None,
                 task_name="a", messages=row.messages, metadata=None, stop_strings=None, sampling={}, idx=None,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kuberoll_api.model.dataset import Dataset
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset import inputs
-from kuberoll_workers.dataset.inputs import prompt_groups, read_ahead, repeats_of, same_rows, scan
+from kuberoll_workers.dataset.inputs import prompt_groups, read_ahead, repeats_of, scan, verify_rows
 from kuberoll_workers.dataset.reading import DatasetError, Row, read_rows
 from tests.examples import examples
 
@@ -242,7 +242,7 @@ def test_rows_that_changed_since_the_check_are_not_handed_on(was: list[str], now
     taken: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "BLOCK_ROWS", size)
-        same = same_rows(made(now), [inputs._digest(block) for block in inputs._blocks(made(was))])
+        same = verify_rows(made(now), [inputs._digest(block) for block in inputs._blocks(made(was))])
         handed_on = (row.messages[0]["content"] for row in same)
         if was == now:
             assert list(handed_on) == now

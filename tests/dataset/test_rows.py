@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kuberoll_api.model.dataset import PromptTemplate
-from kuberoll_workers.dataset.rows import DatasetError, Place, Row, parse_row
+from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
 
-PLACE = Place("rows.jsonl:", 2)
+PLACE = RowPosition("rows.jsonl:", 2)
 
 
 def parse(row: Any, names: tuple[str, ...] = ("a",), template: dict[str, str] | None = None) -> Row:

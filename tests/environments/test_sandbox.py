@@ -25,7 +25,7 @@ Try = Callable[[str, str | Path | int], "asyncio.Future[str]"]
 
 @asynccontextmanager
 async def prying(given: Sandbox | None = None) -> AsyncIterator[Try]:
-    runner = EnvironmentRunner(ProcessExecutor(SPEC, processes=1, timeout=60, given=given), max_batch=64)
+    runner = EnvironmentRunner(ProcessExecutor(SPEC, processes=1, timeout=60, sandbox=given), max_batch=64)
 
     async def attempt(what: str, at: str | Path | int) -> str:
         return (await runner.step([], {"try": what, "at": str(at)})).content
@@ -146,7 +146,7 @@ async def test_its_scratch_directory_goes_with_it(tmp_path: Path, monkeypatch: p
 def test_a_process_can_close_itself_to_others_of_its_user() -> None:
     pid = os.fork()
     if pid == 0:
-        sandbox.close_to_others()
+        sandbox.hide_from_others()
         # The files of a process that is closed belong to root.
         os._exit(0 if os.stat("/proc/self/environ").st_uid == 0 and _dumpable() == 0 else 1)
     assert os.waitpid(pid, 0)[1] == 0

@@ -22,7 +22,7 @@ from kuberoll_workers.data.record import (
     Unstorable,
     decode_line,
     encode_line,
-    failure_instead,
+    failure_to_store,
 )
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.output import records
@@ -154,7 +154,7 @@ def test_encoding_refuses_what_decoding_could_not_give_back(make: Any, fields: d
     try:
         line = encode_line(made)
     except Unstorable as error:
-        instead = failure_instead(made, error)
+        instead = failure_to_store(made, error)
         read = decode_line(encode_line(instead), FailureRecord, where="t")
         assert read.key == made.key
         assert "it cannot be stored" in read.cause

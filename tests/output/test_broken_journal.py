@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.output.journal import BatchJournal, FileJournal, JournalBroken
-from kuberoll_workers.output.parts import PartJournal, PartLimits
+from kuberoll_workers.output.part_journal import PartJournal, PartLimits
 from tests.output.support import Observed, record, store_at
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.analysis.aggregation.aggregates import aggregate
 from kuberoll_workers.analysis.export.exporting import export_run
-from kuberoll_workers.analysis.report.browsed import BrowsedSample
+from kuberoll_workers.analysis.report.trajectory_sample import TrajectorySample
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
     DroppedRecord,
@@ -121,7 +121,7 @@ def test_all_readers_agree(
     assert texts(run.trajectories()) == texts(finished.values())
 
     # `aggregate`, and `report`, whose numbers are its.
-    sample = BrowsedSample()
+    sample = TrajectorySample()
     aggregates = aggregate([run], observe=sample.offer)
     frames = aggregates.contents.frames.values()
     columns = [(frame.tasks, frame.rollouts, frame.columns["total_reward"].values) for frame in frames]

@@ -17,7 +17,7 @@ from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Trajector
 from kuberoll_workers.output import records
 from kuberoll_workers.output import storage as storage_module
 from kuberoll_workers.output.journal import JournalBroken
-from kuberoll_workers.output.parts import PartJournal, PartLimits
+from kuberoll_workers.output.part_journal import PartJournal, PartLimits
 from kuberoll_workers.output.run_files import NotARun, RunFiles
 from kuberoll_workers.output.storage import ObjectStorage, Storage, StorageError, open_storage
 from tests.output.s3 import S3Server, s3, s3_server

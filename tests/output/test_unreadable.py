@@ -16,7 +16,7 @@ def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hundred_lines_are_named_and_the_rest_is_not(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         for number in range(150):
-            unreadable.set_aside(RecordError(f"x.jsonl:{number}: torn"), trajectory=True)
+            unreadable.warn_unreadable(RecordError(f"x.jsonl:{number}: torn"), trajectory=True)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 101
     assert messages[0] == (
@@ -28,6 +28,6 @@ def test_a_hundred_lines_are_named_and_the_rest_is_not(caplog: pytest.LogCapture
 
 
 def test_what_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    unreadable.set_aside(RecordError("x.jsonl:1: torn"), trajectory=False)
+    unreadable.warn_unreadable(RecordError("x.jsonl:1: torn"), trajectory=False)
     assert caplog.messages == ["x.jsonl:1: torn; the line stays where it is: left out"]
     assert unreadable.file_of("shard-00003") == "unreadable-00003.jsonl"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
-from kuberoll_workers.analysis.report.browsed import BrowsedSample
 from kuberoll_workers.analysis.report.make import PAGE, make_report
+from kuberoll_workers.analysis.report.trajectory_sample import TrajectorySample
 from kuberoll_workers.analysis.tracking import log_run
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
@@ -110,7 +110,7 @@ class _ReportSample:
     """Takes the report's sample in the pass that computes the numbers; its fault costs the report and nothing else."""
 
     def __init__(self) -> None:
-        self._sample = BrowsedSample()
+        self._sample = TrajectorySample()
         self._error: Exception | None = None
 
     def offer(self, record: EndedRecord) -> None:
@@ -120,7 +120,7 @@ class _ReportSample:
             except Exception as error:
                 self._error = error
 
-    def complete(self) -> BrowsedSample:
+    def complete(self) -> TrajectorySample:
         if self._error is not None:
             raise self._error
         return self._sample

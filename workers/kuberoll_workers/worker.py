@@ -48,7 +48,7 @@ from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
-from kuberoll_workers.output.parts import PartLimits
+from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.store import ResultStore
@@ -252,7 +252,7 @@ async def open_environments(
                 isolation=spec.isolation,
                 processes=spec.processes,
                 timeout=spec.step_timeout_seconds,
-                given=sandbox_of(spec, protected=protected),
+                sandbox=sandbox_of(spec, protected=protected),
             )
             runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.max_batch)
             stack.push_async_callback(runners[spec.name].close)

@@ -1,1 +1,1 @@
-"""Manifests: YAML files read, changed by `--set`, and mistakes in them explained."""
+"""Manifests: reading of YAML files, overrides by `--set`, and explanation of mistakes."""

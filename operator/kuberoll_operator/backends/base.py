@@ -60,10 +60,10 @@ class Backend(Protocol):
         """Source of the served weights' versions: each replica's pod, or Serve at the endpoint; None: unknown."""
 
     def problem(self, job: RolloutJob, settings: Settings) -> str | None:
-        """Why this backend cannot run the job, with the field and the remedy; None if it can."""
+        """Reason why this backend cannot run the job, with the field and the remedy; None if it can."""
 
     def hosting(self, job: RolloutJob, namespace: str, settings: Settings) -> Hosting:
-        """How the policy is run, found and reached."""
+        """Hosting of the job's policy."""
 
     def fixtures(self, context: RenderContext) -> Sequence[Object]:
         """Children that hold no GPUs and exist as long as the job: Services."""

@@ -183,7 +183,7 @@ def _failure(status: Mapping[str, Any]) -> PodProblem | None:
 
 
 def _unfinished(status: Mapping[str, Any]) -> PodProblem | None:
-    """What Serve is waiting for."""
+    """Message of the applications that Serve is still deploying; None if there are none."""
     said = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
     return PodProblem(Reason.STARTING, redact(_joined(said))) if said else None
 

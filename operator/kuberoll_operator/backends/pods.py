@@ -65,7 +65,7 @@ _NAMED: Final = re.compile(
 
 
 class PodProblem(NamedTuple):
-    """Why something is not ready.
+    """Reason why a pod is not ready.
 
     Attributes:
         reason: One of `conditions.Reason`.
@@ -190,7 +190,7 @@ def refusal(pods: Sequence[Object], container: str) -> str | None:
 
 
 def pod_creation_problem(owner: Mapping[str, Any]) -> PodProblem | None:
-    """Why a Deployment's controller cannot create pods, from the Deployment's conditions."""
+    """Reason why a Deployment's controller cannot create pods, from the Deployment's conditions; None if it can."""
     failure = condition(owner.get("status") or {}, "ReplicaFailure")
     if failure.get("status") != "True":
         return None

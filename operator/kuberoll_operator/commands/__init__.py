@@ -1,1 +1,1 @@
-"""The subcommands that the operator brings to the `kuberoll` command."""
+"""Subcommands of `kuberoll` from the operator's package."""

@@ -1,1 +1,1 @@
-"""What the commands for people do in a cluster: `kuberoll get`, `kuberoll logs`, `kuberoll top`."""
+"""Cluster access of the user's commands: `kuberoll get`, `kuberoll logs`, `kuberoll top`."""

@@ -23,7 +23,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 class Action(Enum):
-    """What to do with a file."""
+    """Action on a file."""
 
     SKIP = "skip"
     """The local file is equal to the remote one."""

@@ -1,1 +1,1 @@
-"""The edge to Kubernetes: a thin client, server-side apply, events, the lease."""
+"""Access to Kubernetes: a thin client, server-side apply, events, the lease."""

@@ -11,7 +11,7 @@ from kuberoll_operator.model import Object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosting:
-    """How a policy is run, found and reached.
+    """Operation of a policy: its endpoint, the discovery of its replicas, and access to its pods.
 
     Attributes:
         endpoint: Base URL of the policy.

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import orjson
 
 from kuberoll_workers.analysis.aggregation.aggregates import aggregate
-from kuberoll_workers.analysis.report.browsed import MOST, MOST_BYTES, BrowsedSample
 from kuberoll_workers.analysis.report.data import ReportData, report_data
+from kuberoll_workers.analysis.report.trajectory_sample import MOST, MOST_BYTES, TrajectorySample
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
     DroppedRecord,
@@ -243,7 +243,7 @@ def report_of(
     most_bytes: int = MOST_BYTES,
 ) -> ReportData:
     """What the report of a run of these records shows."""
-    sample = BrowsedSample(most=most, most_bytes=most_bytes)
+    sample = TrajectorySample(most=most, most_bytes=most_bytes)
     with TemporaryDirectory() as directory:
         store(Path(directory), records)
         if manifest is not None:

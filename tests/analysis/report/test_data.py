@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from kuberoll_workers.analysis.report.browsed import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
 from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.page import render
 from kuberoll_workers.analysis.report.row import row_of
 from kuberoll_workers.analysis.report.text import cut, one_line, visible
+from kuberoll_workers.analysis.report.trajectory_sample import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import RunManifest
 from kuberoll_workers.output.run_files import RunFiles
@@ -248,7 +248,7 @@ def test_chunks_are_bounded_by_texts_and_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_beginning_and_the_end_of_many_messages_are_shown() -> None:
-    from kuberoll_workers.analysis.report.browsed import _MOST_MESSAGES, _kept
+    from kuberoll_workers.analysis.report.trajectory_sample import _MOST_MESSAGES, _kept
 
     for count in (0, 1, _MOST_MESSAGES, _MOST_MESSAGES + 1, 3 * _MOST_MESSAGES):
         messages = [message("tool", str(number), number) for number in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kuberoll_workers.analysis.report.browsed import MOST
+from kuberoll_workers.analysis.report.trajectory_sample import MOST
 from kuberoll_workers.data.record import TrajectoryRecord
 from tests.analysis.report.conftest import Open
 from tests.analysis.report.runs import dropped, failure, message, realistic, trajectory

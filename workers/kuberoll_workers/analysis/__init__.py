@@ -1,1 +1,1 @@
-"""A run's numbers: aggregates, report, exports, other rewards and experiment trackers."""
+"""A run's numbers: aggregates, report, exports, rescoring and experiment trackers."""

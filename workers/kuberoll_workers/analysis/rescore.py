@@ -31,7 +31,7 @@ from kuberoll_workers.environments.interface import ChatMessage, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.output import records
-from kuberoll_workers.output.journal import Journal, Observes
+from kuberoll_workers.output.journal import Journal, WriteObserver
 from kuberoll_workers.output.run_directory import RunDirectory, RunManifest, new_manifest
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
@@ -133,14 +133,14 @@ def rescored_manifest(source: RunFiles, job: RolloutJob, *, inputs: Mapping[str,
 
 
 @dataclass(frozen=True, slots=True)
-class FirstState:
+class InitialState:
     """Start of an episode: the prompt's messages (role, content), and the initial state."""
 
     messages: list[dict[str, str]]
     metadata: Metadata
 
 
-class FirstStates:
+class InitialStates:
     """Initial states of a dataset's tasks, on disk: 8 bytes of memory per task."""
 
     def __init__(self, file: IO[bytes], groups: Iterable[PromptGroup]) -> None:
@@ -159,11 +159,11 @@ class FirstStates:
             if group.task_index == len(self._offsets):
                 self._offsets.append(file.tell())
                 row = group.row
-                messages = [{"role": said["role"], "content": said["content"]} for said in row.messages]
+                messages = [{"role": message["role"], "content": message["content"]} for message in row.messages]
                 # Not as JSON, which would turn a generator's tuples into lists.
-                pickle.dump((row.task_name, FirstState(messages, row.metadata)), file)
+                pickle.dump((row.task_name, InitialState(messages, row.metadata)), file)
 
-    def of(self, record: TrajectoryRecord) -> FirstState:
+    def of(self, record: TrajectoryRecord) -> InitialState:
         """Initial state of a trajectory's episode, a new object each time.
 
         Raises:
@@ -173,10 +173,12 @@ class FirstStates:
             raise _not_the_row(f"the dataset has {len(self._offsets)} tasks, and no task {record.task_index}")
         self._file.seek(self._offsets[record.task_index])
         name, state = pickle.load(self._file)
-        prompt = [{"role": said.role, "content": said.content} for said in record.messages if said.turn == 0]
+        prompt = [
+            {"role": message.role, "content": message.content} for message in record.messages if message.turn == 0
+        ]
         if name != record.task_name or state.messages != prompt:
             raise _not_the_row(f"task {record.task_index} of the dataset has another prompt than the trajectory")
-        assert isinstance(state, FirstState)
+        assert isinstance(state, InitialState)
         return state
 
 
@@ -201,7 +203,7 @@ class Replayer:
     """Replays stored responses to their environments."""
 
     def __init__(
-        self, environments: Mapping[str, EnvironmentRunner], states: FirstStates, *, retries: RetryPolicy
+        self, environments: Mapping[str, EnvironmentRunner], states: InitialStates, *, retries: RetryPolicy
     ) -> None:
         self._environments = environments
         self._states = states
@@ -289,7 +291,7 @@ def _short(role: str, content: str) -> str:
     return f"{role} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def rescored(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> TrajectoryRecord:
+def with_replay(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> TrajectoryRecord:
     """The same trajectory with rewards, final state and answer of a replay; everything else is unchanged.
 
     Args:
@@ -312,13 +314,13 @@ def rescored(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> Trajector
     )
 
 
-def changed(old: TrajectoryRecord, new: TrajectoryRecord) -> bool:
+def rewards_changed(old: TrajectoryRecord, new: TrajectoryRecord) -> bool:
     """True if the trajectory's rewards have changed."""
     return (old.total_reward, old.rewards, old.reward_parts) != (new.total_reward, new.rewards, new.reward_parts)
 
 
 @dataclass(slots=True)
-class Tally:
+class RescoreCounts:
     """Counts of one environment's trajectories in a rescoring.
 
     Attributes:
@@ -369,7 +371,7 @@ class Tally:
 
 
 NO_TURNS = "without a turn"
-NOT_ASKED = "of an environment that was not selected"
+NOT_SELECTED = "of an environment that was not selected"
 UNSCORABLE = "of an unscorable environment"
 MISMATCHED = "whose environment now answers differently"
 
@@ -385,7 +387,7 @@ class Rescoring:
         *,
         environments: Iterable[str],
         concurrency: int,
-        seconds: Observes,
+        seconds: WriteObserver,
         force: bool = False,
         parquet: bool = False,
     ) -> None:
@@ -393,22 +395,22 @@ class Rescoring:
         Args:
             environments: Names of the environments whose trajectories are rescored; all others are copied unchanged.
             concurrency: Maximum number of concurrent replays.
-            seconds: Observes the wall seconds of each write.
+            seconds: WriteObserver the wall seconds of each write.
             force: Accept rewards of environments that now answer differently.
             parquet: Convert finished shards to Parquet.
         """
-        self.tallies: dict[str, Tally] = {}
+        self.tallies: dict[str, RescoreCounts] = {}
         self._source = source
         self._output = output
         self._replayer = replayer
-        self._asked = frozenset(environments)
-        self._places = asyncio.Semaphore(concurrency)
+        self._selected = frozenset(environments)
+        self._slots = asyncio.Semaphore(concurrency)
         self._force = force
         self._parquet = parquet
         self._seconds = seconds
         self._pending = 0
 
-    async def run(self) -> dict[str, Tally]:
+    async def run(self) -> dict[str, RescoreCounts]:
         """Rescore everything that is not in the output yet; returns the counts by environment.
 
         Raises:
@@ -440,14 +442,12 @@ class Rescoring:
             stack.push_async_callback(journal.close)
             # Waits for running replays before the journal closes, even after an error.
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            async for record in _off_the_loop(found):
+            async for record in _read_in_thread(found):
                 if record.key in stored:
                     self._count_earlier(record, stored[record.key])
                     continue
-                await self._places.acquire()
-                tasks.create_task(self._one(record, journal, failed)).add_done_callback(
-                    lambda _: self._places.release()
-                )
+                await self._slots.acquire()
+                tasks.create_task(self._one(record, journal, failed)).add_done_callback(lambda _: self._slots.release())
 
     async def _store(self, journal: Journal, record: TrajectoryRecord | FailureRecord) -> None:
         """Schedule the write of a record. Replays do not wait for the parts of an object store."""
@@ -463,8 +463,8 @@ class Rescoring:
     def _journal(self, name: str) -> Journal:
         return self._output.journal(name, owner="rescore", seconds=self._seconds)
 
-    def _tally(self, name: str) -> Tally:
-        return self.tallies.setdefault(name, Tally())
+    def _tally(self, name: str) -> RescoreCounts:
+        return self.tallies.setdefault(name, RescoreCounts())
 
     def _count_earlier(self, record: TrajectoryRecord, total: float) -> None:
         tally = self._tally(record.task_name)
@@ -484,12 +484,12 @@ class Rescoring:
         tally.store(record.total_reward, new.total_reward)
         if reason:
             tally.left[reason] += 1
-        tally.changed += changed(record, new)
+        tally.changed += rewards_changed(record, new)
 
-    async def _score(self, record: TrajectoryRecord, tally: Tally) -> tuple[TrajectoryRecord, str]:
+    async def _score(self, record: TrajectoryRecord, tally: RescoreCounts) -> tuple[TrajectoryRecord, str]:
         """The trajectory to store, and why it was left unchanged; empty if it was rescored."""
-        if record.task_name not in self._asked:
-            return record, NOT_ASKED
+        if record.task_name not in self._selected:
+            return record, NOT_SELECTED
         if record.turn_count == 0:
             return record, NO_TURNS
         if tally.unscorable:
@@ -500,12 +500,12 @@ class Rescoring:
                 tally.examples.append(f"trajectory {record.task_index}-{record.rollout_index}: {replay.mismatch}")
             if not self._force:
                 return record, MISMATCHED
-        return rescored(record, replay.outcomes), ""
+        return with_replay(record, replay.outcomes), ""
 
     async def _probe(self, trajectories: Trajectories) -> None:
         """Replay some trajectories of each environment twice; an environment with different results is unscorable."""
-        probed: dict[str, list[TrajectoryRecord]] = {name: [] for name in self._asked}
-        async for record in _off_the_loop(trajectories.finished()):
+        probed: dict[str, list[TrajectoryRecord]] = {name: [] for name in self._selected}
+        async for record in _read_in_thread(trajectories.finished()):
             some = probed.get(record.task_name)
             if some is not None and len(some) < PROBED and record.turn_count:
                 some.append(record)
@@ -548,7 +548,7 @@ def _disagreement(one: Replay | BaseException, other: Replay | BaseException) ->
     return None
 
 
-async def _off_the_loop(found: Iterator[TrajectoryRecord]) -> AsyncIterator[TrajectoryRecord]:
+async def _read_in_thread(found: Iterator[TrajectoryRecord]) -> AsyncIterator[TrajectoryRecord]:
     """Read in a thread, in chunks, because a store may be slow."""
     while some := await asyncio.to_thread(lambda: list(islice(found, 64))):
         for record in some:

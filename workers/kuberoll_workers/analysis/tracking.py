@@ -61,14 +61,14 @@ def check_tracking(job: RolloutJob) -> None:
     if tracking is None:
         return
     if tracking.wandb is not None:
-        _need("wandb", "wandb", "spec.output.tracking.wandb")
+        _require_module("wandb", "wandb", "spec.output.tracking.wandb")
         _check_login()
     if tracking.mlflow is not None:
-        _need("mlflow", "mlflow", "spec.output.tracking.mlflow")
+        _require_module("mlflow", "mlflow", "spec.output.tracking.mlflow")
         _check_store(tracking.mlflow.tracking_uri)
 
 
-def _need(module: str, package: str, field: str) -> None:
+def _require_module(module: str, package: str, field: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise TrackingUnavailable(f"{field}: {module} is not installed: pip install {package}; or remove the field")
 
@@ -94,7 +94,7 @@ def _check_store(uri: str) -> None:
     scheme = uri.partition(":")[0].partition("+")[0]
     if scheme in ("sqlite", "mysql", "postgresql", "mssql"):
         for module in ("sqlalchemy", "alembic"):
-            _need(module, "mlflow", field)
+            _require_module(module, "mlflow", field)
     elif scheme not in ("http", "https", "databricks", "databricks-uc", "uc"):
         # A directory: whether that is still supported depends on MLflow's version.
         from mlflow import MlflowClient
@@ -119,11 +119,11 @@ def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) ->
     if tracking is None:
         return
     seconds = _DEADLINE_WITH_SHARDS_SECONDS if tracking.trajectories else _DEADLINE_SECONDS
-    for name, settings, tell in (("wandb", tracking.wandb, _tell_wandb), ("mlflow", tracking.mlflow, _tell_mlflow)):
+    for name, settings, log in (("wandb", tracking.wandb, _log_to_wandb), ("mlflow", tracking.mlflow, _log_to_mlflow)):
         if settings is None:
             continue
         try:
-            where = _within(seconds, partial(tell, job, tracking, files))
+            where = _call_within(seconds, partial(log, job, tracking, files))
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             _log.warning("could not log the run to %s", name, exc_info=error)
@@ -132,7 +132,7 @@ def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) ->
             note(f"{name}: {where}")
 
 
-def _within(seconds: float, call: Callable[[], str]) -> str:
+def _call_within(seconds: float, call: Callable[[], str]) -> str:
     """Call in a thread, with a time limit: clients may wait for servers indefinitely."""
     answer: Future[str] = Future()
 
@@ -226,7 +226,7 @@ def _artifacts(files: RunFiles, directory: Path, *, shards: bool) -> Iterator[Pa
         path.unlink()
 
 
-def _tell_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
+def _log_to_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     import wandb
 
     settings: WandbTracking | None = tracking.wandb
@@ -264,7 +264,7 @@ def _tell_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     return where
 
 
-def _tell_mlflow(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
+def _log_to_mlflow(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 

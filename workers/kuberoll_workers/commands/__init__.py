@@ -1,1 +1,1 @@
-"""The subcommands that the workers bring to the `kuberoll` command."""
+"""Subcommands of `kuberoll` from the workers' package."""

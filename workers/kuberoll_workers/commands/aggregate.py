@@ -116,8 +116,8 @@ def show(found: Aggregates, files: list[str], console: Console) -> None:
         for cause, count in sorted(summary.failures.items(), key=lambda item: (-item[1], item[0]))[:3]:
             line(f"{name}: {count} failed: {cause[:300]}", "yellow")
         if summary.metrics:
-            told = ", ".join(f"{key} {_short(value)}" for key, value in summary.metrics.items())
-            line(f"{name}: {told[:1000]}")
+            shown = ", ".join(f"{key} {_short(value)}" for key, value in summary.metrics.items())
+            line(f"{name}: {shown[:1000]}")
     remarks = {"planned but not finished": found.missing, "stored twice, counted once": found.duplicates}
     for remark, number in remarks.items():
         if number:

@@ -109,7 +109,7 @@ def describe(totals: Totals) -> str:
     return ", ".join(parts)
 
 
-def dropped(tail: TailReport) -> str:
+def dropped_text(tail: TailReport) -> str:
     """Number of dropped trajectories by reason, and how they differ from those that were kept."""
     reasons = ", ".join(f"{lot.trajectories} {reason}" for reason, lot in sorted(tail.dropped.items()))
     lots = {"kept": tail.kept, **dict(sorted(tail.dropped.items()))}
@@ -137,16 +137,16 @@ def _print_result(console: Console, result: RunResult) -> None:
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
     if result.tail.dropped:
-        console.print(Text(dropped(result.tail)), soft_wrap=True)
+        console.print(Text(dropped_text(result.tail)), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:
         console.print(Text(_turns(result.totals)), soft_wrap=True)
-    for path in few(result.files):
+    for path in file_lines(result.files):
         console.print(Text(visible(f"  {path}")), soft_wrap=True)
     if result.problem:
         console.print(Text(visible(result.problem), style="bold red"), soft_wrap=True)
 
 
-def few(files: Sequence[str]) -> list[str]:
+def file_lines(files: Sequence[str]) -> list[str]:
     """The files of a run in few lines: many shards share one."""
     shards = [path for path in files if "/shard-" in path]
     others = [path for path in files if "/shard-" not in path]

@@ -77,7 +77,7 @@ def export(
     except (ExportError, NotARun, RecordError, RunRefused) as error:
         click.echo(visible(str(error)), err=True)
         sys.exit(2)
-    chosen = exported.chosen
-    left_out = "".join(f", {count} left out: {reason}" for reason, count in sorted(chosen.left_out.items()))
-    click.echo(f"{chosen.taken} trajectories{left_out}")
+    counts = exported.counts
+    left_out = "".join(f", {count} left out: {reason}" for reason, count in sorted(counts.left_out.items()))
+    click.echo(f"{counts.selected} trajectories{left_out}")
     click.echo(f"  {exported.path}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kuberoll_api.model.rolloutjob import RolloutJob
-    from kuberoll_workers.analysis.rescore import FirstStates, Tally
+    from kuberoll_workers.analysis.rescore import InitialStates, RescoreCounts
     from kuberoll_workers.output.run_files import RunFiles
     from kuberoll_workers.output.storage import Storage
 
@@ -90,13 +90,13 @@ def _rescore(
     *,
     resume: bool,
     force: bool,
-) -> Mapping[str, Tally]:
+) -> Mapping[str, RescoreCounts]:
     import asyncio
     import tempfile
     from contextlib import ExitStack
 
     from kuberoll_workers.analysis.aggregation.aggregates import aggregate
-    from kuberoll_workers.analysis.rescore import FirstStates, open_rescored, refuse_other_dataset
+    from kuberoll_workers.analysis.rescore import InitialStates, open_rescored, refuse_other_dataset
     from kuberoll_workers.dataset.inputs import prompt_groups, scan
     from kuberoll_workers.local.run import module_directories
     from kuberoll_workers.output.run_files import RunFiles
@@ -116,7 +116,7 @@ def _rescore(
             open_rescored(source, destination, job, inputs=inputs, resume=resume, force=force)
         )
         file = stack.enter_context(tempfile.TemporaryFile(prefix="kuberoll-"))
-        states = FirstStates(file, prompt_groups(job, base=base, environment=rows_of))
+        states = InitialStates(file, prompt_groups(job, base=base, environment=rows_of))
         tallies = asyncio.run(_replay(job, source, storage, states, names, protected, force=force))
         aggregate([rescored := RunFiles(destination)], make=make).write_beside(rescored)
     return tallies
@@ -126,12 +126,12 @@ async def _replay(
     job: RolloutJob,
     source: RunFiles,
     output: Storage,
-    states: FirstStates,
+    states: InitialStates,
     names: list[str],
     protected: list[str],
     *,
     force: bool,
-) -> Mapping[str, Tally]:
+) -> Mapping[str, RescoreCounts]:
     from kuberoll_workers.analysis.rescore import Replayer, Rescoring
     from kuberoll_workers.rollouts.settings import RetryPolicy
     from kuberoll_workers.telemetry import RolloutMetrics
@@ -166,7 +166,7 @@ def _names(job: RolloutJob, asked: tuple[str, ...]) -> list[str]:
     return list(asked) or names
 
 
-def print_tallies(console: Console, tallies: Mapping[str, Tally], destination: str) -> None:
+def print_tallies(console: Console, tallies: Mapping[str, RescoreCounts], destination: str) -> None:
     """Print a table of mean rewards before and after, and the trajectories that were not rescored."""
     from rich import box
     from rich.table import Table

@@ -16,7 +16,7 @@ from kuberoll_workers.analysis.report.text import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kuberoll_workers.analysis.report.row import Row
+    from kuberoll_workers.analysis.report.row import TrajectoryRow
     from kuberoll_workers.output.precedence import EndedRecord
 
 _STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
@@ -72,12 +72,14 @@ def show(
 
     if rollout is not None and task is None:
         raise click.UsageError("--rollout needs --task: it is the index of a sample within its task")
-    chosen = Chosen(frozenset(environments), frozenset({*stop_reasons, *(["failed"] if failed else [])}), task, rollout)
+    wanted = TrajectoryFilter(
+        frozenset(environments), frozenset({*stop_reasons, *(["failed"] if failed else [])}), task, rollout
+    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_WIDTH)
     try:
-        selected = chosen.of(RunFiles(run).read())
+        selected = wanted.select(RunFiles(run).read())
         found = _print_table(selected, limit, sort, console) if task is None else _print_turns(selected, limit, console)
     except (NotARun, RecordError, RunRefused, OSError) as error:
         click.echo(visible(str(error)), err=True)
@@ -88,7 +90,7 @@ def show(
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TrajectoryFilter:
     """Criteria of the trajectories to show; empty and None match all."""
 
     environments: frozenset[str]
@@ -96,7 +98,7 @@ class Chosen:
     task: int | None
     rollout: int | None
 
-    def of(self, records: Iterable[EndedRecord]) -> Iterator[tuple[EndedRecord, Row]]:
+    def select(self, records: Iterable[EndedRecord]) -> Iterator[tuple[EndedRecord, TrajectoryRow]]:
         """Matching records with their rows; stops after a match that task and rollout identify uniquely."""
         from kuberoll_workers.analysis.report.row import row_of
 
@@ -113,7 +115,7 @@ class Chosen:
                 return
 
 
-def _print_turns(selected: Iterator[tuple[EndedRecord, Row]], limit: int, console: Console) -> bool:
+def _print_turns(selected: Iterator[tuple[EndedRecord, TrajectoryRow]], limit: int, console: Console) -> bool:
     from kuberoll_workers.analysis.report.turns import print_trajectory
 
     found = False
@@ -125,7 +127,9 @@ def _print_turns(selected: Iterator[tuple[EndedRecord, Row]], limit: int, consol
     return found
 
 
-def _print_table(selected: Iterator[tuple[EndedRecord, Row]], limit: int, order: Order, console: Console) -> bool:
+def _print_table(
+    selected: Iterator[tuple[EndedRecord, TrajectoryRow]], limit: int, order: Order, console: Console
+) -> bool:
     from kuberoll_workers.analysis.report.turns import trajectory_table
 
     rows = _first((row for _, row in selected), limit + 1, order)
@@ -137,13 +141,13 @@ def _print_table(selected: Iterator[tuple[EndedRecord, Row]], limit: int, order:
     return True
 
 
-def _first(rows: Iterator[Row], count: int, order: Order) -> Sequence[Row]:
+def _first(rows: Iterator[TrajectoryRow], count: int, order: Order) -> Sequence[TrajectoryRow]:
     """The first rows in this order; only these are held in memory."""
     if order == "stored":
         return list(itertools.islice(rows, count))
     sign = -1.0 if order == "best" else 1.0
 
-    def place(row: Row) -> tuple[bool, float]:
+    def place(row: TrajectoryRow) -> tuple[bool, float]:
         return row.reward is None, sign * (row.reward or 0.0)
 
     return heapq.nsmallest(count, rows, key=place)

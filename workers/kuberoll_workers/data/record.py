@@ -18,13 +18,13 @@ from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.plain import NotPlain, already_plain, printable
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
-"""How a trajectory ended: by the environment, by a length limit, by the turn limit, or by a failure."""
+"""End of a trajectory: by the environment, by a length limit, by the turn limit, or by a failure."""
 
 DropReason = Literal["oversampled", "filtered"]
-"""Why a trajectory was dropped: enough other samples finished first, or its group was filtered out."""
+"""Reason for dropping a trajectory: enough other samples finished first, or its group was filtered out."""
 
 FailureKind = Literal["infrastructure", "environment", "data", "model"]
-"""Who is at fault: the infrastructure, the environment's code, the dataset's row, or the policy's response."""
+"""Source of a failure: the infrastructure, the environment's code, the dataset's row, or the policy's response."""
 
 
 TokenSource = Literal["engine", "reencoded"]
@@ -275,7 +275,7 @@ def _finite(where: str, values: Collection[float]) -> None:
             raise NotPlain(f"{where}: found {value!r}; it must be a finite number")
 
 
-def failure_instead(record: TrajectoryRecord | FailureRecord | DroppedRecord, error: Unstorable) -> FailureRecord:
+def failure_to_store(record: TrajectoryRecord | FailureRecord | DroppedRecord, error: Unstorable) -> FailureRecord:
     """Failure that replaces a record that cannot be stored: without metadata, its texts with escapes."""
     cause = f"it cannot be stored: {error}"
     if isinstance(record, FailureRecord):

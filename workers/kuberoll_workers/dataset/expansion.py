@@ -15,7 +15,7 @@ from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.data.tokenizer import Tokenizer
-from kuberoll_workers.dataset.rows import DatasetError, Place, Row
+from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.rollouts.seeds import trajectory_seed
 
@@ -73,9 +73,9 @@ class _Tasks:
         self._ends[number] = begun + count
         return range(begun, begun + count)
 
-    def _place(self, number: int) -> Place:
+    def _place(self, number: int) -> RowPosition:
         before, after = list(self._source_numbers)[self._sources[number]]
-        return Place(before, self._positions[number], after)
+        return RowPosition(before, self._positions[number], after)
 
 
 def _digest(data: bytes, size: int, kind: bytes) -> int:

@@ -66,13 +66,13 @@ def prompt_groups(
     rows: Iterator[Row] = _rows(job, base, environment)
     source = job.spec.dataset.source
     if blocks is not None:
-        rows = same_rows(rows, blocks)
+        rows = verify_rows(rows, blocks)
     if source.uri is not None or source.huggingface is not None:
         rows = read_ahead(rows, _ROWS_AHEAD)
     return expand(rows, repeats_of(job), oversample=oversample)
 
 
-def same_rows(rows: Iterable[Row], blocks: Sequence[str]) -> Iterator[Row]:
+def verify_rows(rows: Iterable[Row], blocks: Sequence[str]) -> Iterator[Row]:
     """The same rows, each returned only after its block matched its digest.
 
     Raises:

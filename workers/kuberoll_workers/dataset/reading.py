@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kuberoll_api.model.dataset import Dataset, GeneratorSource
-from kuberoll_workers.dataset.rows import DatasetError, Place, Row, parse_row
+from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
 from kuberoll_workers.dataset.sources import FIELD, RawRow, checked_integers, file_rows, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.outcome import EnvironmentFault
 
-__all__ = ["DatasetError", "EnvironmentSource", "Place", "Row", "parse_row", "read_rows"]
+__all__ = ["DatasetError", "EnvironmentSource", "Row", "RowPosition", "parse_row", "read_rows"]
 
 EnvironmentSource = Callable[[str], EnvironmentInterface]
 """Creates an environment by its name in the job; called only if an environment generates rows."""
@@ -39,7 +39,7 @@ def _raw_rows(
 ) -> Iterator[RawRow]:
     source = dataset.source
     if source.rows is not None:
-        places = (Place(f"{FIELD}.rows[", number, "]") for number in range(len(source.rows)))
+        places = (RowPosition(f"{FIELD}.rows[", number, "]") for number in range(len(source.rows)))
         return ((place, checked_integers(row, place)) for place, row in zip(places, source.rows, strict=True))
     if source.uri is not None:
         return file_rows(source.uri, base)
@@ -62,7 +62,7 @@ def _generated_rows(
             )
         try:
             for number, row in enumerate(makes(generator.count, generator.seed)):
-                place = Place("generated row ", number, f" of environment {name!r}")
+                place = RowPosition("generated row ", number, f" of environment {name!r}")
                 given = json_row(row, place)
                 yield place, {"task_name": name, **given} if isinstance(given, dict) else given
         except DatasetError:

@@ -42,7 +42,7 @@ _GYM_FIELDS = {
     "responses_create_params", "agent_ref", "task_name", "task_id", "sampling", "stop_strings", "idx", "metadata",
 }  # fmt: skip
 
-_ANSWERED = (
+_ASSISTANT_LAST = (
     "the last message is the assistant's: as a prompt it would give the answer away. Move it to the field that the "
     "environment reads: jq -c '.metadata.ground_truth = .messages[-1].content | del(.messages[-1])'"
 )
@@ -52,7 +52,7 @@ class DatasetError(ValueError):
     """The dataset is invalid; the message names the row and the remedy."""
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """Position of a row as text: `file:line`, `file[index]`, or its path in the manifest."""
 
     before: str
@@ -76,7 +76,7 @@ class Row:
         sampling: Overrides of the job's sampling, by snake_case name.
     """
 
-    place: Place
+    place: RowPosition
     content: bytes
     task_id: str | int | None
     task_name: str
@@ -97,7 +97,7 @@ class _Form:
 
     Attributes:
         messages: The prompt; None if the row has none and needs the job's template.
-        called: The row's own name of a field, if it differs from the plain format's.
+        source_names: The row's own name of a field, if it differs from the plain format's.
     """
 
     messages: list[dict[str, Any]] | None
@@ -107,10 +107,10 @@ class _Form:
     stop_strings: Any
     sampling: Any
     idx: Any
-    called: dict[str, str] = field(default_factory=dict)
+    source_names: dict[str, str] = field(default_factory=dict)
 
 
-def parse_row(row: Any, *, place: Place, task_names: Sequence[str], template: PromptTemplate | None) -> Row:
+def parse_row(row: Any, *, place: RowPosition, task_names: Sequence[str], template: PromptTemplate | None) -> Row:
     """Validate one row.
 
     A plain row has its prompt in `messages` (chat messages) or `prompt` (text or chat messages), or the job has a
@@ -141,7 +141,7 @@ def parse_row(row: Any, *, place: Place, task_names: Sequence[str], template: Pr
         task_name=_task_name(form, where, task_names),
         messages=messages,
         metadata=metadata,
-        stop_strings=_stop_strings(form.stop_strings, where, form.called.get("stop_strings", "stop_strings")),
+        stop_strings=_stop_strings(form.stop_strings, where, form.source_names.get("stop_strings", "stop_strings")),
         sampling=_sampling(form, where),
         idx=form.idx if form.idx is not None else task_id,
     )
@@ -157,11 +157,11 @@ def canonical(value: Any, where: str) -> bytes:
         DatasetError: JSON cannot represent the value.
     """
     try:
-        said = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
         # Nulls (NaN is written as null, too) and whole floats are visible in the text; most rows have neither.
-        if b"null" in said or b".0" in said:
+        if b"null" in text or b".0" in text:
             return orjson.dumps(_bare(value), option=orjson.OPT_SORT_KEYS)
-        return said
+        return text
     except (TypeError, RecursionError) as error:
         raise DatasetError(f"{where}: the row cannot be written as JSON: {error}") from error
 
@@ -192,11 +192,11 @@ def _plain_form(row: dict[str, Any], where: str) -> _Form:
         raise DatasetError(f"{where}: messages and prompt exclude each other: keep one")
     if isinstance(prompt, str):
         prompt = [_user(prompt)]
-    called, given = ("messages", messages) if messages is not None else ("prompt", prompt)
+    source_name, given = ("messages", messages) if messages is not None else ("prompt", prompt)
     if given is not None:
         _refuse_tools(row, where)
     return _Form(
-        messages=None if given is None else _checked_messages(given, where, called),
+        messages=None if given is None else _checked_messages(given, where, source_name),
         task_name=row.get("task_name"),
         task_id=row.get("task_id"),
         metadata=row.get("metadata"),
@@ -228,9 +228,9 @@ def _gym_form(row: dict[str, Any], where: str) -> _Form:
     form.messages = _request_messages(params, where, name)
     _take_parameters(form, params, where, name)
     if form.task_name is None and agent is not None:
-        form.task_name, form.called["task_name"] = agent.get("name"), "agent_ref.name"
+        form.task_name, form.source_names["task_name"] = agent.get("name"), "agent_ref.name"
     if form.task_id is None and row.get("_ng_task_index") is not None:
-        form.task_id, form.called["task_id"] = row["_ng_task_index"], "_ng_task_index"
+        form.task_id, form.source_names["task_id"] = row["_ng_task_index"], "_ng_task_index"
     form.metadata = _gym_metadata(row, form.metadata, where)
     return form
 
@@ -269,12 +269,12 @@ def _request_messages(params: Mapping[str, Any], where: str, name: str) -> list[
     return [{"role": "system", "content": instructions}, *messages]
 
 
-def _input_message(item: Any, called: str) -> Any:
+def _input_message(item: Any, source_name: str) -> Any:
     if not isinstance(item, dict):
         return item
     kind = item.get("type")
     if kind not in (None, "message"):
-        raise DatasetError(f"{called}: found an item of type {kind!r}; a prompt can only contain text messages")
+        raise DatasetError(f"{source_name}: found an item of type {kind!r}; a prompt can only contain text messages")
     return {key: item.get(key) for key in ("role", "content")}
 
 
@@ -290,12 +290,12 @@ def _take_parameters(form: _Form, params: Mapping[str, Any], where: str, name: s
     if isinstance(metadata, dict) and metadata.get("extra_body") not in (*_NOTHING, "{}"):
         raise DatasetError(f"{where}: {name}.metadata.extra_body: not read; put its settings into the row's sampling")
     if form.sampling is None or isinstance(form.sampling, dict):
-        form.sampling = _snake_case(form.sampling or {}, form.called, "sampling")
+        form.sampling = _snake_case(form.sampling or {}, form.source_names, "sampling")
         taken = {key: value for key, value in params.items() if key in _PARAMETERS}
-        form.sampling = _snake_case(taken, form.called, name) | form.sampling
+        form.sampling = _snake_case(taken, form.source_names, name) | form.sampling
     stop = params.get("stop")
     if form.stop_strings is None and stop is not None:
-        form.stop_strings, form.called["stop_strings"] = [stop] if isinstance(stop, str) else stop, f"{name}.stop"
+        form.stop_strings, form.source_names["stop_strings"] = [stop] if isinstance(stop, str) else stop, f"{name}.stop"
 
 
 def _why_refused(key: str) -> str:
@@ -318,44 +318,48 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _checked_messages(messages: Any, where: str, called: str) -> list[dict[str, Any]]:
+def _checked_messages(messages: Any, where: str, source_name: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
-        raise DatasetError(f"{where}: {called}: found {_kind(messages)}; it must be a list of at least one message")
-    checked = [_checked_message(message, f"{where}: {called}[{number}]") for number, message in enumerate(messages)]
+        raise DatasetError(
+            f"{where}: {source_name}: found {_kind(messages)}; it must be a list of at least one message"
+        )
+    checked = [
+        _checked_message(message, f"{where}: {source_name}[{number}]") for number, message in enumerate(messages)
+    ]
     if checked[-1]["role"] == "assistant":
-        raise DatasetError(f"{where}: {called}[{len(checked) - 1}]: {_ANSWERED}")
+        raise DatasetError(f"{where}: {source_name}[{len(checked) - 1}]: {_ASSISTANT_LAST}")
     return checked
 
 
-def _checked_message(message: Any, called: str) -> dict[str, Any]:
+def _checked_message(message: Any, source_name: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise DatasetError(f"{called}: found {_kind(message)}; a message is an object with a role and a content")
+        raise DatasetError(f"{source_name}: found {_kind(message)}; a message is an object with a role and a content")
     role = message.get("role")
     if not isinstance(role, str):
-        raise DatasetError(f"{called}: a message is an object with a role and a content, texts")
+        raise DatasetError(f"{source_name}: a message is an object with a role and a content, texts")
     # Chat templates test whether a field exists, not whether it is null.
     given = {key: value for key, value in message.items() if value is not None}
     # OpenAI's newer name for system; templates that do not know it silently drop the message.
     given["role"] = "system" if role == "developer" else role
-    given["content"] = _text(message.get("content"), called)
+    given["content"] = _text(message.get("content"), source_name)
     return given
 
 
-def _text(content: Any, called: str) -> str:
+def _text(content: Any, source_name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise DatasetError(f"{called}.content: found {_kind(content)}; it must be text or a list of parts of text")
-    return "".join(_part_text(part, f"{called}.content[{number}]") for number, part in enumerate(content))
+        raise DatasetError(f"{source_name}.content: found {_kind(content)}; it must be text or a list of parts of text")
+    return "".join(_part_text(part, f"{source_name}.content[{number}]") for number, part in enumerate(content))
 
 
-def _part_text(part: Any, called: str) -> str:
+def _part_text(part: Any, source_name: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _kind(part)
     text = part.get("text") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise DatasetError(f"{called}: found a part of type {kind!r}; only text is supported")
+        raise DatasetError(f"{source_name}: found a part of type {kind!r}; only text is supported")
     return text
 
 
@@ -379,16 +383,17 @@ def _fill(text: str, row: Mapping[str, Any], where: str) -> str:
 
 
 def _task_name(form: _Form, where: str, task_names: Sequence[str]) -> str:
-    name, called = form.task_name, form.called.get("task_name", "task_name")
+    name, source_name = form.task_name, form.source_names.get("task_name", "task_name")
     if name is None and len(task_names) == 1:
         return task_names[0]
     if name is None:
         raise DatasetError(
-            f"{where}: {called} is missing; with several environments each row names its own: {', '.join(task_names)}"
+            f"{where}: {source_name} is missing; with several environments each row names its own: "
+            f"{', '.join(task_names)}"
         )
     if name not in task_names:
         raise DatasetError(
-            f"{where}: {called}: found {name!r}; the job's environments are {', '.join(task_names)}. "
+            f"{where}: {source_name}: found {name!r}; the job's environments are {', '.join(task_names)}. "
             "Fix the row, or add the environment to spec.environments"
         )
     return str(name)
@@ -401,16 +406,16 @@ def _task_id(form: _Form, where: str) -> str | int | None:
     if isinstance(found, float) and found.is_integer():
         return int(found)
     if isinstance(found, bool) or not isinstance(found, int):
-        called = form.called.get("task_id", "task_id")
-        raise DatasetError(f"{where}: {called}: found {_kind(found)}; it must be text or a whole number")
+        source_name = form.source_names.get("task_id", "task_id")
+        raise DatasetError(f"{where}: {source_name}: found {_kind(found)}; it must be text or a whole number")
     return found
 
 
-def _stop_strings(value: Any, where: str, called: str) -> tuple[str, ...] | None:
+def _stop_strings(value: Any, where: str, source_name: str) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(stop, str) and stop for stop in value):
-        raise DatasetError(f"{where}: {called}: found {_kind(value)}; it must be a list of texts")
+        raise DatasetError(f"{where}: {source_name}: found {_kind(value)}; it must be a list of texts")
     return tuple(value)
 
 
@@ -420,16 +425,16 @@ def _sampling(form: _Form, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(form.sampling, dict):
         raise DatasetError(f"{where}: sampling: found {_kind(form.sampling)}; it must be an object")
-    named = _snake_case(form.sampling, form.called, "sampling")
+    named = _snake_case(form.sampling, form.source_names, "sampling")
     unknown = sorted(set(named) - set(_SAMPLING_ALIASES.values()))
     if unknown:
         allowed = ", ".join(sorted(_SAMPLING_ALIASES))
-        raise DatasetError(f"{where}: {form.called[unknown[0]]}: unknown; a row may set {allowed}")
+        raise DatasetError(f"{where}: {form.source_names[unknown[0]]}: unknown; a row may set {allowed}")
     try:
         Sampling.model_validate({to_camel(name): setting for name, setting in named.items()})
     except ValidationError as error:
         mistakes = (
-            f"{form.called[_SAMPLING_ALIASES[str(mistake['loc'][0])]]}: found {_kind(mistake['input'])}; "
+            f"{form.source_names[_SAMPLING_ALIASES[str(mistake['loc'][0])]]}: found {_kind(mistake['input'])}; "
             f"{mistake['msg'].lower()}"
             for mistake in error.errors(include_url=False)
         )
@@ -437,13 +442,13 @@ def _sampling(form: _Form, where: str) -> dict[str, Any]:
     return named
 
 
-def _snake_case(sampling: Mapping[str, Any], called: dict[str, str], name: str) -> dict[str, Any]:
+def _snake_case(sampling: Mapping[str, Any], source_names: dict[str, str], name: str) -> dict[str, Any]:
     """Sampling settings by our names; records the row's own names."""
     named = {}
     for key, setting in sampling.items():
         if setting is not None:
             ours = _PARAMETERS.get(key) or _SAMPLING_ALIASES.get(key) or key
-            called.setdefault(ours, f"{name}.{key}")
+            source_names.setdefault(ours, f"{name}.{key}")
             named[ours] = setting
     return named
 

@@ -17,12 +17,12 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import orjson
 
 from kuberoll_api.model.dataset import HuggingFaceSource
-from kuberoll_workers.dataset.rows import DatasetError, Place
+from kuberoll_workers.dataset.rows import DatasetError, RowPosition
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-RawRow = tuple[Place, Any]
+RawRow = tuple[RowPosition, Any]
 """Position and content of a row that is not validated yet."""
 
 FIELD = "spec.dataset.source"
@@ -237,7 +237,7 @@ def _json_rows(lines: io.BufferedReader, where: str) -> Iterator[RawRow]:
         text = line.strip()
         if not text:
             continue
-        place = Place(before, number)
+        place = RowPosition(before, number)
         try:
             row = orjson.loads(text)
         except orjson.JSONDecodeError as error:
@@ -253,7 +253,7 @@ def _integer(digits: str) -> int:
     return int(digits[:400])
 
 
-def checked_integers(value: Any, place: Place, path: str = "") -> Any:
+def checked_integers(value: Any, place: RowPosition, path: str = "") -> Any:
     """The row, unchanged, after a check that all integers fit into 64 bits.
 
     Raises:
@@ -273,7 +273,7 @@ def checked_integers(value: Any, place: Place, path: str = "") -> Any:
     return value
 
 
-def _refuse_line(text: bytes, place: Place, error: orjson.JSONDecodeError) -> NoReturn:
+def _refuse_line(text: bytes, place: RowPosition, error: orjson.JSONDecodeError) -> NoReturn:
     """Raise an error that explains why a line is not JSON."""
 
     def constant(name: str) -> NoReturn:
@@ -301,7 +301,7 @@ def _parquet_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
             before, number = f"{where}[", 0
             for batch in parquet.iter_batches(batch_size=_PARQUET_ROWS):
                 for row in batch.to_pylist():
-                    place = Place(before, number, "]")
+                    place = RowPosition(before, number, "]")
                     yield place, json_row(row, place)
                     number += 1
     except pyarrow.ArrowException as error:
@@ -328,7 +328,7 @@ def hub_rows(source: HuggingFaceSource, base: Path) -> Iterator[RawRow]:
             name, source.config, split=source.split, revision=source.revision, streaming=True
         )
         for number, row in enumerate(stream):
-            place = Place(where, number, "]")
+            place = RowPosition(where, number, "]")
             yield place, json_row(row, place)
     except DatasetError:
         raise
@@ -338,7 +338,7 @@ def hub_rows(source: HuggingFaceSource, base: Path) -> Iterator[RawRow]:
         raise DatasetError(f"{field}: {source.name}: {type(error).__name__}: {reason}") from error
 
 
-def json_row(row: Any, place: Place) -> Any:
+def json_row(row: Any, place: RowPosition) -> Any:
     """A row of Python values as JSON values.
 
     Null fields are left out, because a column has nulls for missing fields. Times become ISO 8601 strings.
@@ -349,7 +349,7 @@ def json_row(row: Any, place: Place) -> Any:
     return _json_value(row, place, "")
 
 
-def _json_value(value: Any, place: Place, path: str) -> Any:
+def _json_value(value: Any, place: RowPosition, path: str) -> Any:
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):

@@ -28,7 +28,7 @@ def serve(channel: socket.socket) -> None:
     try:
         environment = _make(start)
     except BaseException as error:
-        _send(channel, wire.encode(wire.fault_message(_said(error))))
+        _send(channel, wire.encode(wire.fault_message(_creation_failure(error))))
         return
     _send(channel, wire.encode(wire.Answer(False, [])))
     # Bound to local names, which the environment cannot replace.
@@ -50,7 +50,7 @@ def _make(start: wire.Start) -> Any:
     return PlainSpec(name=start.name, type=start.type, entrypoint=start.entrypoint, config=orjson.loads(start.config))()
 
 
-def _said(error: BaseException) -> EnvironmentFault:
+def _creation_failure(error: BaseException) -> EnvironmentFault:
     fault = fault_of(error)
     return StepInvalid(f"{fault}".removeprefix("step raised UnusableEnvironment: "))
 

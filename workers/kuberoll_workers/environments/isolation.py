@@ -66,7 +66,7 @@ class CoroutineExecutor:
             async with asyncio.timeout(self._timeout):
                 return await asyncio.shield(step)
         except TimeoutError as error:
-            raise StepTimedOut(timed_out(self._timeout)) from error
+            raise StepTimedOut(timeout_message(self._timeout)) from error
         finally:
             step.cancel()
 
@@ -78,7 +78,7 @@ class CoroutineExecutor:
 
     async def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
         try:
-            returned = await self._environment.step(logs, copies(metadata, self._any_metadata))
+            returned = await self._environment.step(logs, copy_states(metadata, self._any_metadata))
             return split_return(returned, len(logs), any_metadata=self._any_metadata)
         except asyncio.CancelledError as error:
             if is_cancelled():
@@ -120,14 +120,14 @@ class InlineExecutor:
             self._thread.abandon()
             self._thread = None
             self._abandoned += 1
-            raise StepTimedOut(timed_out(self._timeout)) from error
+            raise StepTimedOut(timeout_message(self._timeout)) from error
 
     def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
         # Validation and error messages run code of the environment's objects, which may hang like the step itself, so
         # they run
         # in this thread, too. StopIteration and CancelledError have a special meaning to a future.
         try:
-            returned = self._environment.step(logs, copies(metadata, self._any_metadata))
+            returned = self._environment.step(logs, copy_states(metadata, self._any_metadata))
             return split_return(returned, len(logs), any_metadata=self._any_metadata)
         except BaseException as error:
             raise fault_of(error) from error
@@ -139,7 +139,7 @@ class InlineExecutor:
 
 
 def make_executor(
-    factory: EnvironmentFactory, *, isolation: str, processes: int, timeout: float, given: Sandbox | None = None
+    factory: EnvironmentFactory, *, isolation: str, processes: int, timeout: float, sandbox: Sandbox | None = None
 ) -> StepExecutor:
     """Create the executor of an environment.
 
@@ -148,12 +148,12 @@ def make_executor(
         isolation: `Inline` or `Process`.
         processes: Maximum number of child processes, with `Process`.
         timeout: Time limit of one step, in seconds.
-        given: Files and variables of child processes; None for the defaults.
+        sandbox: Files and variables of child processes; None for the defaults.
     """
     if isolation == "Process":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Process: the environment must be given as a registry.PlainSpec")
-        return ProcessExecutor(factory, processes=processes, timeout=timeout, given=given)
+        return ProcessExecutor(factory, processes=processes, timeout=timeout, sandbox=sandbox)
     environment = factory()
     if inspect.iscoroutinefunction(environment.step):
         return CoroutineExecutor(environment, timeout=timeout)
@@ -195,7 +195,7 @@ class DaemonThread:
                 future.set_result(result)
 
 
-def copies(metadata: list[Metadata], any_metadata: bool) -> list[Metadata]:
+def copy_states(metadata: list[Metadata], any_metadata: bool) -> list[Metadata]:
     """Copies of episode states: changes in place by the environment must not reach the trajectory's own state."""
     return metadata if any_metadata else [None if state is None else own_copy(state) for state in metadata]
 
@@ -206,6 +206,6 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def timed_out(timeout: float) -> str:
+def timeout_message(timeout: float) -> str:
     """Message for a step that exceeded its time limit."""
     return f"step took longer than stepTimeoutSeconds ({timeout:g} s)"

@@ -34,18 +34,18 @@ _log = logging.getLogger(__name__)
 class ProcessExecutor:
     """Runs an environment in child processes, each with its own instance; the process of a hung step is killed."""
 
-    def __init__(self, spec: PlainSpec, *, processes: int, timeout: float, given: Sandbox | None = None) -> None:
+    def __init__(self, spec: PlainSpec, *, processes: int, timeout: float, sandbox: Sandbox | None = None) -> None:
         """
         Args:
             processes: Maximum number of processes; each is started when it is first needed.
             timeout: Time limit of one step, in seconds.
-            given: Files and variables of the processes; None for the defaults.
+            sandbox: Files and variables of the processes; None for the defaults.
         """
         self.parallel = processes
         self._spec = spec
         self._timeout = timeout
-        self._sandbox = given or Sandbox()
-        self._places = asyncio.Semaphore(processes)
+        self._sandbox = sandbox or Sandbox()
+        self._slots = asyncio.Semaphore(processes)
         self._idle: list[_Process] = []
         self._ending: set[asyncio.Task[str]] = set()
 
@@ -56,7 +56,7 @@ class ProcessExecutor:
             raise StepRaised(
                 f"step could not be sent to the process: its inputs are not plain data: {error}"
             ) from error
-        async with self._places:
+        async with self._slots:
             process = self._idle.pop() if self._idle else await self._start()
             whole = False
             try:
@@ -70,7 +70,7 @@ class ProcessExecutor:
                 raise
             except TimeoutError as error:
                 raise StepTimedOut(f"step took longer than stepTimeoutSeconds ({self._timeout:g} s)") from error
-            except wire.Garbled as error:
+            except wire.InvalidMessage as error:
                 raise StepRaised(f"the environment's process violates its protocol: {error}") from error
             except (EOFError, OSError) as error:
                 end = await self._end(process)
@@ -110,7 +110,7 @@ class ProcessExecutor:
             raise StepTimedOut(
                 f"environment {self._spec.name!r}: it was not created within {START_SECONDS:g} s"
             ) from error
-        except (EOFError, OSError, wire.Garbled) as error:
+        except (EOFError, OSError, wire.InvalidMessage) as error:
             end = await self._end(process)
             raise StepRaised(
                 f"environment {self._spec.name!r}: its process {end} while the environment was being created"
@@ -132,7 +132,7 @@ class ProcessExecutor:
 class _Process:
     """One process of an environment, with its keeper."""
 
-    def __init__(self, given: Sandbox) -> None:
+    def __init__(self, files: Sandbox) -> None:
         self.ending: asyncio.Task[str] | None = None
         self._scratch = tempfile.mkdtemp(prefix="kuberoll-environment-")
         self._channel, theirs = socket.socketpair()
@@ -146,7 +146,7 @@ class _Process:
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=sandbox.variables(os.environ, given, scratch=self._scratch),
+                env=sandbox.variables(os.environ, files, scratch=self._scratch),
                 pass_fds=(theirs.fileno(), watched),
                 start_new_session=True,
             )
@@ -156,18 +156,18 @@ class _Process:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def start(self, spec: PlainSpec, given: Sandbox) -> None:
+    async def start(self, spec: PlainSpec, files: Sandbox) -> None:
         """Create the environment in the process.
 
         Raises:
             EnvironmentFault: The environment could not be created.
             EOFError, OSError: The process is gone.
-            Garbled: The process sent an invalid message.
+            InvalidMessage: The process sent an invalid message.
         """
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        wire.decode_answer(await self.ask(self.first_message(spec, given)), 0)
+        wire.decode_answer(await self.ask(self.first_message(spec, files)), 0)
 
-    def first_message(self, spec: PlainSpec, given: Sandbox) -> bytes:
+    def first_message(self, spec: PlainSpec, files: Sandbox) -> bytes:
         """The message that creates the environment."""
         return wire.encode(
             wire.Start(
@@ -176,9 +176,9 @@ class _Process:
                 entrypoint=spec.entrypoint,
                 config=orjson.dumps(spec.config),
                 scratch=self._scratch,
-                protected=list(given.protected),
-                readable=list(given.readable),
-                writable=list(given.writable),
+                protected=list(files.protected),
+                readable=list(files.readable),
+                writable=list(files.writable),
             )
         )
 
@@ -187,7 +187,7 @@ class _Process:
 
         Raises:
             EOFError, OSError: The process is gone.
-            Garbled: The process sent an invalid message.
+            InvalidMessage: The process sent an invalid message.
         """
         assert self._reader is not None
         assert self._writer is not None
@@ -248,14 +248,14 @@ class _Process:
 class ProcessEnvironment(EnvironmentInterface):
     """Proxy of an environment in a child process, for checking jobs and generating rows."""
 
-    def __init__(self, spec: PlainSpec, given: Sandbox | None = None) -> None:
+    def __init__(self, spec: PlainSpec, sandbox: Sandbox | None = None) -> None:
         """Create the environment once, in a child process.
 
         Raises:
             UnusableEnvironment: It cannot be created.
         """
         self._spec = spec
-        self._sandbox = given or Sandbox()
+        self._sandbox = sandbox or Sandbox()
         with self._process():
             pass
 
@@ -273,7 +273,7 @@ class ProcessEnvironment(EnvironmentInterface):
                     answer = process.next_now()
             except TimeoutError as error:
                 raise StepTimedOut(f"generate_dataset made no row for {START_SECONDS:g} s") from error
-            except (EOFError, OSError, wire.Garbled) as error:
+            except (EOFError, OSError, wire.InvalidMessage) as error:
                 raise StepRaised("generate_dataset: the environment's process ended, or did not answer") from error
 
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
@@ -291,7 +291,7 @@ class ProcessEnvironment(EnvironmentInterface):
                 wire.decode_answer(process.ask_now(process.first_message(self._spec, self._sandbox)), 0)
             except EnvironmentFault as fault:
                 raise UnusableEnvironment(str(fault)) from fault
-            except (EOFError, OSError, wire.Garbled) as error:
+            except (EOFError, OSError, wire.InvalidMessage) as error:
                 raise UnusableEnvironment(
                     f"environment {self._spec.name!r}: its process ended, or took longer than {START_SECONDS:g} s, "
                     "while the environment was being created"
@@ -304,7 +304,7 @@ class ProcessEnvironment(EnvironmentInterface):
 @functools.cache
 def _prepare() -> None:
     """Preparations before the first process of an environment is started."""
-    sandbox.close_to_others()
+    sandbox.hide_from_others()
     if landlock.abi() == 0:
         _log.warning(
             "this kernel has no Landlock: processes of environments can read and write whatever this user can; "

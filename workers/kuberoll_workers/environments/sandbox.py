@@ -143,7 +143,7 @@ def _granted(path: str, denied: Iterable[str]) -> Iterator[str]:
             yield from _granted(child, below)
 
 
-def close_to_others() -> None:
+def hide_from_others() -> None:
     """Close this process's memory, variables and descriptors to other processes of the same user, except root."""
     if sys.platform == "linux":
         pr_set_dumpable = 4

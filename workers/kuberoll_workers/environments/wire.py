@@ -33,7 +33,7 @@ FaultKind = Literal["raised", "invalid", "row"]
 _FAULTS: dict[FaultKind, type[EnvironmentFault]] = {"raised": StepRaised, "invalid": StepInvalid, "row": RowFault}
 
 
-class Garbled(ValueError):
+class InvalidMessage(ValueError):
     """Received data that is not a valid message; the sender must not be used any more."""
 
 
@@ -122,11 +122,11 @@ def length(header: bytes) -> int:
     """Size of the message that a header announces.
 
     Raises:
-        Garbled: It exceeds MAX_MESSAGE.
+        InvalidMessage: It exceeds MAX_MESSAGE.
     """
     (size,) = HEADER.unpack(header)
     if size > MAX_MESSAGE:
-        raise Garbled(f"it announced a message of {size} bytes")
+        raise InvalidMessage(f"it announced a message of {size} bytes")
     return int(size)
 
 
@@ -177,17 +177,17 @@ def decode_answer(data: bytes, size: int) -> Outcomes:
         size: Number of trajectories that were stepped.
 
     Raises:
-        Garbled: It is not a valid answer to the step.
+        InvalidMessage: It is not a valid answer to the step.
         EnvironmentFault: The whole step failed.
     """
     try:
         answer = _answers.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Garbled(f"its answer is invalid: {error}") from error
+        raise InvalidMessage(f"its answer is invalid: {error}") from error
     if isinstance(answer, Fault):
         raise _fault(answer)
     if len(answer.outcomes) != size:
-        raise Garbled(f"its answer has {len(answer.outcomes)} outcomes for {size} trajectories")
+        raise InvalidMessage(f"its answer has {len(answer.outcomes)} outcomes for {size} trajectories")
     return Outcomes([_received(item) for item in answer.outcomes], answered=answer.answered)
 
 
@@ -195,7 +195,7 @@ def decode_rows(data: bytes) -> list[Any]:
     """Some rows; empty at the end.
 
     Raises:
-        Garbled: They are not valid rows.
+        InvalidMessage: They are not valid rows.
         EnvironmentFault: The generation of rows failed.
     """
     try:
@@ -203,7 +203,7 @@ def decode_rows(data: bytes) -> list[Any]:
         if isinstance(answer, Rows):
             return [parse(row, "a row") for row in answer.rows]
     except (msgspec.DecodeError, UnicodeDecodeError, NotPlain) as error:
-        raise Garbled(f"its answer is invalid: {error}") from error
+        raise InvalidMessage(f"its answer is invalid: {error}") from error
     raise _fault(answer)
 
 

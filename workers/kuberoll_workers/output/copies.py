@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kuberoll_workers.data.record import encode_line
-from kuberoll_workers.output.records import DROPPED, FAILURES, shard_once
+from kuberoll_workers.output.records import DROPPED, FAILURES, counted_lines
 from kuberoll_workers.output.storage import StorageError, open_storage
 
 CHUNK_BYTES: Final = 256 << 10
@@ -141,7 +141,7 @@ class Copies:
         Raises:
             RecordError: The shard's Parquet file is invalid.
         """
-        for line in shard_once(open_storage(self.location), shard):
+        for line in counted_lines(open_storage(self.location), shard):
             yield encode_line(line.record) if line.line is None else line.line
 
     def _entries(self, folder: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 from kuberoll_workers.data.record import AnyRecord, encode_line
 
 
-class Observes(Protocol):
+class WriteObserver(Protocol):
     """Receives the duration of each write in seconds, or its failure."""
 
     def observe(self, amount: float) -> None: ...
@@ -65,11 +65,11 @@ class Journal(Protocol):
 class BatchJournal(abc.ABC):
     """Writes the records that arrived in the meantime as one batch. A failed write fails all waiting records."""
 
-    def __init__(self, where: str, *, seconds: Observes) -> None:
+    def __init__(self, where: str, *, seconds: WriteObserver) -> None:
         """
         Args:
             where: Name of the journal for errors.
-            seconds: Observes the wall seconds of each write.
+            seconds: WriteObserver the wall seconds of each write.
         """
         self._where = where
         self._seconds = seconds
@@ -164,11 +164,11 @@ class FileJournal(BatchJournal):
     not the run slower.
     """
 
-    def __init__(self, path: Path, *, seconds: Observes, sync: bool = True) -> None:
+    def __init__(self, path: Path, *, seconds: WriteObserver, sync: bool = True) -> None:
         """Repair an existing file; a new one is created by the first record.
 
         Args:
-            seconds: Observes the wall seconds of each write and sync.
+            seconds: WriteObserver the wall seconds of each write and sync.
             sync: Wait for the disk. Without it a record survives its process, but not a crash of the machine.
         """
         super().__init__(str(path), seconds=seconds)

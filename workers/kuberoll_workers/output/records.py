@@ -21,7 +21,7 @@ from kuberoll_workers.data.record import (
 from kuberoll_workers.output.parquet import read_keys, read_parquet, write_parquet
 from kuberoll_workers.output.precedence import Precedence
 from kuberoll_workers.output.storage import Storage
-from kuberoll_workers.output.unreadable import file_of, set_aside
+from kuberoll_workers.output.unreadable import file_of, warn_unreadable
 
 FAILURES = "failures"
 DROPPED = "dropped"
@@ -70,7 +70,7 @@ def shard_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
             yield ShardLine(where, found, line)
 
 
-def shard_once(storage: Storage, shard: str) -> Iterator[ShardLine]:
+def counted_lines(storage: Storage, shard: str) -> Iterator[ShardLine]:
     """`shard_lines` without lines that do not count because another line of the same trajectory in the shard does."""
     counts = Precedence(keys(storage, shard), lambda: trajectories(storage, shard)).selector()
     return (line for line in shard_lines(storage, shard) if counts(line.record))
@@ -110,8 +110,8 @@ def dropped(storage: Storage) -> Iterator[DroppedRecord]:
     return _readable(storage, DROPPED, DroppedRecord)
 
 
-_lost = functools.partial(set_aside, trajectory=True)
-_left_out = functools.partial(set_aside, trajectory=False)
+_lost = functools.partial(warn_unreadable, trajectory=True)
+_left_out = functools.partial(warn_unreadable, trajectory=False)
 
 
 def _readable(storage: Storage, name: str, kind: type[_Record]) -> Iterator[_Record]:
@@ -139,7 +139,7 @@ def to_parquet(storage: Storage, shard: str) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
         made = Path(directory) / f"{shard}.parquet"
-        write_parquet(made, (line.record for line in shard_once(storage, shard)))
+        write_parquet(made, (line.record for line in counted_lines(storage, shard)))
         storage.upload(made.name, made)
     _keep_unreadable(storage, shard)
     storage.remove_journal(shard)

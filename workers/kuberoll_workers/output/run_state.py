@@ -15,7 +15,7 @@ from kuberoll_workers.data.record import (
     TrajectoryRecord,
 )
 from kuberoll_workers.output import records
-from kuberoll_workers.output.keys import KeySet
+from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.trajectories import Trajectories
 from kuberoll_workers.output.turn_log import TurnLog
@@ -23,7 +23,7 @@ from kuberoll_workers.output.turn_log import TurnLog
 _ELSEWHERE = "the line belongs to another run; move the file away and resume, or choose another --output"
 
 
-def goes_on(failure: FailureRecord) -> bool:
+def resumes_from_turns(failure: FailureRecord) -> bool:
     """True if a retry of a failed trajectory continues after its last complete turn.
 
     If the infrastructure or another sample of its group failed, its turns are valid. A failure of an environment, a row
@@ -103,7 +103,7 @@ def read_state(
     useless: set[TrajectoryKey] = set()
     for failure in records.failures(storage):
         state.attempts[failure.key] = max(failure.attempt + 1, state.attempts.get(failure.key, 0))
-        if not goes_on(failure):
+        if not resumes_from_turns(failure):
             useless.add(failure.key)
     for log in logs.values():
         log.ended(key for key in log.trajectories() if key in useless or key in state.stored or key in state.filtered)

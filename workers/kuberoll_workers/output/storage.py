@@ -25,13 +25,13 @@ from typing import Any, Protocol
 from kuberoll_workers.output.journal import (
     FileJournal,
     Journal,
-    Observes,
+    WriteObserver,
     remove_partials,
     whole_lines,
     write_atomically,
     write_chunks_atomically,
 )
-from kuberoll_workers.output.parts import PartJournal, PartLimits
+from kuberoll_workers.output.part_journal import PartJournal, PartLimits
 
 _LOCK = ".lock"
 _SHARD_LOCKS = ".shards.lock"
@@ -54,13 +54,13 @@ class Storage(Protocol):
 
     location: str
 
-    def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
+    def journal(self, name: str, *, owner: str, seconds: WriteObserver, shared: bool = False) -> Journal:
         """Open a journal for appending.
 
         Args:
             owner: Name of the writer, unique among the writers of the journal.
             shared: True if others may write to it, too.
-            seconds: Observes the wall seconds of each write.
+            seconds: WriteObserver the wall seconds of each write.
         """
         ...
 
@@ -152,7 +152,7 @@ class DirectoryStorage:
         self._lock: int | None = None
         self._shard_locks: int | None = None
 
-    def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
+    def journal(self, name: str, *, owner: str, seconds: WriteObserver, shared: bool = False) -> Journal:
         if not shared:
             return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
         # One file for each writer: network file systems interleave the lines of several writers, and a new writer cuts
@@ -305,7 +305,7 @@ class ObjectStorage:
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def journal(self, name: str, *, owner: str, seconds: Observes, shared: bool = False) -> Journal:
+    def journal(self, name: str, *, owner: str, seconds: WriteObserver, shared: bool = False) -> Journal:
         del shared  # every writer has its own parts
         return PartJournal(self._fs, f"{self._root}/{name}", owner=owner, seconds=seconds, limits=self._parts)
 

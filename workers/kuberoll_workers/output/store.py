@@ -14,12 +14,12 @@ from kuberoll_workers.data.record import (
     TrajectoryRecord,
     TurnRecord,
     Unstorable,
-    failure_instead,
+    failure_to_store,
 )
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.output import records
-from kuberoll_workers.output.journal import Journal, Observes
-from kuberoll_workers.output.run_state import RunState, goes_on, read_state
+from kuberoll_workers.output.journal import Journal, WriteObserver
+from kuberoll_workers.output.run_state import RunState, read_state, resumes_from_turns
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.turn_log import TurnLog
 
@@ -40,7 +40,7 @@ class ResultStore:
         shard_count: int,
         repeats: Mapping[str, int],
         turns: Path | None,
-        seconds: Observes,
+        seconds: WriteObserver,
         stored: Callable[[Result], None],
         tasks: int | None = None,
         rollouts: int | None = None,
@@ -51,7 +51,7 @@ class ResultStore:
         Args:
             repeats: Samples of a whole group, by environment.
             turns: Directory of the turn log; None if turns are not journaled.
-            seconds: Observes the wall seconds of each write.
+            seconds: WriteObserver the wall seconds of each write.
             stored: Called with each result when it is durable.
             tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
             pending_bytes: Maximum number of bytes that wait to be written before `result` blocks.
@@ -102,7 +102,7 @@ class ResultStore:
             written, size = self._journal_of(result).add(result)
         except Unstorable as error:
             # Only this trajectory fails, not the worker.
-            result = failure_instead(result, error)
+            result = failure_to_store(result, error)
             written, size = self._journal_of(result).add(result)
         self._pending += size
         written.add_done_callback(functools.partial(self._done, result=result, size=size))
@@ -120,7 +120,7 @@ class ResultStore:
         self._pending -= size
         if written.cancelled() or written.exception() is not None:
             return
-        if self.logs and not (isinstance(result, FailureRecord) and goes_on(result)):
+        if self.logs and not (isinstance(result, FailureRecord) and resumes_from_turns(result)):
             self.logs[shard_of(result.task_index, self._shard_count)].ended((result.key,))
         self._stored(result)
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.output import records
-from kuberoll_workers.output.keys import KeySet
+from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.precedence import EndedRecord, Precedence
 from kuberoll_workers.output.storage import Storage
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kuberoll_workers.data.record import Partial, RecordError, TrajectoryKey, TurnRecord, decode_line
-from kuberoll_workers.output.journal import FileJournal, Observes, whole_lines
+from kuberoll_workers.output.journal import FileJournal, WriteObserver, whole_lines
 
 DIRECTORY = "turns"
 
@@ -37,12 +37,14 @@ class _Segment:
 class TurnLog:
     """Turn log of one shard."""
 
-    def __init__(self, output: Path, shard: int, *, seconds: Observes, segment_bytes: int = _SEGMENT_BYTES) -> None:
+    def __init__(
+        self, output: Path, shard: int, *, seconds: WriteObserver, segment_bytes: int = _SEGMENT_BYTES
+    ) -> None:
         """Read the existing log. Invalid lines are skipped with a warning: they can only cost work, never a result.
 
         Args:
             output: The run's directory.
-            seconds: Observes the wall seconds of each write.
+            seconds: WriteObserver the wall seconds of each write.
         """
         self._directory = output / DIRECTORY
         self._shard = shard

@@ -17,7 +17,7 @@ def file_of(shard: str) -> str:
     return f"unreadable-{shard.removeprefix('shard-')}.jsonl"
 
 
-def set_aside(error: RecordError, *, trajectory: bool) -> None:
+def warn_unreadable(error: RecordError, *, trajectory: bool) -> None:
     """Warn about an unreadable line, once even if the file is read repeatedly, and for at most a hundred lines.
 
     Args:

@@ -15,9 +15,9 @@ from kuberoll_workers.environments.isolation import (
     InlineExecutor,
     Logs,
     StepExecutor,
-    copies,
+    copy_states,
     is_cancelled,
-    timed_out,
+    timeout_message,
 )
 from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepTimedOut, fault_of, split_return
 
@@ -54,7 +54,7 @@ class ActorExecutor:
                 f"stepTimeoutSeconds ({self._timeout:g} s), and is not called again until one of them ends"
             )
         try:
-            answer = self._environment.step.remote(logs, copies(metadata, self._any_metadata))
+            answer = self._environment.step.remote(logs, copy_states(metadata, self._any_metadata))
         except Exception as error:
             raise _fault(error) from error
         pending = _pending(answer)
@@ -79,7 +79,7 @@ class ActorExecutor:
             if not timeout.expired():
                 raise _fault(error) from error
             self._abandon(answer, pending)
-            raise StepTimedOut(timed_out(self._timeout)) from error
+            raise StepTimedOut(timeout_message(self._timeout)) from error
 
     async def close(self) -> None:
         # The actor is its owner's to end.

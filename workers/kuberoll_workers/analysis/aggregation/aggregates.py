@@ -15,7 +15,7 @@ import orjson
 from kuberoll_workers.analysis.aggregation.columns import MakeEnvironment, own_metrics, plain_metric
 from kuberoll_workers.analysis.aggregation.environments import (
     EnvironmentSummary,
-    Group,
+    GroupSize,
     Tasks,
     summarize,
     task_rows,
@@ -186,7 +186,7 @@ def aggregate(
     )
 
 
-def _tasks(frame: Frame | None, failures: Mapping[TrajectoryKey, Failure], group: Group | None) -> Tasks:
+def _tasks(frame: Frame | None, failures: Mapping[TrajectoryKey, Failure], group: GroupSize | None) -> Tasks:
     return Tasks(
         _empty() if frame is None else frame,
         np.array([key.task_index for key in failures], dtype=np.int64),
@@ -211,9 +211,9 @@ def _environment_count(manifest: RunManifest) -> int:
     return sum(key.startswith("environments[") and key.endswith("].name") for key in manifest.identity)
 
 
-def _groups(manifest: RunManifest | None) -> dict[str, Group]:
-    """Group sizes by environment, from the manifest; empty without one."""
-    groups: dict[str, Group] = {}
+def _groups(manifest: RunManifest | None) -> dict[str, GroupSize]:
+    """GroupSize sizes by environment, from the manifest; empty without one."""
+    groups: dict[str, GroupSize] = {}
     if manifest is None:
         return groups
     identity = manifest.identity
@@ -222,7 +222,7 @@ def _groups(manifest: RunManifest | None) -> dict[str, Group]:
         repeats = identity.get("dataset.repeats") if own is None else own
         if repeats is not None:
             oversample = identity.get("rollout.groups.oversample") or 0
-            groups[name] = Group(repeats=repeats, begun=repeats + oversample)
+            groups[name] = GroupSize(repeats=repeats, begun=repeats + oversample)
     return groups
 
 

@@ -34,7 +34,7 @@ _STORED: Mapping[str, Callable[[TrajectoryRecord], Any]] = {
     "idx": lambda record: record.idx,
     "answer": lambda record: record.answer,
 }
-_AT_HAND: Mapping[str, Callable[[str, Contents, Frame], list[Any]]] = {
+_COMPUTED: Mapping[str, Callable[[str, Contents, Frame], list[Any]]] = {
     "task_name": lambda name, _, frame: [name] * len(frame.tasks),
     "task_index": lambda _, __, frame: frame.tasks.tolist(),
     "rollout_index": lambda _, __, frame: frame.rollouts.tolist(),
@@ -72,7 +72,7 @@ class _Reader:
         for name, frame in frames.items():
             places[name][frame.ordinals] = np.arange(len(frame.ordinals))
         read = _STORED[column]
-        for ordinal, record in self.contents.again():
+        for ordinal, record in self.contents.reread():
             if record.task_name in found and (place := places[record.task_name][ordinal]) >= 0:
                 found[record.task_name][place] = read(record)
         return found
@@ -84,7 +84,7 @@ class Columns(MutableMapping[str, Any]):
     def __init__(self, reader: _Reader, environment: str) -> None:
         self._reader = reader
         self._environment = environment
-        self._columns: dict[str, Any] = dict.fromkeys([*_STORED, *_AT_HAND])
+        self._columns: dict[str, Any] = dict.fromkeys([*_STORED, *_COMPUTED])
         self._unread = set(self._columns)
 
     def __getitem__(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class Columns(MutableMapping[str, Any]):
             if name in _STORED:
                 column = self._reader.take(name, self._environment)
             else:
-                column = _AT_HAND[name](self._environment, contents, contents.frames[self._environment])
+                column = _COMPUTED[name](self._environment, contents, contents.frames[self._environment])
             self._columns[name] = column
             self._unread.discard(name)
         return self._columns[name]
@@ -137,32 +137,32 @@ def own_metrics(
             made[name] = environment
     reader = _Reader(contents, list(made))
     for name, environment in made.items():
-        found[name] = _said(environment, Columns(reader, name), seconds)
+        found[name] = _hook_metrics(environment, Columns(reader, name), seconds)
         reader.done(name)
     return found
 
 
-def _said(environment: EnvironmentInterface, columns: Columns, seconds: float) -> dict[str, Any]:
+def _hook_metrics(environment: EnvironmentInterface, columns: Columns, seconds: float) -> dict[str, Any]:
     """Metrics of one environment; its code runs in a separate thread, which can neither end nor block the run."""
-    said: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
 
     def ask() -> None:
         try:
-            said.update(environment.global_post_process_and_metrics(columns)[1])
+            metrics.update(environment.global_post_process_and_metrics(columns)[1])
         except SystemExit as error:
-            said["error"] = f"{_HOOK} called sys.exit({error.code!r})"
+            metrics["error"] = f"{_HOOK} called sys.exit({error.code!r})"
         except BaseException as error:
-            said["error"] = f"{_HOOK} raised {type(error).__name__}: {error}"
+            metrics["error"] = f"{_HOOK} raised {type(error).__name__}: {error}"
 
     thread = threading.Thread(target=ask, name="kuberoll-metrics", daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
         return {"error": f"{_HOOK} took longer than {seconds:g} s and was abandoned"}
-    return dict(map(_written, said.items()))
+    return dict(map(_json_metric, metrics.items()))
 
 
-def _written(item: tuple[Any, Any]) -> tuple[str, Any]:
+def _json_metric(item: tuple[Any, Any]) -> tuple[str, Any]:
     """A metric in a form that JSON can represent."""
     key, value = item
     name = key if isinstance(key, str) else str(key)

@@ -32,7 +32,7 @@ _MOST_CAUSES = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class GroupSize:
     """Size of prompt groups: `begun` samples are started, and `repeats` are kept."""
 
     repeats: int
@@ -117,15 +117,15 @@ class EnvironmentSummary:
     def as_json(self) -> dict[str, Any]:
         """Form in which it is stored."""
         by_count = sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))
-        told = by_count[:_MOST_CAUSES]
+        shown = by_count[:_MOST_CAUSES]
         return {
             "trajectories": self.trajectories,
             "tasks": self.tasks,
             "expected": self.expected,
             "missing": self.missing,
             "failed": self.failed,
-            "failures": dict(told),
-            "failures_of_other_causes": self.failed - sum(count for _, count in told),
+            "failures": dict(shown),
+            "failures_of_other_causes": self.failed - sum(count for _, count in shown),
             "dropped": dict(sorted(self.dropped.items())),
             "stop_reasons": dict(sorted(self.stop_reasons.items())),
             "totals": {
@@ -154,7 +154,7 @@ class EnvironmentSummary:
 class Tasks:
     """Tasks of an environment: those with trajectories that finished or failed permanently."""
 
-    def __init__(self, frame: Frame, failed: Integers, failed_rollouts: Integers, group: Group | None) -> None:
+    def __init__(self, frame: Frame, failed: Integers, failed_rollouts: Integers, group: GroupSize | None) -> None:
         """Number the tasks by their index.
 
         Args:

@@ -56,7 +56,7 @@ class Contents:
     _table: Table
     _trajectories: Trajectories
 
-    def again(self) -> Iterator[tuple[int, TrajectoryRecord]]:
+    def reread(self) -> Iterator[tuple[int, TrajectoryRecord]]:
         """Read the finished trajectories again, with their ordinals in the frames.
 
         Raises:

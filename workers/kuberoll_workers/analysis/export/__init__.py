@@ -1,1 +1,1 @@
-"""Trajectories as trainers read them."""
+"""Export of trajectories to trainers' formats."""

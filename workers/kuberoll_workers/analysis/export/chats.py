@@ -18,9 +18,9 @@ def openai_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 
     Examples in the prompt get `weight` 0, so that only the policy's own messages are learned.
     """
-    said = spoken(record)
-    rows = chat(said, known=_OPENAI_ROLES, otherwise=role)
-    for message, row in zip(said, rows, strict=True):
+    spoken_messages = spoken(record)
+    rows = chat(spoken_messages, known=_OPENAI_ROLES, otherwise=role)
+    for message, row in zip(spoken_messages, rows, strict=True):
         if row["role"] == "assistant" and message.turn == PROMPT_TURN:
             row["weight"] = 0
     return {"messages": rows}

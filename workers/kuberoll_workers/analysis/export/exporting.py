@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from kuberoll_workers.analysis.export.formats import Container, EnvironmentRole, ExportError, Format, format_named
-from kuberoll_workers.analysis.export.selection import Chosen, Selection, select
+from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.writers import write_rows
 from kuberoll_workers.output.run_files import RunFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """Result of an export.
 
     Attributes:
         path: The written file.
-        chosen: Numbers of exported and of omitted trajectories.
+        counts: Numbers of exported and of omitted trajectories.
     """
 
     path: Path
-    chosen: Chosen
+    counts: SelectionCounts
 
 
 def export_run(
@@ -35,7 +35,7 @@ def export_run(
     selection: Selection | None = None,
     role: EnvironmentRole = "user",
     force: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write a run's trajectories in a trainer's format. Memory: one row group, and about 100 bytes per trajectory.
 
     Args:
@@ -51,16 +51,16 @@ def export_run(
     selection = selection or Selection()
     form = format_named(to, role)
     path, container = target(form, output, name=run_name(files))
-    chosen = Chosen()
+    counts = SelectionCounts()
 
     def rows() -> Iterator[dict[str, Any]]:
-        for record in select(files.read().finished, selection, chosen):
+        for record in select(files.read().finished, selection, counts):
             yield form.row(record, role)
 
     schema = form.schema() if form.schema is not None else None
     if not write_rows(path, rows(), container=container, schema=schema, force=force):
-        raise ExportError(f"{files.location}: {_nothing(selection, chosen)}")
-    return Exported(path=path, chosen=chosen)
+        raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
+    return ExportResult(path=path, counts=counts)
 
 
 def run_name(files: RunFiles) -> str:
@@ -88,10 +88,10 @@ def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Conta
     raise ExportError(f"--output {output}: {form.name} comes in files that end in {endings}")
 
 
-def _nothing(selection: Selection, chosen: Chosen) -> str:
-    unknown = sorted(selection.environments - chosen.environments)
-    if unknown and chosen.environments:
-        there = ", ".join(sorted(chosen.environments))
+def _nothing(selection: Selection, counts: SelectionCounts) -> str:
+    unknown = sorted(selection.environments - counts.environments)
+    if unknown and counts.environments:
+        there = ", ".join(sorted(counts.environments))
         return f"no trajectory belongs to the environment {', '.join(unknown)}; the run has {there}"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(chosen.left_out.items()))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.left_out.items()))
     return f"no trajectory is selected ({reasons or 'there are none'}); nothing was written"

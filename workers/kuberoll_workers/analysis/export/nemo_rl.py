@@ -18,7 +18,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     `message_log` is complete, with the environment's own role and its last observation; `messages` ends with the last
     response, which the loader of chat data requires.
     """
-    said = spoken(record)
+    messages = spoken(record)
     return {
         "message_log": [_log_message(message) for message in record.messages],
         "total_reward": record.total_reward,
@@ -32,8 +32,8 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "rollout_index": record.rollout_index,
         # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.
         "extra_env_info": orjson.dumps(record.metadata).decode(),
-        "messages": chat(said, known=CHAT_ROLES, otherwise=role),
-        "message_loss_mask": [int(is_response(message)) for message in said],
+        "messages": chat(messages, known=CHAT_ROLES, otherwise=role),
+        "message_loss_mask": [int(is_response(message)) for message in messages],
     }
 
 

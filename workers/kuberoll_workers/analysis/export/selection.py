@@ -32,35 +32,35 @@ class Selection:
 
 
 @dataclass(slots=True)
-class Chosen:
+class SelectionCounts:
     """Number of selected trajectories, and of those that were left out, by reason."""
 
-    taken: int = 0
+    selected: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     environments: set[str] = field(default_factory=set)
 
 
 def select(
-    read: Callable[[], Iterable[TrajectoryRecord]], selection: Selection, chosen: Chosen
+    read: Callable[[], Iterable[TrajectoryRecord]], selection: Selection, counts: SelectionCounts
 ) -> Iterator[TrajectoryRecord]:
     """Selected trajectories in their stored order; streamed.
 
     Args:
         read: Reads all trajectories from the start; called twice with `best_of_group`.
-        chosen: Counts, which are updated.
+        counts: Counts, which are updated.
     """
     best = _best_of_groups(read(), selection) if selection.best_of_group else None
     for record in read():
-        if chosen.taken == selection.limit:
+        if counts.selected == selection.limit:
             return
-        chosen.environments.add(record.task_name)
+        counts.environments.add(record.task_name)
         reason = _reason_against(record, selection)
         if reason is None and best is not None and best[record.task_index] != record.key:
             reason = "not the best of its group"
         if reason is not None:
-            chosen.left_out[reason] += 1
+            counts.left_out[reason] += 1
             continue
-        chosen.taken += 1
+        counts.selected += 1
         yield record
 
 

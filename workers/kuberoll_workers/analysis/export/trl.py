@@ -19,9 +19,9 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     SFTTrainer accepts `input_ids` with `assistant_masks` as tokenized data; a `rollout_func` of GRPOTrainer returns
     `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`.
     """
-    said = spoken(record)
-    prompt = [message for message in said if message.turn == PROMPT_TURN]
-    completion = [message for message in said if message.turn > PROMPT_TURN]
+    messages = spoken(record)
+    prompt = [message for message in messages if message.turn == PROMPT_TURN]
+    completion = [message for message in messages if message.turn > PROMPT_TURN]
     tokens = token_view(record)
     return {
         "prompt": chat(prompt, known=CHAT_ROLES, otherwise=role),

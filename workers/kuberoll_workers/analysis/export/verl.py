@@ -20,12 +20,12 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 
     The columns from `prompt_ids` to `num_turns` are those of verl's `AgentLoopOutput`.
     """
-    said = chat(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
+    chat_messages = chat(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
     prompt = sum(message.turn == PROMPT_TURN for message in record_messages)
     tokens = token_view(record)
     return {
         "data_source": record.task_name,
-        "prompt": said[:prompt],
+        "prompt": chat_messages[:prompt],
         "ability": record.task_name,
         "reward_model": {"style": "rule", "ground_truth": ground_truth(record.metadata)},
         "extra_info": {
@@ -38,13 +38,13 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
             "idx": orjson.dumps(record.idx).decode(),
             "metadata": orjson.dumps(record.metadata).decode(),
         },
-        "messages": said,
+        "messages": chat_messages,
         "prompt_ids": tokens.prompt_ids,
         "response_ids": tokens.completion_ids,
         "response_mask": tokens.mask,
         "response_logprobs": tokens.logprobs,
         "reward_score": record.total_reward,
-        "num_turns": len(said),
+        "num_turns": len(chat_messages),
     }
 
 

@@ -1,1 +1,1 @@
-"""Looking at a run: every trajectory once, numbers over all of them, and one page of HTML that shows both."""
+"""Report of a run: numbers of all trajectories, and their texts, in one HTML page."""

@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
-from kuberoll_workers.analysis.report.browsed import Browsed, BrowsedSample
 from kuberoll_workers.analysis.report.numbers import run_numbers
 from kuberoll_workers.analysis.report.text import one_line
+from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory, TrajectorySample
 from kuberoll_workers.output.run_directory import RunManifest
 
 _MOST_SETTINGS = 300
@@ -30,11 +30,11 @@ class ReportData:
 
     head: dict[str, Any]
     numbers: dict[str, Any]
-    browsed: Sequence[Browsed]
+    browsed: Sequence[ReadableTrajectory]
     offered: int
 
 
-def report_data(aggregates: Aggregates, sample: BrowsedSample, *, location: str) -> ReportData:
+def report_data(aggregates: Aggregates, sample: TrajectorySample, *, location: str) -> ReportData:
     """Compute the content of a report.
 
     Args:

@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
-from kuberoll_workers.analysis.report.browsed import Browsed
 from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.row import OUTCOMES
+from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory
 
 _SCRIPTS = ("format.js", "charts.js", "trajectories.js", "detail.js", "browser.js", "report.js")
 _CHUNK = 64
@@ -70,7 +70,7 @@ def _packed(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, mtime=0)).decode()
 
 
-def _index(browsed: Sequence[Browsed]) -> dict[str, Any]:
+def _index(browsed: Sequence[ReadableTrajectory]) -> dict[str, Any]:
     """Rows by column, which compresses well; repeated strings are numbers into a list."""
     environments = sorted({item.row.environment for item in browsed})
     numbers = {name: number for number, name in enumerate(environments)}
@@ -96,7 +96,7 @@ def _seconds(*parts: float | None) -> float | None:
     return round(sum(known), 6) if known else None
 
 
-def _chunks(browsed: Sequence[Browsed]) -> tuple[list[str], list[int]]:
+def _chunks(browsed: Sequence[ReadableTrajectory]) -> tuple[list[str], list[int]]:
     """Texts in chunks that a browser opens one at a time, and the number of each chunk's first trajectory."""
     chunks: list[str] = []
     starts: list[int] = []
@@ -106,7 +106,7 @@ def _chunks(browsed: Sequence[Browsed]) -> tuple[list[str], list[int]]:
     return chunks, starts
 
 
-def _batches(browsed: Sequence[Browsed]) -> Iterator[tuple[int, list[bytes]]]:
+def _batches(browsed: Sequence[ReadableTrajectory]) -> Iterator[tuple[int, list[bytes]]]:
     texts: list[bytes] = []
     size = 0
     for number, item in enumerate(browsed):

@@ -15,7 +15,7 @@ OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrajectoryRow:
     """Table row of a trajectory.
 
     Attributes:
@@ -46,8 +46,8 @@ class Row:
         return self.prompt_tokens + self.generated_tokens + self.environment_tokens
 
 
-def row_of(record: EndedRecord) -> Row:
-    """Row of a trajectory."""
+def row_of(record: EndedRecord) -> TrajectoryRow:
+    """TrajectoryRow of a trajectory."""
     if isinstance(record, FailureRecord):
         return _failed(record)
     generation = environment = None
@@ -56,7 +56,7 @@ def row_of(record: EndedRecord) -> Row:
         generation, environment = sum(record.timing.generation_seconds), sum(record.timing.environment_seconds)
     else:
         outcome = record.reason
-    return Row(
+    return TrajectoryRow(
         key=record.key,
         environment=record.task_name,
         outcome=outcome,
@@ -70,7 +70,7 @@ def row_of(record: EndedRecord) -> Row:
     )
 
 
-def _failed(record: FailureRecord) -> Row:
+def _failed(record: FailureRecord) -> TrajectoryRow:
     prompt = generated = environment = 0
     for message in record.messages:
         if message.turn == 0:
@@ -79,7 +79,7 @@ def _failed(record: FailureRecord) -> Row:
             generated += len(message.token_ids)
         else:
             environment += len(message.token_ids)
-    return Row(
+    return TrajectoryRow(
         key=record.key,
         environment=record.task_name,
         outcome="failed",

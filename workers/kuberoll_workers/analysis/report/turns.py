@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kuberoll_workers.analysis.report.row import Row
+from kuberoll_workers.analysis.report.row import TrajectoryRow
 from kuberoll_workers.analysis.report.text import one_line, visible
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
@@ -22,7 +22,7 @@ _OUTCOMES = {"failed": "red", "truncated": "yellow", "max_turns": "yellow", "ove
 _CAUSE = 100
 
 
-def trajectory_table(rows: Sequence[Row]) -> Table:
+def trajectory_table(rows: Sequence[TrajectoryRow]) -> Table:
     """Table with a row for each trajectory; with causes if any failed."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("task", "rollout"):
@@ -48,11 +48,11 @@ def trajectory_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cause(row: Row) -> str:
+def _cause(row: TrajectoryRow) -> str:
     return "" if row.cause is None else one_line("{} ({}): {}".format(*row.cause), _CAUSE)
 
 
-def print_trajectory(record: EndedRecord, row: Row, console: Console) -> None:
+def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) -> None:
     """Print one trajectory: its results, its prompt, then each turn with reward and seconds."""
     title = Text(f"task {row.key.task_index}, rollout {row.key.rollout_index}", style="bold")
     title.append(f"  {one_line(row.environment, 60)}", style="not bold")
@@ -69,7 +69,7 @@ def print_trajectory(record: EndedRecord, row: Row, console: Console) -> None:
         _print_text(visible(record.cause), console)
 
 
-def _print_facts(record: EndedRecord, row: Row, console: Console) -> None:
+def _print_facts(record: EndedRecord, row: TrajectoryRow, console: Console) -> None:
     facts = {
         "reward": _number(row.reward),
         "stop reason": row.outcome,

@@ -1,1 +1,1 @@
-"""The `math` environment: answers that are read, compared and scored."""
+"""The `math` environment: extraction, comparison and grading of answers."""

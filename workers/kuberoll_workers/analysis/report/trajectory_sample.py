@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from kuberoll_workers.analysis.report.row import Row, row_of
+from kuberoll_workers.analysis.report.row import TrajectoryRow, row_of
 from kuberoll_workers.analysis.report.sample import EvenSample
 from kuberoll_workers.analysis.report.text import cut, one_line, visible
 from kuberoll_workers.data.messages import Message
@@ -29,14 +29,14 @@ _MOST_TURNS = 1_000
 _SHORT = 2_000
 
 
-class Browsed(NamedTuple):
+class ReadableTrajectory(NamedTuple):
     """A trajectory in a report: its row, and its text as compressed JSON."""
 
-    row: Row
+    row: TrajectoryRow
     text: bytes
 
 
-class BrowsedSample:
+class TrajectorySample:
     """Sample of a run's trajectories for a report.
 
     It has all trajectories if there are at most 10,000 and their text is small enough. Otherwise it has all failures (a
@@ -47,7 +47,7 @@ class BrowsedSample:
         self._most = most
         self._most_bytes = most_bytes
 
-        def sample(number: int) -> EvenSample[Browsed]:
+        def sample(number: int) -> EvenSample[ReadableTrajectory]:
             return EvenSample(number, most_bytes=most_bytes, size=lambda item: len(item.text))
 
         self._finished = sample(most)
@@ -60,13 +60,13 @@ class BrowsedSample:
             sample = self._failed
         else:
             sample = self._finished if isinstance(record, TrajectoryRecord) else self._dropped
-        sample.offer(lambda: Browsed(row_of(record), zlib.compress(orjson.dumps(readable(record)))))
+        sample.offer(lambda: ReadableTrajectory(row_of(record), zlib.compress(orjson.dumps(readable(record)))))
 
     @property
     def offered(self) -> int:
         return self._finished.offered + self._failed.offered + self._dropped.offered
 
-    def items(self) -> list[Browsed]:
+    def items(self) -> list[ReadableTrajectory]:
         """The sample: finished, failed, then dropped trajectories, each in the order in which they ended."""
         failed = self._failed.items(self._most, self._most_bytes // 4)
         dropped = self._dropped.items(self._most - len(failed), self._most_bytes // 8)

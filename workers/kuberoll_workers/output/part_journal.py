@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kuberoll_workers.data.record import AnyRecord
-from kuberoll_workers.output.journal import BatchJournal, Observes
+from kuberoll_workers.output.journal import BatchJournal, WriteObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class PartLimits:
 class PartJournal(BatchJournal):
     """Adds parts to a folder; existing parts are never changed."""
 
-    def __init__(self, filesystem: Any, folder: str, *, owner: str, seconds: Observes, limits: PartLimits) -> None:
+    def __init__(self, filesystem: Any, folder: str, *, owner: str, seconds: WriteObserver, limits: PartLimits) -> None:
         """Names of new parts start with `owner`, which must be unique among writers."""
         super().__init__(folder, seconds=seconds)
         self._fs = filesystem
