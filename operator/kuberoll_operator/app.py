@@ -33,7 +33,7 @@ DRAIN_SECONDS = 20.0
 """Time that running reconciles have to finish when the operator stops; less than its pod's grace period."""
 
 RESTART = -1
-"""Result of `Operator.run` when the kinds that the cluster serves have changed: a new Operator is to be started."""
+"""Result of `Operator.run` when the kinds that the cluster serves have changed: start a new Operator."""
 
 _log = logging.getLogger(__name__)
 

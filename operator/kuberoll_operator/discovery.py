@@ -22,7 +22,7 @@ OPTIONAL: Final[Mapping[str, Resource]] = {
     "kueue": WORKLOADS,
     "leader_worker_set": LEADER_WORKER_SETS,
 }
-"""Kinds that are used if the cluster serves them, by the setting that says whether it does."""
+"""Kinds that are used if the cluster serves them, by the setting that tells if it does."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def served_kinds(
             try:
                 found[name] = await client.serves(OPTIONAL[name])
             except ApiError as error:
-                _log.warning("cannot tell yet whether %s are served: %s", OPTIONAL[name].plural, error)
+                _log.warning("cannot tell yet if %s are served: %s", OPTIONAL[name].plural, error)
                 await asyncio.sleep(retry_seconds)
     return found
 

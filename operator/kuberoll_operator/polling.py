@@ -80,7 +80,7 @@ class ReportPoller:
         port: Progress port of worker pods.
         weights_port: Status port of generation pods.
         token: Bearer token for the policy of the job with this uid.
-        sleep: Waits for so many seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(

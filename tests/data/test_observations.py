@@ -275,7 +275,7 @@ def test_a_content_that_changes_earlier_messages_is_refused_alone() -> None:
     template = CHAT.replace("{% for m in messages %}", answers).replace("{% endfor %}", "{% endif %}{% endfor %}")
     rendered = ChatTemplateObservations(templated(template))
     assert rendered.render("user", "even", previous=[], generation_prompt=True)
-    with pytest.raises(ObservationRefused, match="changes the answer"):
+    with pytest.raises(ObservationRefused, match="changes the preceding answer"):
         rendered.render("user", "odd", previous=[], generation_prompt=True)
 
 
@@ -345,8 +345,8 @@ def test_the_tiny_policy_s_own_role_is_kept() -> None:
     [
         (None, "chat_template is not set"),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no special token follows"),
-        (CHAT.replace("m.content", "m.content | upper"), "as it is, once"),
-        (CHAT.replace("m.content }}", "m.content }}{{ m.content }}"), "as it is, once"),
+        (CHAT.replace("m.content", "m.content | upper"), "unchanged and exactly once"),
+        (CHAT.replace("m.content }}", "m.content }}{{ m.content }}"), "unchanged and exactly once"),
         ("{% for m in messages[:-1] %}<|im_end|>{{ m.content }}<|im_end|>{% endfor %}", "drops or rewrites"),
         ("{{ raise_exception('text only') }}", "text only"),
         ("{% for m in messages", "TemplateSyntaxError"),

@@ -143,7 +143,7 @@ def test_a_part_that_shrinks_or_goes_breaks_the_copy(tmp_path: Path) -> None:
     with pytest.raises(CopyBroken, match=r"shard-00000\.jsonl became shorter"):
         list(copies.read(file))
     path.unlink()
-    with pytest.raises(CopyBroken, match=r"shard-00000\.jsonl went away"):
+    with pytest.raises(CopyBroken, match=r"shard-00000\.jsonl was removed"):
         list(copies.read(file))
 
 

@@ -184,8 +184,8 @@ def _failure(status: Mapping[str, Any]) -> PodProblem | None:
 
 def _unfinished(status: Mapping[str, Any]) -> PodProblem | None:
     """Message of the applications that Serve is still deploying; None if there are none."""
-    said = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
-    return PodProblem(Reason.STARTING, redact(_joined(said))) if said else None
+    pending = [item for item in _statements(status) if item[0] not in {"RUNNING", "HEALTHY"} and item[1]]
+    return PodProblem(Reason.STARTING, redact(_joined(pending))) if pending else None
 
 
 def _joined(statements: Sequence[tuple[str, str]]) -> str:

@@ -294,10 +294,10 @@ def _containers(pod: Object) -> list[_Source]:
 def _raise_for(status: int, body: bytes, path: str) -> None:
     """Raise an error, unless it only means that there is no log: the container has not started, or its pod is gone."""
     try:
-        said: Any = json.loads(body)
+        status_body: Any = json.loads(body)
     except ValueError:
-        said = {"message": body[:200].decode(errors="replace")}
-    error: ApiError = error_of(status, said if isinstance(said, dict) else {}, f"get {path}")
+        status_body = {"message": body[:200].decode(errors="replace")}
+    error: ApiError = error_of(status, status_body if isinstance(status_body, dict) else {}, f"get {path}")
     if status not in {400, 404}:
         raise error
 

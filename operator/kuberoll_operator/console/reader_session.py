@@ -126,7 +126,7 @@ class ReaderSession:
         return self._fallback_template()
 
     async def _until_running(self, name: str) -> None:
-        said, last = "", ""
+        noted, last = "", ""
         try:
             async with asyncio.timeout(self._start_seconds):
                 while True:
@@ -139,9 +139,9 @@ class ReaderSession:
                         raise ConsoleError(f"the reader pod has ended: {_end_of(pod)}")
                     problem = diagnose([pod], CONTAINER)
                     last = f"{problem.reason}: {problem.message}" if problem else last
-                    if last and last != said:
+                    if last and last != noted:
                         self._note(f"waiting for the reader pod: {last}")
-                        said = last
+                        noted = last
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             words = last or await self._last_event(name) or "no cause was given"

@@ -104,7 +104,7 @@ def _rescore(
 
     source = RunFiles(run)
     names = _names(job, environments)
-    # An entrypoint's module may lie beside the manifest, or where the command runs.
+    # An entrypoint's module may be next to the manifest, or in the working directory.
     sys.path[:0] = module_directories(base)
     make, protected = environment_source(job), own_places(run, destination)
     rows_of = dataset_source(job, protected=protected)

@@ -90,7 +90,7 @@ class TrajectoryRecord:
 
 @dataclass(slots=True)
 class FailureRecord:
-    """A trajectory that failed permanently: cause, number of attempts, and its turns until then.
+    """A trajectory that failed permanently: cause, number of tries of the failed step, and its turns until then.
 
     Attributes:
         metadata: The episode's state after its last complete turn.

@@ -243,7 +243,7 @@ def _gym_metadata(row: Mapping[str, Any], metadata: Any, where: str) -> Any:
     twice = sorted(key for key in metadata.keys() & rest.keys() if metadata[key] != rest[key])
     if twice:
         raise DatasetError(
-            f"{where}: metadata.{twice[0]}: the row has another {twice[0]} beside its metadata; keep one of the two"
+            f"{where}: metadata.{twice[0]}: the row also has a different {twice[0]} outside its metadata; keep one of the two"
         )
     return {**rest, **metadata}
 
@@ -305,7 +305,7 @@ def _why_refused(key: str) -> str:
         return "the number of samples is the job's dataset.repeats; remove it"
     if key in ("tools", "functions"):
         return "tools are not supported; describe them in the prompt, or remove them"
-    return "not supported: it would change what is sampled; remove it"
+    return "not supported: it would change the sampled tokens; remove it"
 
 
 def _refuse_tools(row: Mapping[str, Any], where: str) -> None:

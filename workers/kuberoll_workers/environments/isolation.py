@@ -21,7 +21,7 @@ Logs = list[list[ChatMessage]]
 EnvironmentFactory = Callable[[], Any]
 
 MAX_ABANDONED_THREADS = 16
-"""Limit of threads that hung steps may block for good: threads cannot be killed."""
+"""Limit of threads that hung steps may block permanently: threads cannot be killed."""
 
 
 class StepExecutor(Protocol):

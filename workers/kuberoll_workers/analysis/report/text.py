@@ -31,7 +31,8 @@ def one_line(text: str, limit: int) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters from the beginning and the end of a text, with a note about the number left out."""
+    """At most `limit` characters from the beginning and the end of a text, with a note about the number of omitted
+    characters."""
     if len(text) <= limit:
         return text
     tail = limit // 4

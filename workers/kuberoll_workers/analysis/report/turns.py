@@ -65,7 +65,7 @@ def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) 
             _print_message(message, console)
     if isinstance(record, FailureRecord):
         console.print()
-        console.print(Text(f"failed: {record.kind} ({record.stage}), after {record.tries} attempts", style="bold red"))
+        console.print(Text(f"failed: {record.kind} ({record.stage}), after {record.tries} tries", style="bold red"))
         _print_text(visible(record.cause), console)
 
 
