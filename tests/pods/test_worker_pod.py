@@ -49,7 +49,7 @@ def job(**spec: Any) -> dict[str, Any]:
     }
 
 
-class RowPosition:
+class Place:
     """Where a run's pods work."""
 
     def __init__(self, directory: Path, endpoint: str, output: str | None = None) -> None:
@@ -101,15 +101,15 @@ class RowPosition:
 
 
 @pytest.fixture
-def place(tmp_path: Path, endpoint: Endpoint) -> RowPosition:
-    return RowPosition(tmp_path, endpoint.url)
+def place(tmp_path: Path, endpoint: Endpoint) -> Place:
+    return Place(tmp_path, endpoint.url)
 
 
 def hold_third_turns(endpoint: Endpoint) -> None:
     endpoint.holds = lambda request: request.request_id.split("-")[3] == "3"
 
 
-async def test_pods_of_two_shards_start_at_once_and_do_the_whole_job(place: RowPosition) -> None:
+async def test_pods_of_two_shards_start_at_once_and_do_the_whole_job(place: Place) -> None:
     async with place.pod(0) as first, place.pod(1) as second:
         assert [await first.end(), await second.end()] == [0, 0], first.log + second.log
         messages = [first.message(), second.message()]
@@ -137,7 +137,7 @@ async def test_pods_of_two_shards_start_at_once_and_do_the_whole_job(place: RowP
         }
 
 
-async def test_a_pod_under_way_answers(place: RowPosition, endpoint: Endpoint) -> None:
+async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None:
     hold_third_turns(endpoint)
     async with place.pod(0) as started:
         await started.until(lambda: len(endpoint.waiting) > 3)
@@ -169,10 +169,8 @@ async def test_a_pod_under_way_answers(place: RowPosition, endpoint: Endpoint) -
     assert lines[0]["level"] == "info"
 
 
-async def test_a_drained_pod_says_so_and_the_next_one_goes_on(
-    place: RowPosition, endpoint: Endpoint, tmp_path: Path
-) -> None:
-    whole = RowPosition(tmp_path / "whole", endpoint.url)
+async def test_a_drained_pod_says_so_and_the_next_one_goes_on(place: Place, endpoint: Endpoint, tmp_path: Path) -> None:
+    whole = Place(tmp_path / "whole", endpoint.url)
     whole.job["spec"]["rollout"]["concurrency"] = place.job["spec"]["rollout"]["concurrency"] = 2
     await whole.finish(0)
     endpoint.holds = lambda request: len(endpoint.requests) > stop_after
@@ -193,7 +191,7 @@ async def test_a_drained_pod_says_so_and_the_next_one_goes_on(
     assert place.contents() == whole.contents()
 
 
-async def test_a_pod_that_cannot_finish_what_is_in_flight_gives_it_up(place: RowPosition, endpoint: Endpoint) -> None:
+async def test_a_pod_that_cannot_finish_what_is_in_flight_gives_it_up(place: Place, endpoint: Endpoint) -> None:
     hold_third_turns(endpoint)
     async with place.pod(0, KUBEROLL_DRAIN_SECONDS="0") as started:
         await started.until(lambda: len(endpoint.waiting) > 3)
@@ -204,7 +202,7 @@ async def test_a_pod_that_cannot_finish_what_is_in_flight_gives_it_up(place: Row
     assert (await place.finish(0))["trajectories"] == 9
 
 
-async def test_a_second_signal_ends_a_drain(place: RowPosition, endpoint: Endpoint) -> None:
+async def test_a_second_signal_ends_a_drain(place: Place, endpoint: Endpoint) -> None:
     hold_third_turns(endpoint)
     async with place.pod(0) as started:
         await started.until(lambda: len(endpoint.waiting) > 3)
@@ -214,7 +212,7 @@ async def test_a_second_signal_ends_a_drain(place: RowPosition, endpoint: Endpoi
         assert await started.end() == 75, started.log
 
 
-async def test_a_killed_pod_is_replaced_by_another(place: RowPosition, endpoint: Endpoint) -> None:
+async def test_a_killed_pod_is_replaced_by_another(place: Place, endpoint: Endpoint) -> None:
     place.turns = place.output
     hold_third_turns(endpoint)
 
@@ -246,7 +244,7 @@ async def test_a_killed_pod_is_replaced_by_another(place: RowPosition, endpoint:
 
 
 async def test_two_pods_on_an_object_store(tmp_path: Path, endpoint: Endpoint, s3: tuple[S3Server, str]) -> None:
-    place = RowPosition(tmp_path, endpoint.url, output=f"{s3[1]}/run")
+    place = Place(tmp_path, endpoint.url, output=f"{s3[1]}/run")
     async with place.pod(0) as first, place.pod(1) as second:
         assert [await first.end(), await second.end()] == [0, 0], first.log + second.log
     assert len(place.contents()) == 18
@@ -255,7 +253,7 @@ async def test_two_pods_on_an_object_store(tmp_path: Path, endpoint: Endpoint, s
     assert (manifest.shards, manifest.inputs["trajectories"]) == (SHARDS, 18)
 
 
-async def test_a_dataset_that_is_mounted(place: RowPosition) -> None:
+async def test_a_dataset_that_is_mounted(place: Place) -> None:
     rows = SlidingPuzzleEnvironment({"size": 2}).generate_dataset(3, 0)
     (place.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     place.job["spec"]["dataset"]["source"] = {"configMap": {"name": "rows", "key": "rows.jsonl"}}
@@ -263,7 +261,7 @@ async def test_a_dataset_that_is_mounted(place: RowPosition) -> None:
     assert [message["trajectories"] for message in messages] == [6, 3]
 
 
-async def refusal(place: RowPosition, shard: int = 0) -> str:
+async def refusal(place: Place, shard: int = 0) -> str:
     async with place.pod(shard) as started:
         assert await started.end() == 78, started.log
         message = started.message()
@@ -272,7 +270,7 @@ async def refusal(place: RowPosition, shard: int = 0) -> str:
         return str(message["cause"])
 
 
-async def test_another_run_is_refused(place: RowPosition) -> None:
+async def test_another_run_is_refused(place: Place) -> None:
     await place.finish(0)
     contents = place.contents()
     place.job["spec"]["generation"]["sampling"] = {"temperature": 0.5}
@@ -284,13 +282,13 @@ async def test_another_run_is_refused(place: RowPosition) -> None:
     assert place.contents() == contents
 
 
-async def check(place: RowPosition) -> tuple[int, dict[str, Any]]:
+async def check(place: Place) -> tuple[int, dict[str, Any]]:
     """Run the check; its exit code and termination message."""
     async with pod(MODULE, place.config(), place.directory / "pods", arguments=["--check"]) as started:
         return await started.end(), started.message()
 
 
-async def test_a_check_needs_no_endpoint_counts_all_shards_and_writes_the_manifest(place: RowPosition) -> None:
+async def test_a_check_needs_no_endpoint_counts_all_shards_and_writes_the_manifest(place: Place) -> None:
     place.endpoint = "http://generation.invalid:8000"
     code, message = await check(place)
     assert (code, message["done"], message["cause"]) == (0, True, "")
@@ -300,7 +298,7 @@ async def test_a_check_needs_no_endpoint_counts_all_shards_and_writes_the_manife
     assert (await check(place))[0] == 0
 
 
-async def test_a_check_refuses_an_output_that_cannot_be_written(place: RowPosition) -> None:
+async def test_a_check_refuses_an_output_that_cannot_be_written(place: Place) -> None:
     place.output = str(place.directory / "pods" / "a-file" / "output")
     place.write("pods/a-file", "no directory")
     code, message = await check(place)
@@ -318,7 +316,7 @@ async def test_a_check_refuses_an_output_that_cannot_be_written(place: RowPositi
         ({"workers": {"replicas": -1}}, "replicas"),
     ],
 )
-async def test_what_cannot_be_done_is_refused(place: RowPosition, spec: dict[str, Any], said: str) -> None:
+async def test_what_cannot_be_done_is_refused(place: Place, spec: dict[str, Any], said: str) -> None:
     place.job = job(**spec)
     assert said in await refusal(place)
     # The check finds it before an engine is started.
@@ -327,20 +325,20 @@ async def test_what_cannot_be_done_is_refused(place: RowPosition, spec: dict[str
     assert said in message["cause"]
 
 
-async def test_trajectories_of_nobody_knows_what_are_refused(place: RowPosition) -> None:
+async def test_trajectories_of_nobody_knows_what_are_refused(place: Place) -> None:
     await place.finish(0)
     (Path(place.output) / MANIFEST).unlink()
     assert f"has trajectories but no {MANIFEST}" in await refusal(place)
 
 
 @pytest.mark.parametrize(("index", "said"), [("7", "shard 7 is not among"), ("", "JOB_COMPLETION_INDEX")])
-async def test_a_pod_of_no_shard_is_refused(place: RowPosition, index: str, said: str) -> None:
+async def test_a_pod_of_no_shard_is_refused(place: Place, index: str, said: str) -> None:
     async with place.pod(0, JOB_COMPLETION_INDEX=index) as started:
         assert await started.end() == 78
         assert said in started.message()["cause"]
 
 
-async def test_an_endpoint_that_does_not_come_is_tried_again_by_another_pod(place: RowPosition) -> None:
+async def test_an_endpoint_that_does_not_come_is_tried_again_by_another_pod(place: Place) -> None:
     place.endpoint = "http://generation.invalid:8000"
     place.job["spec"]["startupDeadlineSeconds"] = 1
     async with place.pod(0) as started:
@@ -350,14 +348,14 @@ async def test_an_endpoint_that_does_not_come_is_tried_again_by_another_pod(plac
 
 async def test_an_endpoint_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    place = RowPosition(tmp_path, f"http://127.0.0.1:{port}")
+    place = Place(tmp_path, f"http://127.0.0.1:{port}")
     async with place.pod(0) as started:
         await started.until(lambda: "0 of 9 trajectories are stored" in started.log)
         async with Endpoint().serving(port):
             assert await started.end() == 0, started.log
 
 
-async def test_a_pod_that_is_stopped_while_it_waits_ends_at_once(place: RowPosition) -> None:
+async def test_a_pod_that_is_stopped_while_it_waits_ends_at_once(place: Place) -> None:
     place.endpoint = "http://generation.invalid:8000"
     async with place.pod(0) as started:
         await started.until(lambda: "0 of 9 trajectories are stored" in started.log)
@@ -389,7 +387,7 @@ async def somebody_elses() -> AsyncIterator[str]:
         await server.close()
 
 
-async def test_a_pod_that_cannot_reach_the_policy_says_so_while_it_waits(place: RowPosition) -> None:
+async def test_a_pod_that_cannot_reach_the_policy_says_so_while_it_waits(place: Place) -> None:
     (port,) = free_ports(1)
     place.endpoint = f"http://127.0.0.1:{port}"
     async with place.pod(0) as started:
@@ -407,7 +405,7 @@ def external_job(url: str, **rollout: Any) -> dict[str, Any]:
     return job(generation=generation, rollout={"concurrency": 18, **rollout})
 
 
-async def test_an_endpoint_that_does_not_say_its_window_has_the_job_s(place: RowPosition) -> None:
+async def test_an_endpoint_that_does_not_say_its_window_has_the_job_s(place: Place) -> None:
     async with somebody_elses() as url:
         place.job = external_job(url, maxSequenceLength=400)
         async with place.pod(0, THE_KEY="the key") as started:
@@ -417,7 +415,7 @@ async def test_an_endpoint_that_does_not_say_its_window_has_the_job_s(place: Row
 
 
 @pytest.mark.parametrize(("variables", "said"), [({"THE_KEY": "another"}, "401"), ({}, "THE_KEY")])
-async def test_a_key_that_does_not_fit_is_refused(place: RowPosition, variables: dict[str, str], said: str) -> None:
+async def test_a_key_that_does_not_fit_is_refused(place: Place, variables: dict[str, str], said: str) -> None:
     async with somebody_elses() as url:
         place.job = external_job(url, maxSequenceLength=400)
         async with place.pod(0, **variables) as started:

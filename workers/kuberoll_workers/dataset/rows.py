@@ -243,7 +243,8 @@ def _gym_metadata(row: Mapping[str, Any], metadata: Any, where: str) -> Any:
     twice = sorted(key for key in metadata.keys() & rest.keys() if metadata[key] != rest[key])
     if twice:
         raise DatasetError(
-            f"{where}: metadata.{twice[0]}: the row also has a different {twice[0]} outside its metadata; keep one of the two"
+            f"{where}: metadata.{twice[0]}: the row also has a different {twice[0]} outside its metadata; keep "
+            "one of the two"
         )
     return {**rest, **metadata}
 
