@@ -99,7 +99,7 @@ class Histogram(Metric):
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """MetricGroup of metrics, under one heading of the reference."""
+    """Group of metrics, under one heading of the reference."""
 
     title: str
     metrics: tuple[Metric, ...]

@@ -140,7 +140,7 @@ class Settings(BaseModel):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
-        """Settings from environment variables; explicitly overrides values take precedence.
+        """Settings from environment variables; `overrides` take precedence.
 
         Raises:
             InvalidSettings: A value is invalid; the message names the variable or the setting.

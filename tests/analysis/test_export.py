@@ -1,4 +1,4 @@
-"""ExportResult trajectories are what trainers' own loaders read, and lose nothing of what the format has room for."""
+"""Exported trajectories are what trainers' own loaders read, and lose nothing of what the format has room for."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option("--namespace", "-n", help="Namespace of the job.  [default: the kubeconfig's]")
     @click.option("--context", help="Context of the kubeconfig.  [default: its current one]")
-    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="File to use in cluster of KUBECONFIG.")
+    @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Kubeconfig file to use instead of KUBECONFIG.")
     @functools.wraps(command)
     def wrapped(*, namespace: str | None, context: str | None, kubeconfig: Path | None, **options: Any) -> Any:
         return command(cluster=ClusterOptions(namespace, context, kubeconfig), **options)

@@ -1,4 +1,4 @@
-"""Logs of a job's pods and the operator's events about it, merge_lines by time."""
+"""Logs of a job's pods and the operator's events about it, merged by time."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class JobLogs:
 
 
 async def merge_lines(parts: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLine]:
-    """Lines of sorted sources, merge_lines into one sorted sequence."""
+    """Lines of sorted sources, merged into one sorted sequence."""
     heap: list[tuple[LogLine, int]] = []
 
     async def advance(number: int) -> None:

@@ -1,4 +1,4 @@
-"""ProgressDisplay of a copy: a bar on a terminal, otherwise a line for each file."""
+"""Progress of a copy: a bar on a terminal, otherwise a line for each file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_of(stream: TextIO) -> Iterator[ProgressDisplay]:
-    """ProgressDisplay of a copy, shown on a stream."""
+    """Progress of a copy, shown on a stream."""
     if not stream.isatty():
         yield _Lines()
         return

@@ -46,7 +46,7 @@ class JobSample:
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """JobRow of the table; None for unknown values."""
+    """Row of the table; None for unknown values."""
 
     namespace: str
     name: str
@@ -83,7 +83,7 @@ def counts_of(text: str) -> PodCounts:
 
 
 def row_of(look: JobSample, before: JobSample | None) -> JobRow:
-    """JobRow of a job: rates from its pods if they answered both times, else from its status.
+    """Row of a job: rates from its pods if they answered both times, else from its status.
 
     Args:
         before: The previous sample; for rates from the status, the last one with other numbers.

@@ -212,7 +212,7 @@ def _environment_count(manifest: RunManifest) -> int:
 
 
 def _groups(manifest: RunManifest | None) -> dict[str, GroupSize]:
-    """GroupSize sizes by environment, from the manifest; empty without one."""
+    """Group sizes by environment, from the manifest; empty without one."""
     groups: dict[str, GroupSize] = {}
     if manifest is None:
         return groups

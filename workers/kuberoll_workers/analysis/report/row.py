@@ -47,7 +47,7 @@ class TrajectoryRow:
 
 
 def row_of(record: EndedRecord) -> TrajectoryRow:
-    """TrajectoryRow of a trajectory."""
+    """Table row of a trajectory."""
     if isinstance(record, FailureRecord):
         return _failed(record)
     generation = environment = None
