@@ -234,7 +234,10 @@ def test_content_is_the_whole_row() -> None:
         (gym({"agent_ref": {"name": None, "type": ""}}), "agent_ref.name is missing"),
         (gym({"agent_ref": "a"}), 'agent_ref: found text "a"'),
         (gym({"task_name": "a", "_ng_task_index": True}), "_ng_task_index: found a boolean true"),
-        (gym({"task_name": "a", "level": 1, "metadata": {"level": 2}}), "metadata.level: the row has another level"),
+        (
+            gym({"task_name": "a", "level": 1, "metadata": {"level": 2}}),
+            "metadata.level: the row also has a different level",
+        ),
         ({"task_name": "a", "responses_create_params": 1}, "responses_create_params: found a number 1"),
         (gym(input=[]), "responses_create_params.input: found an empty list"),
         (gym(input=3), "responses_create_params.input: found a number 3"),
