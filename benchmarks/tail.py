@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.parts import InstantEnvironment, SlowEnvironment, SlowPolicy, lognormal, rollout_of, samples
 from kuberoll_workers.data.prompts import SampleGroup
+from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.rollouts.groups import Result
 from kuberoll_workers.rollouts.scheduling import run_groups, run_rollout
 from kuberoll_workers.rollouts.settings import Scheduling
-from kuberoll_workers.rollouts.tail import TailReport
 
 COUNT, TURNS, TOKENS = 128, 8, 64
 
@@ -43,9 +43,9 @@ async def batch(scheduling: Scheduling, generation: Any, environment: Any) -> fl
         return time.perf_counter() - began
 
 
-async def grouped(spare: int) -> tuple[float, TailReport]:
+async def grouped(spare: int) -> tuple[float, DropReport]:
     """Wall seconds of 64 groups of 8, and what keeping the first finishers did."""
-    report = TailReport()
+    report = DropReport()
 
     async def sink(result: Result) -> None:
         report.add(result)

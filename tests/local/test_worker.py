@@ -20,7 +20,7 @@ from kuberoll_workers.output.records import shard_name
 from kuberoll_workers.output.records import trajectories as read_trajectories
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
-from kuberoll_workers.rollouts.scheduling import TrajectoriesLost
+from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, dataset_source, work
 from tests.local.support import TINY, Endpoint, endpoint
@@ -313,7 +313,7 @@ async def test_a_worker_that_lost_a_trajectory_does_not_say_that_it_is_done(
 ) -> None:
     _, output = outputs
     monkeypatch.setattr(Progress, "add", lambda progress, result: None)
-    with pytest.raises(TrajectoriesLost, match="18 trajectories ended, but only 0 of them are stored"):
+    with pytest.raises(TrajectoriesMissing, match="18 trajectories ended, but only 0 of them are stored"):
         await run(endpoint, output, job())
 
 

@@ -157,7 +157,7 @@ async def everybody(policy: RoutedPolicy, sessions: int = 16, turns: int = 4) ->
     async def play(number: int) -> list[int]:
         session = f"{number}-0-0"
         answers = [await answer(policy, session, turn, tokens=4 + 600 * turn) for turn in range(turns)]
-        policy.ended(session)
+        policy.end_session(session)
         return answers
 
     return await asyncio.gather(*(play(number) for number in range(sessions)))

@@ -14,9 +14,9 @@ from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
+from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, Result, rewards_differ
 from kuberoll_workers.rollouts.scheduling import run_groups
-from kuberoll_workers.rollouts.tail import TailReport
 from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
 
 SCHEDULINGS = ["Concurrent", "Lockstep"]
@@ -231,7 +231,7 @@ async def test_the_tail_report_tells_kept_from_dropped() -> None:
         [SampleGroup(samples=(sample(0, 0, metadata={"turns": 1}), sample(0, 1, metadata={"turns": 6})), keep=1)],
         concurrency=2,
     )
-    report = TailReport()
+    report = DropReport()
     for result in results:
         report.add(result)
     told: Any = report.as_json()

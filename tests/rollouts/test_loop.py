@@ -23,9 +23,9 @@ from kuberoll_workers.policy.interface import (
     SamplingParameters,
 )
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
-from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.rollouts.fakes import (
     CharacterTokenizer,

@@ -13,11 +13,11 @@ import pytest
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import Partial
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
-from kuberoll_workers.rollouts.admission import Admission, Drain
+from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupRun, rewards_differ
-from kuberoll_workers.rollouts.scheduling import TrajectoriesLost, _Run
+from kuberoll_workers.rollouts.rollout import InFlight
+from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, _Run
 from kuberoll_workers.rollouts.streaming import stream_groups, stream_trajectories
-from kuberoll_workers.rollouts.turns import Flight
 from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample, until
 
 ENVIRONMENTS = {"env": CountingEnvironment()}
@@ -169,14 +169,14 @@ async def test_turns_whose_rewards_float32_cannot_add_up_are_run_again(reward: f
     whole.turns[:] = [dataclasses.replace(turn, reward=reward) for turn in whole.turns]
     async with runners(ENVIRONMENTS) as environments:
         flight = rollout_of(environments).admit(sample(partial=whole))
-    assert (flight.trajectory.turn, flight.trajectory.ended) == (turns, None)
+    assert (flight.trajectory.turn, flight.trajectory.stop_reason) == (turns, None)
 
 
 async def test_what_was_begun_and_came_to_no_end_is_an_error() -> None:
     """Nothing in the loop does so; a mistake that would is not to be taken for the end of the run."""
 
     class Losing(_Run):
-        async def _end(self, group: GroupRun, flight: Flight) -> None:
+        async def _end(self, group: GroupRun, flight: InFlight) -> None:
             if flight.trajectory.sample.prompt.task_index != 1:
                 await super()._end(group, flight)
 
@@ -185,9 +185,9 @@ async def test_what_was_begun_and_came_to_no_end_is_an_error() -> None:
     async with runners(ENVIRONMENTS) as made:
         rollout = rollout_of(made)
         groups = [group(index, 1) for index in range(3)]
-        run = Losing(rollout, Admission(rollout, groups, GroupPolicy(), Drain()), sink, None, None)
+        run = Losing(rollout, SampleAdmission(rollout, groups, GroupPolicy(), Drain()), sink, None, None)
         await run.concurrent()
-        with pytest.raises(TrajectoriesLost, match=r"^1 of the 3 trajectories that were begun came to no end"):
+        with pytest.raises(TrajectoriesMissing, match=r"^1 of the 3 trajectories that were begun came to no end"):
             run.check_all_ended()
 
 

@@ -18,10 +18,10 @@ from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.policy.interface import SamplingParameters
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_groups, run_rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.streaming import stream_trajectories
-from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.rollouts.fakes import runners, until

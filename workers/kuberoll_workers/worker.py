@@ -60,10 +60,10 @@ from kuberoll_workers.policy.routing.replica import ReplicaClient
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
-from kuberoll_workers.rollouts.scheduling import TrajectoriesLost, run_groups
+from kuberoll_workers.rollouts.rollout import Rollout
+from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
-from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.telemetry import Collected, RolloutMetrics
 
 REPORT_SECONDS = 0.25
@@ -364,7 +364,7 @@ async def work(
 
     Raises:
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
-        TrajectoriesLost: Less is stored than should be.
+        TrajectoriesMissing: Less is stored than should be.
     """
     job = config.job
     if tokenizer is None:
@@ -440,11 +440,11 @@ def _check_stored(results: int, progress: Progress, *, before: int) -> None:
     """Compare what the rollout came to with what is stored, once the store is closed.
 
     Raises:
-        TrajectoriesLost: Names the gap.
+        TrajectoriesMissing: Names the gap.
     """
     stored = progress.results - before
     if stored != results:
-        raise TrajectoriesLost(
+        raise TrajectoriesMissing(
             f"{results} trajectories ended, but only {stored} of them are stored: {progress.trajectories} finished, "
             f"{progress.failed} failed, {progress.dropped} dropped; resume the run, which plays the others again"
         )

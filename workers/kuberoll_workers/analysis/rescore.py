@@ -36,7 +36,7 @@ from kuberoll_workers.output.run_directory import RunDirectory, RunManifest, new
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.output.trajectories import Trajectories
-from kuberoll_workers.rollouts.failures import TrajectoryFailed, backoff, failure_of, worth_another_try
+from kuberoll_workers.rollouts.failures import TrajectoryFailed, backoff, failure_of, is_retryable
 from kuberoll_workers.rollouts.settings import RetryPolicy
 
 SUMMARY = "rescored.json"
@@ -245,7 +245,7 @@ class Replayer:
                 return await environment.step(log.copy(), metadata)
             except Exception as error:
                 tries += 1
-                if tries >= self._retries.environment_attempts or not worth_another_try(error):
+                if tries >= self._retries.environment_attempts or not is_retryable(error):
                     raise failure_of(error, stage="environment", tries=tries) from error
             await asyncio.sleep(
                 backoff(

@@ -15,7 +15,7 @@ from rich.text import Text
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 from kuberoll_workers.analysis.report.text import visible
 from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
-from kuberoll_workers.rollouts.tail import TailReport
+from kuberoll_workers.rollouts.drop_report import DropReport
 
 LOG_SECONDS = 5.0
 
@@ -109,7 +109,7 @@ def describe(totals: Totals) -> str:
     return ", ".join(parts)
 
 
-def dropped_text(tail: TailReport) -> str:
+def dropped_text(tail: DropReport) -> str:
     """Number of dropped trajectories by reason, and how they differ from those that were kept."""
     reasons = ", ".join(f"{lot.trajectories} {reason}" for reason, lot in sorted(tail.dropped.items()))
     lots = {"kept": tail.kept, **dict(sorted(tail.dropped.items()))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
-from kuberoll_workers.rollouts.tail import TailReport
+from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.worker import Progress
 
 
@@ -54,7 +54,7 @@ class RunResult:
     problem: str | None = None
     summaries: Mapping[str, EnvironmentSummary] = field(default_factory=dict)
     totals: Totals | None = None
-    tail: TailReport = field(default_factory=TailReport)
+    tail: DropReport = field(default_factory=DropReport)
     seconds: dict[str, float] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 

@@ -6,10 +6,10 @@ from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import Partial
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.groups import GroupPolicy, rewards_differ
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_groups, run_rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.streaming import stream_groups, stream_trajectories
-from kuberoll_workers.rollouts.turns import Rollout
 
 __all__ = [
     "GroupPolicy",

@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 
 from kuberoll_workers.data.prompts import SampleGroup
-from kuberoll_workers.rollouts.groups import GroupPolicy, GroupRun, Quota
-from kuberoll_workers.rollouts.turns import Flight, Rollout
+from kuberoll_workers.rollouts.groups import GroupPolicy, GroupQuota, GroupRun
+from kuberoll_workers.rollouts.rollout import InFlight, Rollout
 
 
 class Drain(asyncio.Event):
     """Set it to stop admitting: what is in flight is finished, what is not begun stays undone."""
 
 
-class Admission:
+class SampleAdmission:
     """Gives trajectories to begin to whoever has a place, in the order of the source.
 
     Attributes:
-        open: Groups of which something is still to be run.
+        open_groups: Groups of which something is still to be run.
         exhausted: Whether the source has no more groups.
     """
 
@@ -32,7 +32,7 @@ class Admission:
         self._rollout = rollout
         self.policy = policy
         self._drain = drain
-        self._quota = Quota(policy)
+        self._quota = GroupQuota(policy)
         self._source: Iterator[SampleGroup] | AsyncIterator[SampleGroup] = (
             aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
         )
@@ -40,13 +40,13 @@ class Admission:
         self._ended = asyncio.Event()
         self.exhausted = False
         self._newest: GroupRun | None = None
-        self.open: set[GroupRun] = set()
+        self.open_groups: set[GroupRun] = set()
 
-    async def next(self, *, patient: bool = True) -> tuple[GroupRun, Flight] | None:
+    async def next(self, *, wait: bool = True) -> tuple[GroupRun, InFlight] | None:
         """The next trajectory and its group; None when there will be none.
 
         Args:
-            patient: Wait where it depends on the groups in flight whether another one is wanted; else None then too.
+            wait: Wait where it depends on the groups in flight whether another one is wanted; else None then too.
         """
         while not self._drain.is_set():
             if self._newest is not None and (flight := self._newest.begin()) is not None:
@@ -59,7 +59,7 @@ class Admission:
                 if self.exhausted:
                     return None
                 if not self._quota.open:
-                    if not patient or not self.open:
+                    if not wait or not self.open_groups:
                         return None
                     self._ended.clear()
                     await self._ended.wait()
@@ -69,13 +69,13 @@ class Admission:
                     continue
                 self._quota.begin()
                 self._newest = GroupRun(group, self.policy, self._quota, self._rollout)
-                self.open.add(self._newest)
+                self.open_groups.add(self._newest)
         return None
 
-    def ended(self, run: GroupRun) -> None:
+    def note_end(self, run: GroupRun) -> None:
         """To be called when a trajectory has ended."""
         if run.closed:
-            self.open.discard(run)
+            self.open_groups.discard(run)
         self._ended.set()
 
     async def _next_group(self) -> SampleGroup | None:

@@ -45,7 +45,7 @@ def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryF
     return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries)
 
 
-def worth_another_try(error: Exception) -> bool:
+def is_retryable(error: Exception) -> bool:
     """Whether the same operation may succeed when it is tried again."""
     return isinstance(error, PolicyUnavailable | EnvironmentFault) and not isinstance(error, RowFault)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
-from kuberoll_workers.rollouts.turns import Flight, Rollout
+from kuberoll_workers.rollouts.rollout import InFlight, Rollout
 
 Result = TrajectoryRecord | FailureRecord | DroppedRecord
 
-Due = tuple[Flight, Result]
+DueResult = tuple[InFlight, Result]
 
 GroupFilter = Callable[[Sequence[TrajectoryRecord]], bool]
 """Whether a complete group is worth keeping."""
@@ -45,7 +45,7 @@ class GroupPolicy:
     wanted: int | None = None
 
     @property
-    def holds(self) -> bool:
+    def defers_results(self) -> bool:
         """Whether results have to wait for their group."""
         return self.atomic or self.keep is not None
 
@@ -75,7 +75,7 @@ class GroupResult:
             self.dropped.append(result)
 
 
-class Quota:
+class GroupQuota:
     """How many groups may be begun and dropped; shared by all groups of a run."""
 
     def __init__(self, policy: GroupPolicy) -> None:
@@ -109,26 +109,26 @@ class GroupRun:
     """One group from its first sample to its end.
 
     Attributes:
-        unsunk: Results that are due but not yet taken.
-        told: Whether the group's own result has been handed on.
+        pending_results: Results that are due but not yet taken.
+        reported: Whether the group's own result has been handed on.
     """
 
-    def __init__(self, group: SampleGroup, policy: GroupPolicy, quota: Quota, rollout: Rollout) -> None:
+    def __init__(self, group: SampleGroup, policy: GroupPolicy, quota: GroupQuota, rollout: Rollout) -> None:
         self.result = GroupResult(group=group)
         self._policy = policy
         self._quota = quota
         self._rollout = rollout
         self._todo = deque(group.samples)
-        self._flying: set[Flight] = set()
-        self._finished: list[tuple[Flight, TrajectoryRecord]] = []
+        self._in_flight: set[InFlight] = set()
+        self._finished: list[tuple[InFlight, TrajectoryRecord]] = []
         self._failure: FailureRecord | None = None
-        self.unsunk = 0
-        self.told = False
+        self.pending_results = 0
+        self.reported = False
 
     @property
     def closed(self) -> bool:
         """Whether nothing of it is left to be run."""
-        return not self._todo and not self._flying
+        return not self._todo and not self._in_flight
 
     @property
     def has_more(self) -> bool:
@@ -136,11 +136,11 @@ class GroupRun:
         return bool(self._todo)
 
     @property
-    def finished(self) -> list[Flight]:
+    def finished(self) -> list[InFlight]:
         """The trajectories that are to be kept so far."""
         return [flight for flight, _ in self._finished]
 
-    def begin(self) -> Flight | None:
+    def begin(self) -> InFlight | None:
         """The next sample's trajectory; None when there is none left to be begun.
 
         Raises:
@@ -149,46 +149,46 @@ class GroupRun:
         if not self._todo:
             return None
         flight = self._admit(self._todo.popleft())
-        self._flying.add(flight)
+        self._in_flight.add(flight)
         return flight
 
-    def end(self, flight: Flight) -> list[Due]:
+    def end(self, flight: InFlight) -> list[DueResult]:
         """Take a trajectory that is over; the results that are due now, each counted in the metrics, by trajectory.
 
         Siblings that are not wanted any more are stopped; they come here in their turn.
         """
-        self._flying.discard(flight)
-        due: list[Due] = []
+        self._in_flight.discard(flight)
+        due: list[DueResult] = []
         result = flight.result()
         if isinstance(result, TrajectoryRecord):
             if len(self._finished) >= self.result.group.keep:
-                self._due(flight, flight.trajectory.dropped("oversampled"), due)
+                self._due(flight, flight.trajectory.dropped_record("oversampled"), due)
             else:
                 self._finished.append((flight, result))
-                if not self._policy.holds:
+                if not self._policy.defers_results:
                     self._due(flight, result, due)
         else:
             if isinstance(result, FailureRecord) and self._failure is None:
                 self._failure = result
             self._due(flight, result, due)
         self._stop_what_is_not_wanted(due)
-        if self.closed and self._policy.holds:
+        if self.closed and self._policy.defers_results:
             self._decide(due)
         return due
 
-    def _stop_what_is_not_wanted(self, due: list[Due]) -> None:
+    def _stop_what_is_not_wanted(self, due: list[DueResult]) -> None:
         keep = self.result.group.keep
         if len(self._finished) >= keep:
             self._todo.clear()
-            for flight in tuple(self._flying):
+            for flight in tuple(self._in_flight):
                 flight.stop("oversampled")
-        elif self._policy.atomic and len(self._finished) + len(self._flying) + len(self._todo) < keep:
-            for flight in tuple(self._flying):
+        elif self._policy.atomic and len(self._finished) + len(self._in_flight) + len(self._todo) < keep:
+            for flight in tuple(self._in_flight):
                 flight.stop(self._shared_failure())
             while self._todo:
                 self._fail(self._admit(self._todo.popleft()), due)
 
-    def _decide(self, due: list[Due]) -> None:
+    def _decide(self, due: list[DueResult]) -> None:
         complete = len(self._finished) >= self.result.group.keep
         records = [record for _, record in self._finished]
         if self._policy.atomic and not complete:
@@ -198,12 +198,12 @@ class GroupRun:
         elif complete and not self.result.group.decided and self._quota.drops(records):
             self._quota.replace()
             for flight, _ in self._finished:
-                self._due(flight, flight.trajectory.dropped("filtered"), due)
+                self._due(flight, flight.trajectory.dropped_record("filtered"), due)
         else:
             for flight, record in self._finished:
                 self._due(flight, record, due)
 
-    def _fail(self, flight: Flight, due: list[Due]) -> None:
+    def _fail(self, flight: InFlight, due: list[DueResult]) -> None:
         flight.failure = self._shared_failure()
         self._due(flight, flight.result(), due)
 
@@ -213,10 +213,10 @@ class GroupRun:
         cause = f"its group lost sample {first.rollout_index}: {first.cause}"
         return TrajectoryFailed(cause, kind=first.kind, stage="group", tries=1)
 
-    def _due(self, flight: Flight, result: Result, due: list[Due]) -> None:
-        flight.count(result)
+    def _due(self, flight: InFlight, result: Result, due: list[DueResult]) -> None:
+        flight.count_result(result)
         self.result.add(result)
         due.append((flight, result))
 
-    def _admit(self, sample: Sample) -> Flight:
-        return self._rollout.admit(sample, held=self._policy.holds)
+    def _admit(self, sample: Sample) -> InFlight:
+        return self._rollout.admit(sample, deferred=self._policy.defers_results)

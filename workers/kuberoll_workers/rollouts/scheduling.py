@@ -8,11 +8,11 @@ from typing import Any
 
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord
-from kuberoll_workers.rollouts.admission import Admission, Drain
+from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, GroupRun, Result
-from kuberoll_workers.rollouts.turns import Flight, Rollout
+from kuberoll_workers.rollouts.rollout import InFlight, Rollout
 
-_BEGUN_TOGETHER = 64
+_START_BATCH = 64
 
 Sink = Callable[[Result], Awaitable[None]]
 """Takes each trajectory as it ends, finished, given up or dropped; when it returns, the trajectory counts."""
@@ -39,7 +39,7 @@ async def run_rollout(
         Exception: Only what `samples` or `sink` raised: a trajectory's own troubles end in its record.
     """
     single: Any = sink
-    await run_groups(rollout, _alone(samples), single, drain=drain, interrupted=interrupted)
+    await run_groups(rollout, _single_groups(samples), single, drain=drain, interrupted=interrupted)
 
 
 async def run_groups(
@@ -63,10 +63,10 @@ async def run_groups(
             complete turns.
 
     Raises:
-        TrajectoriesLost: Something that was begun came to no result; nothing that was stored is harmed by it.
+        TrajectoriesMissing: Something that was begun came to no result; nothing that was stored is harmed by it.
         Exception: What `groups` or a sink raised: a trajectory's own troubles end in its record.
     """
-    admission = Admission(rollout, groups, policy or GroupPolicy(), drain or Drain())
+    admission = SampleAdmission(rollout, groups, policy or GroupPolicy(), drain or Drain())
     run = _Run(rollout, admission, sink, group_sink, interrupted)
     try:
         await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
@@ -79,11 +79,13 @@ async def run_groups(
     run.check_all_ended()
 
 
-class TrajectoriesLost(RuntimeError):
+class TrajectoriesMissing(RuntimeError):
     """Trajectories ended without a word. No run is done as long as they are missing; resumed, it plays them again."""
 
 
-def _alone(samples: Iterable[Sample] | AsyncIterable[Sample]) -> Iterable[SampleGroup] | AsyncIterable[SampleGroup]:
+def _single_groups(
+    samples: Iterable[Sample] | AsyncIterable[Sample],
+) -> Iterable[SampleGroup] | AsyncIterable[SampleGroup]:
     async def asynchronous(source: AsyncIterable[Sample]) -> AsyncIterator[SampleGroup]:
         async for sample in source:
             yield SampleGroup(samples=(sample,), keep=1)
@@ -97,7 +99,7 @@ class _Run:
     def __init__(
         self,
         rollout: Rollout,
-        admission: Admission,
+        admission: SampleAdmission,
         sink: Sink,
         group_sink: GroupSink | None,
         interrupted: Callable[[Partial], None] | None,
@@ -107,20 +109,20 @@ class _Run:
         self._sink = sink
         self._group_sink = group_sink
         self._interrupted = interrupted
-        self._reported: set[Flight] = set()
+        self._reported: set[InFlight] = set()
         self._begun = self._ended = 0
 
     async def concurrent(self) -> None:
         async with asyncio.TaskGroup() as places:
             for number in range(1, self._rollout.settings.concurrency + 1):
-                places.create_task(self._place())
-                if number % _BEGUN_TOGETHER == 0:
+                places.create_task(self._slot())
+                if number % _START_BATCH == 0:
                     # Thousands at once would hold the event loop up for as long as it takes to begin them all.
                     await asyncio.sleep(0)
                     if self._admission.exhausted:
                         break
 
-    async def _place(self) -> None:
+    async def _slot(self) -> None:
         # A finished trajectory's place is taken at once by the next sample: there is no batch.
         while (admitted := await self._admission.next()) is not None:
             group, flight = admitted
@@ -139,20 +141,20 @@ class _Run:
                 for group, flight in batch:
                     trajectories.create_task(self._play_in_step(group, flight, phases))
 
-    async def _batch(self) -> list[tuple[GroupRun, Flight]]:
-        batch: list[tuple[GroupRun, Flight]] = []
+    async def _batch(self) -> list[tuple[GroupRun, InFlight]]:
+        batch: list[tuple[GroupRun, InFlight]] = []
         while len(batch) < self._rollout.settings.concurrency:
-            admitted = await self._admission.next(patient=False)
+            admitted = await self._admission.next(wait=False)
             if admitted is None:
                 break
             self._begun += 1
             batch.append(admitted)
         return batch
 
-    async def _play_in_step(self, group: GroupRun, flight: Flight, phases: _Phases) -> None:
+    async def _play_in_step(self, group: GroupRun, flight: InFlight, phases: _Phases) -> None:
         try:
             async with flight.guarded():
-                while not flight.over:
+                while not flight.is_over:
                     await self._rollout.generate(flight)
                     await phases.arrive()
                     await self._rollout.step(flight)
@@ -164,21 +166,21 @@ class _Run:
             phases.leave()
         await self._end(group, flight)
 
-    async def _end(self, group: GroupRun, flight: Flight) -> None:
+    async def _end(self, group: GroupRun, flight: InFlight) -> None:
         due = group.end(flight)
         self._ended += 1
-        self._admission.ended(group)
-        group.unsunk += len(due)
+        self._admission.note_end(group)
+        group.pending_results += len(due)
         try:
             if len(due) == 1:
                 await self._sink(due[0][1])
             elif due:
                 # Together, so that they are stored together.
                 await asyncio.gather(*(self._sink(result) for _, result in due))
-            group.unsunk -= len(due)
+            group.pending_results -= len(due)
             # The last result to be taken need not be the last that ended.
-            if self._group_sink is not None and group.closed and not group.unsunk and not group.told:
-                group.told = True
+            if self._group_sink is not None and group.closed and not group.pending_results and not group.reported:
+                group.reported = True
                 await self._group_sink(group.result)
         except asyncio.CancelledError:
             whole = group.closed and self._group_sink is not None
@@ -190,22 +192,22 @@ class _Run:
         """Compare what was begun with what came of it.
 
         Raises:
-            TrajectoriesLost: Names the gap.
+            TrajectoriesMissing: Names the gap.
         """
         if self._ended != self._begun:
-            raise TrajectoriesLost(
+            raise TrajectoriesMissing(
                 f"{self._begun - self._ended} of the {self._begun} trajectories that were begun came to no end: "
                 "neither stored nor failed"
             )
 
     def report_waiting(self) -> None:
         """Tell of trajectories that are complete but wait for a group that nobody completes any more."""
-        if self._group_sink is not None or self._admission.policy.holds:
-            for group in self._admission.open:
+        if self._group_sink is not None or self._admission.policy.defers_results:
+            for group in self._admission.open_groups:
                 for flight in group.finished:
                     self._report(flight)
 
-    def _report(self, flight: Flight) -> None:
+    def _report(self, flight: InFlight) -> None:
         if self._interrupted is None or flight in self._reported:
             return
         self._reported.add(flight)

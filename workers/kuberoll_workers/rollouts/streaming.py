@@ -20,10 +20,10 @@ from typing import Any, Generic, TypeVar
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, Result
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_groups, run_rollout
-from kuberoll_workers.rollouts.tail import TailReport
-from kuberoll_workers.rollouts.turns import Rollout
 
 _Item = TypeVar("_Item")
 
@@ -42,7 +42,7 @@ class RolloutStream(Generic[_Item]):
     """
 
     def __init__(self, buffer: int) -> None:
-        self.tail = TailReport()
+        self.tail = DropReport()
         self.partials: list[Partial] = []
         self.unread: list[_Item] = []
         self.drain_event = Drain()
@@ -72,7 +72,7 @@ class RolloutStream(Generic[_Item]):
         await self._buffer.put(item)
 
     @asynccontextmanager
-    async def fed_by(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    async def feed(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         """Do the work that puts the items while the body runs; stopped with it."""
         task = asyncio.create_task(self._run(work))
         try:
@@ -119,7 +119,7 @@ async def stream_trajectories(
         await stream.put(result)
 
     work = run_rollout(rollout, samples, sink, stream.drain_event, interrupted=stream.partials.append)
-    async with stream.fed_by(work):
+    async with stream.feed(work):
         yield stream
 
 
@@ -158,5 +158,5 @@ async def stream_groups(
         group_sink=stream.put,
         interrupted=stream.partials.append,
     )
-    async with stream.fed_by(work):
+    async with stream.feed(work):
         yield stream

@@ -37,7 +37,7 @@ class PrefixBroken(Exception):
     """A trajectory's context is no longer the concatenation of its messages: somebody changed what was sampled."""
 
 
-def _rewards_hold(partial: Partial) -> bool:
+def _rewards_fit_float32(partial: Partial) -> bool:
     """Whether the rewards of a partial add up to a number; older versions stored others."""
     total = 0.0
     for turn in partial.turns:
@@ -54,7 +54,7 @@ class Trajectory:
         context: All token ids so far, the next prompt: it only ever grows, so that what was sampled is what the
             policy sees, and a turn costs no more than its own new tokens.
         chat: The same messages as environments see them, role and content.
-        ended: How it ended; None while it goes on.
+        stop_reason: How it ended; None while it goes on.
     """
 
     __slots__ = (
@@ -65,7 +65,6 @@ class Trajectory:
         "answer",
         "chat",
         "context",
-        "ended",
         "environment_seconds",
         "environment_tokens",
         "generated_tokens",
@@ -75,6 +74,7 @@ class Trajectory:
         "reward_parts",
         "rewards",
         "sample",
+        "stop_reason",
         "stop_strings",
         "total_reward",
         "turn",
@@ -103,17 +103,17 @@ class Trajectory:
         self._response_truncated = False
         # One entry per turn.
         self._reencoded: list[bool] = []
-        self.ended: StopReason | None = None
+        self.stop_reason: StopReason | None = None
         if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
-            self.ended = "truncated"
-        elif sample.partial is not None and _rewards_hold(sample.partial):
+            self.stop_reason = "truncated"
+        elif sample.partial is not None and _rewards_fit_float32(sample.partial):
             for turn in sample.partial.turns:
                 self._replay(turn)
 
     def _replay(self, turn: TurnRecord) -> None:
         """Take over a turn that was made before; the rules are those of a turn made now."""
         response, observation = turn.messages
-        if turn.turn != self.turn + 1 or self.ended is not None:
+        if turn.turn != self.turn + 1 or self.stop_reason is not None:
             raise ValueError(f"trajectory {tuple(self.sample.key)}: turn {turn.turn} does not follow turn {self.turn}")
         self.add_response(
             GenerationResult(
@@ -141,7 +141,7 @@ class Trajectory:
             turn.environment_seconds,
         )
         if turn.stop_reason is not None:
-            self.ended = turn.stop_reason
+            self.stop_reason = turn.stop_reason
 
     @property
     def task_name(self) -> str:
@@ -217,7 +217,7 @@ class Trajectory:
         if outcome.metadata is not None:
             self.metadata = outcome.metadata
         self.stop_strings = outcome.stop_strings
-        self.ended = rules.stop_reason(
+        self.stop_reason = rules.stop_reason(
             terminated=outcome.terminated,
             response_truncated=self._response_truncated,
             context_truncated=context_truncated,
@@ -225,7 +225,7 @@ class Trajectory:
             max_turns=self._settings.max_turns,
         )
 
-    def goes_on_after(self, outcome: StepOutcome) -> bool:
+    def continues_after(self, outcome: StepOutcome) -> bool:
         """Whether the policy will answer this outcome's observation, if there is room for that."""
         over = outcome.terminated or self._response_truncated or self.turn >= self._settings.max_turns
         return not over
@@ -304,13 +304,13 @@ class Trajectory:
             answer=self.answer if newest else None,
             generation_seconds=self.generation_seconds[index],
             environment_seconds=self.environment_seconds[index],
-            stop_reason=self.ended if newest else None,
+            stop_reason=self.stop_reason if newest else None,
             token_source="reencoded" if self._reencoded[index] else "engine",
         )
 
     def record(self) -> TrajectoryRecord:
         """The finished trajectory as it is stored."""
-        if self.ended is None:
+        if self.stop_reason is None:
             raise RuntimeError("the trajectory has not ended")
         prompt = self.sample.prompt
         return TrajectoryRecord(
@@ -323,7 +323,7 @@ class Trajectory:
             rewards=self.rewards,
             reward_parts=self.reward_parts,
             answer=self.answer,
-            stop_reason=self.ended,
+            stop_reason=self.stop_reason,
             turn_count=self.turn,
             tokens=TokenCounts(
                 prompt=len(prompt.token_ids), generated=self.generated_tokens, environment=self.environment_tokens
@@ -335,7 +335,7 @@ class Trajectory:
             token_source="reencoded" if any(self._reencoded) else "engine",
         )
 
-    def dropped(self, reason: DropReason) -> DroppedRecord:
+    def dropped_record(self, reason: DropReason) -> DroppedRecord:
         """The trajectory as it is stored when it is not wanted: its complete turns."""
         prompt = self.sample.prompt
         complete = len(self.rewards)
@@ -349,7 +349,7 @@ class Trajectory:
             task_name=prompt.task_name,
             idx=prompt.idx,
             reason=reason,
-            stop_reason=self.ended,
+            stop_reason=self.stop_reason,
             turn_count=complete,
             total_reward=float(self.total_reward),
             rewards=self.rewards,
@@ -362,7 +362,7 @@ class Trajectory:
             attempt=self.sample.attempt,
         )
 
-    def failure(self, failure: TrajectoryFailed) -> FailureRecord:
+    def failure_record(self, failure: TrajectoryFailed) -> FailureRecord:
         """The trajectory as it is stored when it was given up."""
         prompt = self.sample.prompt
         return FailureRecord(

@@ -25,11 +25,11 @@ from kuberoll_workers.adapters.nemo_rl.policies import BatchPolicy, PolicyAdapte
 from kuberoll_workers.adapters.nemo_rl.tokenizers import pad_token_of, tokenizer_of
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.summary import responses, summarize
 from kuberoll_workers.rollouts.trajectory import Trajectory
-from kuberoll_workers.rollouts.turns import Rollout
 from kuberoll_workers.telemetry import RolloutMetrics
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ async def _rollout(
 def _without_turns(sample: Sample, settings: RolloutSettings) -> Trajectory:
     """What a limit of no turns leaves of a sample: its prompt."""
     trajectory = Trajectory(sample, settings)
-    trajectory.ended = trajectory.ended or "max_turns"
+    trajectory.stop_reason = trajectory.stop_reason or "max_turns"
     return trajectory
 
 

@@ -26,7 +26,7 @@ from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import AGGREGATES, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.rollouts.tail import Lot, TailReport
+from kuberoll_workers.rollouts.drop_report import DropReport, TrajectoryTotals
 
 __all__ = ["TASK_METRICS", "Aggregates", "EnvironmentSummary", "aggregate"]
 
@@ -52,7 +52,7 @@ class Aggregates:
 
     job: str | None
     summaries: Mapping[str, EnvironmentSummary]
-    tail: TailReport
+    tail: DropReport
     planned: int | None
     contents: Contents
     tasks: Mapping[str, Tasks]
@@ -233,8 +233,8 @@ def _planned(manifest: RunManifest | None) -> int | None:
     return planned
 
 
-def _tail(summaries: Iterable[EnvironmentSummary], contents: Contents) -> TailReport:
-    report = TailReport()
+def _tail(summaries: Iterable[EnvironmentSummary], contents: Contents) -> DropReport:
+    report = DropReport()
     kept = list(summaries)
     report.kept.trajectories = sum(summary.trajectories for summary in kept)
     report.kept.turns = sum(summary.turns for summary in kept)
@@ -247,8 +247,8 @@ def _tail(summaries: Iterable[EnvironmentSummary], contents: Contents) -> TailRe
     return report
 
 
-def _lot(dropped: Sequence[Dropped]) -> Lot:
-    return Lot(
+def _lot(dropped: Sequence[Dropped]) -> TrajectoryTotals:
+    return TrajectoryTotals(
         trajectories=len(dropped),
         turns=sum(item.turns for item in dropped),
         generated_tokens=sum(item.generated_tokens for item in dropped),

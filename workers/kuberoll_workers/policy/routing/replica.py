@@ -18,7 +18,7 @@ class Address(NamedTuple):
 class SessionPolicy(Protocol):
     """A policy that keeps something for each trajectory, and lets go of it when it is told."""
 
-    def ended(self, session_id: str) -> None:
+    def end_session(self, session_id: str) -> None:
         """The trajectory has ended, however it did; there is no further request of it."""
         ...
 

@@ -109,7 +109,7 @@ class RoutedPolicy:
             replicas=dict(states),
         )
 
-    def ended(self, session_id: str) -> None:
+    def end_session(self, session_id: str) -> None:
         """The trajectory has ended; its place is free."""
         self._admission.ended(session_id, self._loop.time())
 

@@ -8,7 +8,7 @@ from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Trajector
 
 
 @dataclass(slots=True)
-class Lot:
+class TrajectoryTotals:
     """Trajectories added up: counts, and sums from which the means follow."""
 
     trajectories: int = 0
@@ -34,7 +34,7 @@ class Lot:
         }
 
 
-class TailReport:
+class DropReport:
     """Kept against dropped trajectories.
 
     Of those stopped on their way only the complete turns are known: their lengths are lower bounds, and so is the
@@ -42,8 +42,8 @@ class TailReport:
     """
 
     def __init__(self) -> None:
-        self.kept = Lot()
-        self.dropped: dict[str, Lot] = {}
+        self.kept = TrajectoryTotals()
+        self.dropped: dict[str, TrajectoryTotals] = {}
         self.unfinished = 0
 
     @property
@@ -57,7 +57,7 @@ class TailReport:
         if isinstance(record, TrajectoryRecord):
             self.kept.add(record)
         elif isinstance(record, DroppedRecord):
-            self.dropped.setdefault(record.reason, Lot()).add(record)
+            self.dropped.setdefault(record.reason, TrajectoryTotals()).add(record)
             self.unfinished += record.stop_reason is None
 
     def as_json(self) -> dict[str, object]:

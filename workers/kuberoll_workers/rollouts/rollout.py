@@ -21,7 +21,7 @@ from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
 from kuberoll_workers.policy.routing.replica import SessionPolicy
-from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, worth_another_try
+from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, is_retryable
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
 from kuberoll_workers.telemetry import EnvironmentMetrics, RolloutMetrics
@@ -65,22 +65,22 @@ class Rollout:
         # Waits between retries only; nothing of a trajectory depends on it.
         self._draw = random.Random()
 
-    def admit(self, sample: Sample, *, held: bool = False) -> Flight:
+    def admit(self, sample: Sample, *, deferred: bool = False) -> InFlight:
         """Start one trajectory, or continue one that was interrupted.
 
         Args:
-            held: Its record will wait for its group, so that even its last turn goes to `turn_sink`.
+            deferred: Its record will wait for its group, so that even its last turn goes to `turn_sink`.
 
         Raises:
             KeyError: No environment has the sample's task name.
             ValueError: The sample's partial does not fit it.
         """
-        flight = Flight(self, Trajectory(sample, self.settings), held=held)
+        flight = InFlight(self, Trajectory(sample, self.settings), deferred=deferred)
         if flight.trajectory.turn:
             flight.metrics.resumed(flight.trajectory.turn)
         return flight
 
-    async def generate(self, flight: Flight) -> None:
+    async def generate(self, flight: InFlight) -> None:
         """Generate the response of the next turn and append it.
 
         Raises:
@@ -90,7 +90,7 @@ class Rollout:
         trajectory.check_prefix()
         prompt_tokens = len(trajectory.context)
         started = time.perf_counter()
-        flight.waited = started - flight.since
+        flight.waiting_seconds = started - flight.waiting_since
 
         async def attempt(tries: int) -> GenerationResult:
             request = trajectory.next_request(tries)
@@ -114,11 +114,11 @@ class Rollout:
             result = await self._within_turn("generation", 0.0, operation)
         finally:
             flight.metrics.generating -= 1
-        flight.since = ended = time.perf_counter()
+        flight.waiting_since = ended = time.perf_counter()
         trajectory.add_response(result, self._tokenizer.decode(result.token_ids), ended - started)
         flight.metrics.generated(prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids))
 
-    async def step(self, flight: Flight) -> None:
+    async def step(self, flight: InFlight) -> None:
         """Step the environment over the newest response and append what it answered.
 
         Raises:
@@ -127,7 +127,7 @@ class Rollout:
         trajectory = flight.trajectory
         environment = self._environments[trajectory.task_name]
         started = time.perf_counter()
-        waited = flight.waited + started - flight.since
+        waited = flight.waiting_seconds + started - flight.waiting_since
         operation = self._retrying(
             flight,
             "environment",
@@ -139,7 +139,7 @@ class Rollout:
             outcome = await self._within_turn("environment", trajectory.generation_seconds[-1], operation)
         finally:
             flight.metrics.stepping -= 1
-        flight.since = ended = time.perf_counter()
+        flight.waiting_since = ended = time.perf_counter()
         seconds = ended - started
         try:
             trajectory.check_step(outcome)
@@ -156,9 +156,9 @@ class Rollout:
             environment_seconds=seconds,
             observed=trajectory.environment_tokens - before,
         )
-        if trajectory.ended is not None:
+        if trajectory.stop_reason is not None:
             trajectory.check_tokens()
-        if self.turn_sink is not None and (trajectory.ended is None or flight.held):
+        if self.turn_sink is not None and (trajectory.stop_reason is None or flight.deferred):
             try:
                 await self.turn_sink(trajectory.turn_record())
             except OSError as error:
@@ -171,14 +171,14 @@ class Rollout:
             outcome.role,
             outcome.content,
             previous=trajectory.messages[-1].token_ids,
-            generation_prompt=trajectory.goes_on_after(outcome),
+            generation_prompt=trajectory.continues_after(outcome),
         )
         return render() if len(outcome.content) <= LONG_TEXT else await asyncio.to_thread(render)
 
-    async def play(self, flight: Flight) -> None:
+    async def play(self, flight: InFlight) -> None:
         """Run a trajectory to its end, whatever that is."""
         async with flight.guarded():
-            while not flight.over:
+            while not flight.is_over:
                 await self.generate(flight)
                 await self.step(flight)
 
@@ -202,7 +202,7 @@ class Rollout:
             raise TrajectoryFailed(cause, kind="infrastructure", stage=stage, tries=1) from error
 
     async def _retrying(
-        self, flight: Flight, stage: Stage, attempts: int, operation: Callable[[int], Awaitable[_Result]]
+        self, flight: InFlight, stage: Stage, attempts: int, operation: Callable[[int], Awaitable[_Result]]
     ) -> _Result:
         retries = self.settings.retries
         tries = 0
@@ -211,17 +211,17 @@ class Rollout:
                 return await operation(tries)
             except Exception as error:
                 tries += 1
-                if tries >= attempts or not worth_another_try(error):
+                if tries >= attempts or not is_retryable(error):
                     raise failure_of(error, stage=stage, tries=tries) from error
             flight.metrics.retried(stage)
             await asyncio.sleep(
                 backoff(tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw)
             )
 
-    def ended(self, flight: Flight) -> None:
+    def end_session(self, flight: InFlight) -> None:
         """Tell the policy that nothing more of a trajectory will come."""
         if self._sessions is not None and flight.session is not None:
-            self._sessions.ended(flight.session)
+            self._sessions.end_session(flight.session)
 
     def flush_metrics(self) -> None:
         """Hand on what has been counted so far."""
@@ -234,46 +234,46 @@ class Rollout:
         return self._metrics.environment(task_name)
 
 
-class Flight:
+class InFlight:
     """A trajectory under way, and when it has to be over.
 
     Attributes:
-        since: When it began to wait for its next generation or step.
-        waited: Seconds that it waited for the generation of this turn to begin.
+        waiting_since: When it began to wait for its next generation or step.
+        waiting_seconds: Seconds that it waited for the generation of this turn to begin.
     """
 
     __slots__ = (
         "_timeout",
         "deadline",
-        "dropped",
+        "deferred",
+        "drop_reason",
         "failure",
-        "held",
         "metrics",
         "rollout",
         "session",
-        "since",
         "started",
         "trajectory",
-        "waited",
+        "waiting_seconds",
+        "waiting_since",
     )
 
-    def __init__(self, rollout: Rollout, trajectory: Trajectory, *, held: bool) -> None:
+    def __init__(self, rollout: Rollout, trajectory: Trajectory, *, deferred: bool) -> None:
         self.rollout = rollout
         self.trajectory = trajectory
-        self.held = held
+        self.deferred = deferred
         self.metrics = rollout.metrics_of(trajectory.task_name)
-        self.started = self.since = time.perf_counter()
-        self.waited = 0.0
+        self.started = self.waiting_since = time.perf_counter()
+        self.waiting_seconds = 0.0
         limit = rollout.settings.trajectory_seconds
         self.session: str | None = None
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         self.failure: TrajectoryFailed | None = None
-        self.dropped: DropReason | None = None
+        self.drop_reason: DropReason | None = None
         self._timeout: asyncio.Timeout | None = None
 
     @property
-    def over(self) -> bool:
-        return self.failure is not None or self.dropped is not None or self.trajectory.ended is not None
+    def is_over(self) -> bool:
+        return self.failure is not None or self.drop_reason is not None or self.trajectory.stop_reason is not None
 
     def stop(self, reason: DropReason | TrajectoryFailed) -> None:
         """Stop it at once, what it waits for included; a trajectory that is over stays as it is.
@@ -281,12 +281,12 @@ class Flight:
         Args:
             reason: Why it is not wanted any more, or the failure that it shares.
         """
-        if self.over:
+        if self.is_over:
             return
         if isinstance(reason, TrajectoryFailed):
             self.failure = reason
         else:
-            self.dropped = reason
+            self.drop_reason = reason
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -316,22 +316,22 @@ class Flight:
                 self._fail(failure_of(error, stage="trajectory", tries=1))
         finally:
             self._timeout = None
-            self.rollout.ended(self)
+            self.rollout.end_session(self)
 
     def _fail(self, failure: TrajectoryFailed) -> None:
         # Whoever stopped it has said why already; what broke when it was stopped says nothing.
-        if self.failure is None and self.dropped is None:
+        if self.failure is None and self.drop_reason is None:
             self.failure = failure
 
     def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
         """The record of a trajectory that is over."""
         if self.failure is not None:
-            return self.trajectory.failure(self.failure)
-        if self.dropped is not None:
-            return self.trajectory.dropped(self.dropped)
+            return self.trajectory.failure_record(self.failure)
+        if self.drop_reason is not None:
+            return self.trajectory.dropped_record(self.drop_reason)
         return self.trajectory.record()
 
-    def count(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
+    def count_result(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
         """Count what became of the trajectory in the metrics."""
         self.metrics.ended()
         if isinstance(result, FailureRecord):
