@@ -26,7 +26,7 @@ from benchmarks.transport import Ask
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
-from kuberoll_workers.policy.routing.discovery import Endpoint
+from kuberoll_workers.policy.routing.discovery import EndpointDiscovery
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-policy"
@@ -126,7 +126,7 @@ async def workload(name: str, ask: Ask, policy: RoutedPolicy | None, sessions: i
 
 async def compare(url: str, sessions: int, turns: int) -> None:
     async with Counting(url, limit=256) as asking:
-        discovery = Endpoint(asking, url)
+        discovery = EndpointDiscovery(asking, url)
         while len(await discovery.addresses()) < 2:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.5)
         for number, (name, sticky) in enumerate((("Session", True), ("LeastLoaded", False))):

@@ -28,7 +28,7 @@ from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult, SamplingParameters
-from kuberoll_workers.policy.routing.discovery import Discovery, Endpoint, Static
+from kuberoll_workers.policy.routing.discovery import Discovery, EndpointDiscovery, StaticDiscovery
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.serving.app import GenerationServer, deployment_options
 from kuberoll_workers.serving.ray_settings import free_ports, ray_environment, serve_environment
@@ -70,7 +70,9 @@ def request(session: int, turn: int) -> GenerationRequest:
 async def router_alone(replicas: int, count: int) -> float:
     """CPU microseconds of the router, per request."""
     direct, requests = Instant(), [request(number % 500, number) for number in range(count)]
-    async with RoutedPolicy(Static([f"r{number}" for number in range(replicas)]), lambda url: direct) as policy:
+    async with RoutedPolicy(
+        StaticDiscovery([f"r{number}" for number in range(replicas)]), lambda url: direct
+    ) as policy:
         await policy.generate(requests[0])
         while policy.state().replicas.get("closed") != replicas:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
@@ -126,7 +128,7 @@ async def ways(url: str, handle: Any, count: int, in_flight: int, proxy: str) ->
         if proxy == "python":
             await measure("Serve's Python proxy, msgpack", client.generate, count // 8, in_flight)
             return
-        discovery: Discovery = Endpoint(client, url)
+        discovery: Discovery = EndpointDiscovery(client, url)
         while len(addresses := await discovery.addresses()) < 2:
             print(f"waiting for both replicas: {addresses}", file=sys.stderr)
             await asyncio.sleep(0.5)

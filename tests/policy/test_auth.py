@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_api.contract import SCOPES, Scope
-from kuberoll_workers.policy.auth import Denied, Tokens, authorize, take_token, take_tokens
+from kuberoll_workers.policy.auth import AccessDenied, Tokens, authorize, take_token, take_tokens
 
 TOKENS = Tokens(generate="sample-1234", weights="publish-1234", read="look-1234")
 
@@ -19,7 +19,7 @@ def status(header: str | None, scope: Scope = "generate", tokens: Tokens | None 
     """The answer's status; 200: the request passes."""
     try:
         authorize(header, tokens, scope)
-    except Denied as denied:
+    except AccessDenied as denied:
         return denied.status
     return 200
 
@@ -48,7 +48,7 @@ def test_only_the_token_itself_opens(header: str | None, code: int) -> None:
 @pytest.mark.parametrize("shown", SCOPES)
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None:
-    assert status(f"Bearer {TOKENS.of(shown)}", scope) == (200 if scope in (shown, "read") else 403)
+    assert status(f"Bearer {TOKENS.for_scope(shown)}", scope) == (200 if scope in (shown, "read") else 403)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None
     ],
 )
 def test_a_refusal_says_what_is_needed(header: str, message: str) -> None:
-    with pytest.raises(Denied) as caught:
+    with pytest.raises(AccessDenied) as caught:
         authorize(header, TOKENS, "weights")
     assert str(caught.value) == message
 
@@ -75,7 +75,7 @@ def test_tokens_are_named_and_fixed() -> None:
 @given(text=st.text(max_size=12), scope=st.sampled_from(SCOPES))
 def test_no_beginning_of_a_token_opens(text: str, scope: Scope) -> None:
     for known in SCOPES:
-        token = TOKENS.of(known)
+        token = TOKENS.for_scope(known)
         assert status(f"Bearer {text}", scope) == 401
         for end in range(len(token)):
             assert status(f"Bearer {token[:end]}", scope) == 401
@@ -91,8 +91,8 @@ def test_the_comparison_takes_the_same_time_whatever_is_shown(monkeypatch: pytes
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
     # It alone decides: what is equal passes no more when it says no.
-    assert status(f"Bearer {TOKENS.of(scope)}", scope) == 401
-    assert compared == [(TOKENS.of(scope).encode(), TOKENS.of(known).encode()) for known in SCOPES]
+    assert status(f"Bearer {TOKENS.for_scope(scope)}", scope) == 401
+    assert compared == [(TOKENS.for_scope(scope).encode(), TOKENS.for_scope(known).encode()) for known in SCOPES]
     monkeypatch.setattr(hmac, "compare_digest", lambda *_: True)
     assert status("Bearer nothing", scope) == 200
 

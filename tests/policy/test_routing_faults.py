@@ -22,7 +22,7 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
-from kuberoll_workers.policy.routing.discovery import Discovery, Dns, Endpoint, Static
+from kuberoll_workers.policy.routing.discovery import Discovery, DnsDiscovery, EndpointDiscovery, StaticDiscovery
 from kuberoll_workers.policy.routing.replica import Address
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.serving.ray_settings import free_ports
@@ -115,8 +115,8 @@ async def routed(discovery: Discovery, *, sticky: bool = True) -> AsyncIterator[
             yield policy
 
 
-def static(made: Sequence[Replica]) -> Static:
-    return Static([replica.url for replica in made])
+def static(made: Sequence[Replica]) -> StaticDiscovery:
+    return StaticDiscovery([replica.url for replica in made])
 
 
 def request(session: str, turn: int = 0, *, tokens: int = 4) -> GenerationRequest:
@@ -237,7 +237,7 @@ async def test_a_replica_that_comes_back_is_used_again() -> None:
 async def test_no_replica_yet() -> None:
     (port,) = free_ports(1)
     replica = Replica(5)
-    async with routed(Static([f"http://127.0.0.1:{port}"])) as policy:
+    async with routed(StaticDiscovery([f"http://127.0.0.1:{port}"])) as policy:
         waiting = asyncio.create_task(answer(policy, "0-0-0"))
         await until(lambda: policy.state().waiting == 1)
         try:
@@ -272,7 +272,7 @@ async def test_a_replica_that_leaves_finishes_what_it_has() -> None:
             held = asyncio.create_task(answer(policy, "0-0-0"))
             await until(lambda: len(made[0].requests) == 1)
             discovery.listed = None
-            policy._stir.set()
+            policy._wake.set()
             discovery.listed = [made[1]]
             await until(lambda: policy.state().replicas == {"leaving": 1, "closed": 1})
             assert await answer(policy, "1-0-0") == 1
@@ -285,7 +285,10 @@ async def test_a_replica_that_leaves_finishes_what_it_has() -> None:
 async def test_the_endpoint_tells_its_replicas() -> None:
     async with replicas(3) as made:
         made[0].listed = [{"id": f"r{replica.number}", "url": replica.url} for replica in made[1:]]
-        async with ServeClient(made[0].url, limit=1) as asking, routed(Endpoint(asking, made[0].url)) as policy:
+        async with (
+            ServeClient(made[0].url, limit=1) as asking,
+            routed(EndpointDiscovery(asking, made[0].url)) as policy,
+        ):
             await until(lambda: policy.state().replicas.get("closed") == 2)
             answers = await everybody(policy)
             assert {number for of_one in answers for number in of_one} == {1, 2}
@@ -296,18 +299,21 @@ async def test_the_endpoint_tells_its_replicas() -> None:
 async def test_an_endpoint_that_cannot_tell_is_the_only_replica(listed: list[dict[str, str]] | None) -> None:
     async with replicas(1) as made:
         made[0].listed = listed
-        async with ServeClient(made[0].url, limit=1) as asking, routed(Endpoint(asking, made[0].url)) as policy:
+        async with (
+            ServeClient(made[0].url, limit=1) as asking,
+            routed(EndpointDiscovery(asking, made[0].url)) as policy,
+        ):
             assert await answer(policy, "0-0-0") == 0
 
 
 async def test_names_are_looked_up() -> None:
     async with replicas(1) as made:
         host = made[0].url.removeprefix("http://").replace("127.0.0.1", "localhost")
-        assert Address(made[0].url.removeprefix("http://"), made[0].url) in await Dns(host).addresses()
-        async with routed(Dns(made[0].url.removeprefix("http://"))) as policy:
+        assert Address(made[0].url.removeprefix("http://"), made[0].url) in await DnsDiscovery(host).addresses()
+        async with routed(DnsDiscovery(made[0].url.removeprefix("http://"))) as policy:
             assert await answer(policy, "0-0-0") == 0
     with pytest.raises(ValueError, match="it is a name and a port"):
-        Dns("policy.example")
+        DnsDiscovery("policy.example")
 
 
 async def test_a_request_that_kills_every_engine_is_refused_in_the_end() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.routing.discovery import Static
-from kuberoll_workers.policy.waiting import NEWS_SECONDS, REPEAT_SECONDS, Troubles
+from kuberoll_workers.policy.readiness import CHANGE_SECONDS, REPEAT_SECONDS, TroubleReports
+from kuberoll_workers.policy.routing.discovery import StaticDiscovery
 from kuberoll_workers.serving.ray_settings import free_ports
 from tests.policy.test_client import serving
 from tests.policy.test_routing_faults import answer, replicas, routed
@@ -24,15 +24,15 @@ from tests.rollouts.fakes import until
 def test_what_is_told_is_bounded_and_nothing_is_hidden_for_long(steps: list[tuple[float, str]]) -> None:
     now = 0.0
     told: list[tuple[float, str]] = []
-    troubles = Troubles(lambda trouble: told.append((now, trouble)), clock=lambda: now)
+    troubles = TroubleReports(lambda trouble: told.append((now, trouble)), clock=lambda: now)
     for seconds, trouble in steps:
         now += seconds
         troubles.add(trouble)
         at, last = told[-1]
-        assert at == now or now - at < (REPEAT_SECONDS if last == trouble else NEWS_SECONDS)
+        assert at == now or now - at < (REPEAT_SECONDS if last == trouble else CHANGE_SECONDS)
     assert [told[0][1]] == [steps[0][1]] if steps else not told
     for (before, first), (after, second) in itertools.pairwise(told):
-        assert after - before >= (REPEAT_SECONDS if first == second else NEWS_SECONDS)
+        assert after - before >= (REPEAT_SECONDS if first == second else CHANGE_SECONDS)
 
 
 async def trouble_of(url: str) -> str:
@@ -68,12 +68,12 @@ async def test_a_replica_that_does_not_answer_is_named_once(caplog: pytest.LogCa
     (port,) = free_ports(1)
     absent = f"http://127.0.0.1:{port}"
     with caplog.at_level(logging.WARNING, "kuberoll_workers.policy.routing.router"):
-        async with replicas(1) as made, routed(Static([made[0].url, absent])) as policy:
+        async with replicas(1) as made, routed(StaticDiscovery([made[0].url, absent])) as policy:
             await until(lambda: absent in caplog.text)
             # Each answer stirs nothing, each failure does: the list is looked at again and again.
             for turn in range(20):
                 await answer(policy, "0-0-0", turn)
-                policy._stir.set()
+                policy._wake.set()
                 await asyncio.sleep(0)
             await policy._discover()
             await until(lambda: not policy._joining)

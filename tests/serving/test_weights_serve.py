@@ -103,7 +103,7 @@ async def test_who_does_not_show_the_token_gets_nothing(deployment: Deployment) 
 
 @pytest.mark.parametrize("scope", SCOPES)
 async def test_a_token_does_what_its_scope_is_for(deployment: Deployment, scope: Scope) -> None:
-    token = TOKENS.of(scope)
+    token = TOKENS.for_scope(scope)
     for method, path, opened_by in [
         ("GET", "/info", SCOPES),
         ("GET", "/replicas", SCOPES),

@@ -55,7 +55,7 @@ from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.external import ExternalClient
 from kuberoll_workers.policy.interface import Policy, SamplingParameters
-from kuberoll_workers.policy.routing.discovery import Discovery, Dns, Endpoint, Static
+from kuberoll_workers.policy.routing.discovery import Discovery, DnsDiscovery, EndpointDiscovery, StaticDiscovery
 from kuberoll_workers.policy.routing.replica import ReplicaClient
 from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.rollouts.admission import Drain
@@ -322,16 +322,16 @@ async def open_policy(
     async with AsyncExitStack() as stack:
         discovery: Discovery
         if external is not None:
-            discovery = Static(config.replicas or [external.url, *external.urls])
+            discovery = StaticDiscovery(config.replicas or [external.url, *external.urls])
             # A missing key is to be told before anything waits for an answer.
             connect(external.url)
         elif config.discovery == "Static":
-            discovery = Static(config.replicas or [config.endpoint])
+            discovery = StaticDiscovery(config.replicas or [config.endpoint])
         elif config.discovery == "DNS":
-            discovery = Dns(config.replicas_host or "")
+            discovery = DnsDiscovery(config.replicas_host or "")
         else:
             asking = await stack.enter_async_context(ServeClient(config.endpoint, limit=1, token=token))
-            discovery = Endpoint(asking, config.endpoint)
+            discovery = EndpointDiscovery(asking, config.endpoint)
         yield await stack.enter_async_context(
             RoutedPolicy(
                 discovery,

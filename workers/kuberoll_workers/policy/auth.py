@@ -11,7 +11,7 @@ import msgspec
 from kuberoll_api.contract import SCOPES, Scope, token_variable
 
 # Whoever may sample or publish may look, too; nobody may do both with one token.
-_OPENED_BY: Final[Mapping[Scope, frozenset[Scope]]] = {
+_ACCEPTED_SCOPES: Final[Mapping[Scope, frozenset[Scope]]] = {
     "generate": frozenset({"generate"}),
     "weights": frozenset({"weights"}),
     "read": frozenset(SCOPES),
@@ -26,16 +26,16 @@ class Tokens(msgspec.Struct, kw_only=True, frozen=True):
     weights: str
     read: str
 
-    def of(self, scope: Scope) -> str:
+    def for_scope(self, scope: Scope) -> str:
         """The token of one scope."""
         return str(getattr(self, scope))
 
     def variables(self) -> dict[str, str]:
         """Environment variables for a program that takes them by `take_tokens`."""
-        return {token_variable(scope): self.of(scope) for scope in SCOPES}
+        return {token_variable(scope): self.for_scope(scope) for scope in SCOPES}
 
 
-class Denied(Exception):
+class AccessDenied(Exception):
     """A request that its token does not open.
 
     Attributes:
@@ -55,18 +55,18 @@ def authorize(authorization: str | None, tokens: Tokens | None, scope: Scope) ->
         tokens: Those that are known; None: everybody may do everything.
 
     Raises:
-        Denied: It may not pass.
+        AccessDenied: It may not pass.
     """
     if tokens is None:
         return
     scheme, _, text = (authorization or "").partition(" ")
     shown = text.strip().encode()
     # With every token, whether one has matched already or not.
-    matches = [known for known in SCOPES if hmac.compare_digest(shown, tokens.of(known).encode())]
+    matches = [known for known in SCOPES if hmac.compare_digest(shown, tokens.for_scope(known).encode())]
     if not matches or scheme.lower() != _SCHEME:
-        raise Denied(401, "the Authorization header must be: Bearer and one of the job's tokens")
-    if _OPENED_BY[scope].isdisjoint(matches):
-        raise Denied(403, f"this needs the job's token of scope {scope}; the one shown is of scope {matches[0]}")
+        raise AccessDenied(401, "the Authorization header must be: Bearer and one of the job's tokens")
+    if _ACCEPTED_SCOPES[scope].isdisjoint(matches):
+        raise AccessDenied(403, f"this needs the job's token of scope {scope}; the one shown is of scope {matches[0]}")
 
 
 def take_token(environment: MutableMapping[str, str], scope: Scope) -> str | None:

@@ -18,7 +18,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
-from kuberoll_workers.policy.waiting import until_ready
+from kuberoll_workers.policy.readiness import wait_until_ready
 
 SESSION_HEADER = "x-session-id"
 """Requests with the same value go to the same replica, where their prefix is cached."""
@@ -156,7 +156,7 @@ class ServeClient:
         Raises:
             PolicyUnavailable: It could not within so many seconds; says what it answered last.
         """
-        return await until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
+        return await wait_until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
 
     async def _ready(self) -> EngineInfo:
         try:

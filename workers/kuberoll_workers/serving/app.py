@@ -23,7 +23,7 @@ from kuberoll_api.contract import (
 )
 from kuberoll_api.model.generation import Generation, Weights
 from kuberoll_workers.policy import wire
-from kuberoll_workers.policy.auth import Denied, authorize, take_tokens
+from kuberoll_workers.policy.auth import AccessDenied, authorize, take_tokens
 from kuberoll_workers.policy.client import LOAD_HEADER
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.serving import controller
@@ -151,7 +151,7 @@ class GenerationServer:
             return await self._healthz()
         try:
             authorize(request.headers.get("authorization"), self._tokens, _scope(method, path))
-        except Denied as error:
+        except AccessDenied as error:
             return _error(error.status, "Unauthorized" if error.status == 401 else "Forbidden", str(error))
         if (method, path) == ("POST", "/v1/generate"):
             return await self._generate(request)

@@ -31,7 +31,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
-from kuberoll_workers.policy.waiting import until_ready
+from kuberoll_workers.policy.readiness import wait_until_ready
 
 Api = Literal["Auto", "KubeRoll", "OpenAI"]
 
@@ -53,15 +53,15 @@ class _Server:
     Attributes:
         engine: Its kind, in words.
         native: It is SGLang, with its own route.
-        manner: What its completions are asked for.
-        proven: It has answered in that manner, so that what it refuses now is the request.
+        dialect: What its completions are asked for.
+        proven: It has answered in that dialect, so that what it refuses now is the request.
     """
 
     model: str
     engine: str
     window: int
     native: bool
-    manner: int = EXTENDED
+    dialect: int = EXTENDED
     proven: bool = False
 
 
@@ -118,14 +118,14 @@ class ExternalClient:
         self._vocabulary = vocabulary
         self._stack = AsyncExitStack()
         self._session: aiohttp.ClientSession | None = None
-        self._asking = asyncio.Lock()
-        self._ours: ServeClient | None = None
+        self._probe_lock = asyncio.Lock()
+        self._serve_client: ServeClient | None = None
         self._server: _Server | None = None
 
     @property
     def load(self) -> int | None:
         """Requests that it was working on besides the newest answered one; None where it does not say."""
-        return None if self._ours is None else self._ours.load
+        return None if self._serve_client is None else self._serve_client.load
 
     async def __aenter__(self) -> Self:
         self._session = await self._stack.enter_async_context(
@@ -152,7 +152,7 @@ class ExternalClient:
             PolicyUnavailable: A broken connection, an answer of another 5xx, or one that is no result.
             PolicyRefused: An answer of another 4xx, or a request that the server cannot serve.
         """
-        found = await self._found()
+        found = await self._resolved()
         if isinstance(found, ServeClient):
             return await found.generate(request)
         prompt = len(request.token_ids)
@@ -177,17 +177,17 @@ class ExternalClient:
             return generate_result(answer.body)
 
     async def _complete(self, request: GenerationRequest, server: _Server, room: int) -> GenerationResult:
-        manner = server.manner
+        dialect = server.dialect
         while True:
-            body = completion_body(request, model=server.model, room=room, manner=manner)
+            body = completion_body(request, model=server.model, room=room, dialect=dialect)
             answer = await self._post("/v1/completions", request, body)
-            if answer.status not in _NOT_UNDERSTOOD or server.proven or manner == BARE:
+            if answer.status not in _NOT_UNDERSTOOD or server.proven or dialect == BARE:
                 break
             # It may be a field that is not OpenAI's; the server is asked for less, until it has once understood.
-            manner += 1
+            dialect += 1
         if answer.status != 200:
             raise _refusal(self._url, answer)
-        server.manner, server.proven = manner, True
+        server.dialect, server.proven = dialect, True
         with _naming(self._url):
             return completion_result(answer.body, stop=request.sampling.stop, tokenizer=self._tokenizer)
 
@@ -195,7 +195,7 @@ class ExternalClient:
         """Whether the endpoint says that it can generate."""
         try:
             async with asyncio.timeout(_ASKING_SECONDS):
-                found = await self._found()
+                found = await self._resolved()
                 if isinstance(found, ServeClient):
                     return await found.healthy()
                 answer = await self._send("GET", "/health")
@@ -212,7 +212,7 @@ class ExternalClient:
             PolicyUnavailable: It does not answer, or not as any server that is known here.
             PolicyRefused: It wants an API key, or something is left to be said by the job.
         """
-        found = await self._found()
+        found = await self._resolved()
         if isinstance(found, ServeClient):
             return await found.info()
         return EngineInfo(
@@ -231,7 +231,7 @@ class ExternalClient:
             PolicyUnavailable: It could not within so many seconds; says what it answered last.
             PolicyRefused: Waiting would not help: see `info`.
         """
-        return await until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
+        return await wait_until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
 
     async def _ready(self) -> EngineInfo:
         info = await self.info()
@@ -239,27 +239,27 @@ class ExternalClient:
             raise PolicyUnavailable(f"{self._url}: it is not healthy")
         return info
 
-    async def _found(self) -> ServeClient | _Server:
-        found = self._ours or self._server
+    async def _resolved(self) -> ServeClient | _Server:
+        found = self._serve_client or self._server
         if found is not None:
             return found
-        async with self._asking:
-            found = self._ours or self._server
+        async with self._probe_lock:
+            found = self._serve_client or self._server
             if found is None:
-                found = await self._ask()
+                found = await self._probe()
                 if isinstance(found, ServeClient):
-                    self._ours = await self._stack.enter_async_context(found)
+                    self._serve_client = await self._stack.enter_async_context(found)
                 else:
                     self._server = found
             return found
 
-    async def _ask(self) -> ServeClient | _Server:
+    async def _probe(self) -> ServeClient | _Server:
         """Find out what the endpoint speaks.
 
         Raises:
             PolicyUnavailable, PolicyRefused: See `info`.
         """
-        if self._api == "KubeRoll" or (self._api == "Auto" and await self._is_ours()):
+        if self._api == "KubeRoll" or (self._api == "Auto" and await self._is_kuberoll()):
             return ServeClient(self._url, limit=self._limit, token=self._key)
         answer = await self._send("GET", "/v1/models")
         if answer.status in (401, 403):
@@ -275,7 +275,7 @@ class ExternalClient:
             listed = []
         return await self._server_of(listed)
 
-    async def _is_ours(self) -> bool:
+    async def _is_kuberoll(self) -> bool:
         answer = await self._send("GET", "/info")
         if answer.status >= 500:
             raise _refusal(self._url, answer)

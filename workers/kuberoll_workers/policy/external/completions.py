@@ -59,14 +59,14 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def completion_body(request: GenerationRequest, *, model: str, room: int, manner: int) -> dict[str, Any]:
+def completion_body(request: GenerationRequest, *, model: str, room: int, dialect: int) -> dict[str, Any]:
     """The body of a request.
 
     Args:
         room: Tokens to generate at most.
 
     Raises:
-        PolicyRefused: The request needs what a server of this manner does not know.
+        PolicyRefused: The request needs what a server of this dialect does not know.
     """
     sampling = request.sampling
     body: dict[str, Any] = {
@@ -80,7 +80,7 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, manner
         body["stop"] = list(sampling.stop)
     if sampling.seed is not None:
         body["seed"] = sampling.seed
-    if manner == EXTENDED:
+    if dialect == EXTENDED:
         return body | {
             # The sampled token's own, and no others.
             "logprobs": 0,
@@ -94,7 +94,7 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, manner
             raise PolicyRefused(
                 f"spec.generation.sampling.{name}: the server takes OpenAI's own fields only; remove it"
             )
-    return body | {"logprobs": 1} if manner == PLAIN else body
+    return body | {"logprobs": 1} if dialect == PLAIN else body
 
 
 def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer | None) -> GenerationResult:
@@ -129,7 +129,7 @@ def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer 
         )
     return GenerationResult(
         token_ids=ids,
-        logprobs=known_logprobs(choice.logprobs.token_logprobs if choice.logprobs is not None else None, len(ids)),
+        logprobs=complete_logprobs(choice.logprobs.token_logprobs if choice.logprobs is not None else None, len(ids)),
         finish_reason=reason,
         cached_tokens=cached,
         policy_versions=tuple(choice.policy_versions or ()),
@@ -150,7 +150,7 @@ def finish_reason(given: str | None) -> FinishReason:
     return _FINISHED[given]
 
 
-def known_logprobs(given: Sequence[float | None] | None, count: int) -> array[float]:
+def complete_logprobs(given: Sequence[float | None] | None, count: int) -> array[float]:
     """The log-probabilities of so many sampled tokens.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.policy.external.completions import finish_reason, known_logprobs
+from kuberoll_workers.policy.external.completions import complete_logprobs, finish_reason
 from kuberoll_workers.policy.external.extensions import extensions
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused, PolicyUnavailable
 
@@ -69,7 +69,7 @@ def generate_result(body: bytes) -> GenerationResult:
     sampled = meta.output_token_logprobs
     return GenerationResult(
         token_ids=token_array(token for _, token, _ in sampled),
-        logprobs=known_logprobs([logprob for logprob, _, _ in sampled], len(sampled)),
+        logprobs=complete_logprobs([logprob for logprob, _, _ in sampled], len(sampled)),
         finish_reason=reason,
         cached_tokens=meta.cached_tokens or 0,
     )

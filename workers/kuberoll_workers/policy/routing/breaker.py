@@ -30,13 +30,13 @@ class Breaker:
     def closed(self) -> bool:
         return self.state == "closed"
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A request was answered; one that was sent before the breaker opened says nothing of now."""
         if self.state == "closed":
             self._failures = 0
             self._backoff = FIRST_SECONDS
 
-    def failed(self, now: float, *, fatally: bool = False) -> bool:
+    def record_failure(self, now: float, *, fatally: bool = False) -> bool:
         """A request failed.
 
         Args:
@@ -53,14 +53,14 @@ class Breaker:
         self._open(now)
         return True
 
-    def probe(self, now: float) -> bool:
+    def begin_probe(self, now: float) -> bool:
         """Whether a probe is due; if so, the caller makes it, and says how it went."""
         if self.state != "open" or now < self.retry_at:
             return False
         self.state = "half-open"
         return True
 
-    def probed(self, healthy: bool, now: float) -> None:
+    def record_probe(self, healthy: bool, now: float) -> None:
         """The probe's result."""
         if self.state != "half-open":
             return

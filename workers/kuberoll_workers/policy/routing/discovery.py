@@ -26,7 +26,7 @@ class Discovery(Protocol):
         ...
 
 
-class Static:
+class StaticDiscovery:
     """The replicas that somebody listed."""
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Static:
         return self._addresses
 
 
-class Endpoint:
+class EndpointDiscovery:
     """The replicas that the Serve app says it has; the endpoint itself where it cannot tell."""
 
     def __init__(self, client: ServeClient, url: str) -> None:
@@ -53,7 +53,7 @@ class Endpoint:
         return [Address(name, url.rstrip("/")) for name, url in found] or self._itself
 
 
-class Dns:
+class DnsDiscovery:
     """The addresses of a name, each with one replica."""
 
     def __init__(self, host: str) -> None:

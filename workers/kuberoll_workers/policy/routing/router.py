@@ -19,9 +19,9 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
-from kuberoll_workers.policy.routing.admission import WINDOW, Admission, Member, Ticket
 from kuberoll_workers.policy.routing.discovery import Discovery
 from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
+from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
 from kuberoll_workers.policy.routing.sessions import Session
 from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
@@ -67,18 +67,18 @@ class RoutedPolicy:
         self._connect = connect
         self._share = share
         self._metrics = metrics if metrics is not None else RoutingMetrics("")
-        self._admission = Admission(sticky=sticky, moved=self._metrics.moved)
+        self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.moved)
         self._clients: dict[str, ReplicaClient] = {}
         self._connections: dict[str, AsyncExitStack] = {}
         self._joining: set[str] = set()
         self._checks: dict[str, asyncio.Task[bool]] = {}
-        self._flying: defaultdict[str, set[Ticket]] = defaultdict(set)
+        self._in_flight: defaultdict[str, set[Ticket]] = defaultdict(set)
         # By replica, the trajectories that were there when it died and had seen another one die before.
         self._repeated: defaultdict[str, set[Session]] = defaultdict(set)
         # Suspects are tried one at a time, until one is alone in it when an engine dies.
         self._quarantine = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._stir = asyncio.Event()
+        self._wake = asyncio.Event()
         # By replica, and of all of them by "": what was said last.
         self._troubles: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop
@@ -86,7 +86,7 @@ class RoutedPolicy:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._metrics.watch = self.state
-        self._start(self._keep())
+        self._start(self._refresh_replicas())
         return self
 
     async def __aexit__(
@@ -101,17 +101,17 @@ class RoutedPolicy:
 
     def state(self) -> RoutingState:
         """What the metrics tell of this moment."""
-        members = self._admission.members.values()
-        states = Counter(member.breaker.state if member.listed else "leaving" for member in members)
+        replicas = self._admission.replicas.values()
+        states = Counter(replica.breaker.state if replica.listed else "leaving" for replica in replicas)
         return RoutingState(
             waiting=self._admission.waiting,
-            window=sum(member.window.limit for member in members if member.usable),
+            window=sum(replica.window.limit for replica in replicas if replica.usable),
             replicas=dict(states),
         )
 
     def end_session(self, session_id: str) -> None:
         """The trajectory has ended; its place is free."""
-        self._admission.ended(session_id, self._loop.time())
+        self._admission.end_session(session_id, self._loop.time())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one sequence.
@@ -128,41 +128,41 @@ class RoutedPolicy:
         quarantined = False
         try:
             while True:
-                if not admission.ask(ticket, time()):
-                    await self._granted(ticket)
-                member = ticket.member
-                assert member is not None
-                client = self._clients[member.id]
-                self._flying[member.id].add(ticket)
+                if not admission.submit(ticket, time()):
+                    await self._wait_for_grant(ticket)
+                replica = ticket.replica
+                assert replica is not None
+                client = self._clients[replica.id]
+                self._in_flight[replica.id].add(ticket)
                 try:
                     result = await client.generate(request)
                 except Overloaded as error:
                     metrics.request("overloaded")
-                    pause = admission.refused(ticket, time(), retry_after=error.retry_after)
-                    self._loop.call_later(pause + _TIMER_SLACK_SECONDS, self._pump, member)
-                    self._watch(member)
+                    pause = admission.record_overload(ticket, time(), retry_after=error.retry_after)
+                    self._loop.call_later(pause + _TIMER_SLACK_SECONDS, self._dispatch, replica)
+                    self._watch(replica)
                     continue
                 except Unreachable as error:
                     metrics.request("unreachable")
-                    admission.failed(ticket, time())
-                    self._watch(member, error)
+                    admission.record_failure(ticket, time())
+                    self._watch(replica, error)
                     continue
                 except PolicyRefused:
                     metrics.request("refused")
-                    admission.failed(ticket, time(), blame=False)
+                    admission.record_failure(ticket, time(), blame=False)
                     raise
                 except PolicyUnavailable as error:
                     metrics.request("failed")
-                    admission.failed(ticket, time())
-                    self._watch(member, error)
-                    if await self._well(member, client):
+                    admission.record_failure(ticket, time())
+                    self._watch(replica, error)
+                    if await self._is_healthy(replica, client):
                         failures += 1
                         if failures >= TRIES:
                             raise
                     else:
-                        self._died(ticket, member, error, quarantined=quarantined)
+                        self._record_death(ticket, replica, error, quarantined=quarantined)
                         if not quarantined and _is_suspect(ticket):
-                            self._flying[member.id].discard(ticket)
+                            self._in_flight[replica.id].discard(ticket)
                             await self._quarantine.acquire()
                             quarantined = True
                     broken += 1
@@ -171,113 +171,113 @@ class RoutedPolicy:
                     continue
                 except BaseException:
                     metrics.request("aborted")
-                    admission.failed(ticket, time(), blame=False)
+                    admission.record_failure(ticket, time(), blame=False)
                     raise
                 finally:
-                    self._flying[member.id].discard(ticket)
+                    self._in_flight[replica.id].discard(ticket)
                 metrics.answered(result.policy_versions)
-                self._repeated.pop(member.id, None)
+                self._repeated.pop(replica.id, None)
                 tokens = prompt + len(result.token_ids)
-                admission.answered(ticket, tokens, time(), load=client.load)
+                admission.record_answer(ticket, tokens, time(), load=client.load)
                 return result
         except BaseException:
-            admission.given_up(ticket, time())
+            admission.abandon(ticket, time())
             raise
         finally:
             if quarantined:
                 self._quarantine.release()
 
-    async def _granted(self, ticket: Ticket) -> None:
+    async def _wait_for_grant(self, ticket: Ticket) -> None:
         granted: asyncio.Future[None] = self._loop.create_future()
         ticket.wake = lambda: None if granted.done() else granted.set_result(None)
-        if not self._admission.members:
-            self._stir.set()
+        if not self._admission.replicas:
+            self._wake.set()
         try:
             await granted
         except asyncio.CancelledError:
             if ticket.waiting:
                 self._admission.withdraw(ticket)
             else:
-                self._admission.failed(ticket, self._loop.time(), blame=False)
+                self._admission.record_failure(ticket, self._loop.time(), blame=False)
             raise
 
-    def _died(self, ticket: Ticket, member: Member, error: PolicyUnavailable, *, quarantined: bool) -> None:
-        self._admission.down(member, self._loop.time())
-        self._watch(member, error)
+    def _record_death(self, ticket: Ticket, replica: Replica, error: PolicyUnavailable, *, quarantined: bool) -> None:
+        self._admission.mark_down(replica, self._loop.time())
+        self._watch(replica, error)
         session = ticket.session
         assert session is not None
         session.deaths += 1
         # Of all that were in flight it is the only one that was so at an engine's death before.
-        common = self._repeated[member.id] == {session}
+        common = self._repeated[replica.id] == {session}
         if session.deaths >= SUSPICIOUS_DEATHS and (common or quarantined):
             raise FatalRequest(
                 f"this request was in flight when the engine died {session.deaths} times in a row, at last as the "
                 f"only one that had been so before, and is not sent again: {error}"
             ) from error
 
-    async def _well(self, member: Member, client: ReplicaClient) -> bool:
+    async def _is_healthy(self, replica: Replica, client: ReplicaClient) -> bool:
         """Whether a replica that failed a request answers; asked once for all requests that it failed together."""
-        check = self._checks.get(member.id)
+        check = self._checks.get(replica.id)
         if check is None:
-            flying = {ticket.session for ticket in self._flying[member.id] if ticket.session is not None}
-            self._repeated[member.id] |= {session for session in flying if session.deaths}
-            check = self._checks[member.id] = self._start(client.healthy())
-            check.add_done_callback(lambda _: self._checks.pop(member.id, None))
+            flying = {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
+            self._repeated[replica.id] |= {session for session in flying if session.deaths}
+            check = self._checks[replica.id] = self._start(client.healthy())
+            check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
         # Whoever asked first may be cancelled; the others still want to know.
         return await asyncio.shield(check)
 
-    def _watch(self, member: Member, error: PolicyUnavailable | None = None) -> None:
+    def _watch(self, replica: Replica, error: PolicyUnavailable | None = None) -> None:
         """Look after a replica that has given trouble."""
         if error is not None:
-            self._stir.set()
-        if member.breaker.state == "open" and (name := f"revive {member.id}") not in self._joining:
-            _log.warning("replica %s is left alone for now: %s", member.id, error or "it is overloaded")
+            self._wake.set()
+        if replica.breaker.state == "open" and (name := f"revive {replica.id}") not in self._joining:
+            _log.warning("replica %s is left alone for now: %s", replica.id, error or "it is overloaded")
             self._joining.add(name)
-            self._start(self._revive(member, name))
+            self._start(self._revive(replica, name))
 
-    async def _revive(self, member: Member, name: str) -> None:
-        breaker, time = member.breaker, self._loop.time
+    async def _revive(self, replica: Replica, name: str) -> None:
+        breaker, time = replica.breaker, self._loop.time
         try:
-            while self._admission.members.get(member.id) is member and not breaker.closed:
+            while self._admission.replicas.get(replica.id) is replica and not breaker.closed:
                 await asyncio.sleep(max(0.0, breaker.retry_at - time()) + _TIMER_SLACK_SECONDS)
-                if breaker.probe(time()):
-                    breaker.probed(await self._clients[member.id].healthy(), time())
+                if breaker.begin_probe(time()):
+                    breaker.record_probe(await self._clients[replica.id].healthy(), time())
         finally:
             self._joining.discard(name)
         if breaker.closed:
-            self._admission.closed(member, time())
+            self._admission.mark_recovered(replica, time())
 
-    def _pump(self, member: Member) -> None:
-        self._admission.pump(member, self._loop.time())
+    def _dispatch(self, replica: Replica) -> None:
+        self._admission.dispatch(replica, self._loop.time())
 
-    async def _keep(self) -> None:
+    async def _refresh_replicas(self) -> None:
         """Keep the list of replicas true, for as long as anybody needs it."""
         admission = self._admission
         while True:
-            if admission.waiting or admission.in_flight or not admission.members:
+            if admission.waiting or admission.in_flight or not admission.replicas:
                 await self._discover()
                 await self._close_unused()
                 await asyncio.sleep(_CALM_SECONDS)
-            searching = admission.waiting and not any(member.usable for member in admission.members.values())
+            searching = admission.waiting and not any(replica.usable for replica in admission.replicas.values())
             try:
                 async with asyncio.timeout(_SEARCH_SECONDS if searching else REFRESH_SECONDS):
-                    await self._stir.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass
-            self._stir.clear()
+            self._wake.clear()
 
     async def _discover(self) -> None:
         try:
             addresses = await self._discovery.addresses()
         except PolicyUnavailable as error:
-            self._say("", str(error))
+            self._log_trouble("", str(error))
             return
-        self._say("", "" if addresses else "there is no replica; waiting for one")
+        self._log_trouble("", "" if addresses else "there is no replica; waiting for one")
         listed = {address.id for address in addresses}
-        self._admission.list(listed, self._loop.time())
+        self._admission.set_listed(listed, self._loop.time())
         self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
         for address in addresses:
-            if address.id not in self._admission.members and address.id not in self._joining:
+            if address.id not in self._admission.replicas and address.id not in self._joining:
                 self._joining.add(address.id)
                 self._start(self._join(address))
 
@@ -291,10 +291,10 @@ class RoutedPolicy:
                 budget, window = int(info.kv_cache_tokens * self._share), info.max_ongoing_requests or WINDOW
             except PolicyRefused as error:
                 # Whoever runs it has to change something, and may.
-                self._say(address.id, str(error))
+                self._log_trouble(address.id, str(error))
                 return
             except PolicyUnavailable as error:
-                self._say(address.id, str(error))
+                self._log_trouble(address.id, str(error))
                 if not await client.healthy():
                     return
                 budget, window = 0, WINDOW
@@ -302,7 +302,7 @@ class RoutedPolicy:
             await self._disconnect(address.id)
             self._clients[address.id] = client
             self._connections[address.id] = stack.pop_all()
-            self._admission.join(Member(address.id, budget=budget, window=window), self._loop.time())
+            self._admission.add_replica(Replica(address.id, budget=budget, window=window), self._loop.time())
             self._troubles.pop(address.id, None)
             _log.info("replica %s at %s", address.id, address.url)
         finally:
@@ -310,18 +310,18 @@ class RoutedPolicy:
             await stack.aclose()
 
     async def _close_unused(self) -> None:
-        for name in [name for name in self._connections if name not in self._admission.members]:
+        for name in [name for name in self._connections if name not in self._admission.replicas]:
             await self._disconnect(name)
 
     async def _disconnect(self, name: str) -> None:
         self._clients.pop(name, None)
-        self._flying.pop(name, None)
+        self._in_flight.pop(name, None)
         self._repeated.pop(name, None)
         stack = self._connections.pop(name, None)
         if stack is not None:
             await stack.aclose()
 
-    def _say(self, name: str, trouble: str) -> None:
+    def _log_trouble(self, name: str, trouble: str) -> None:
         """Log a trouble of a replica's, or of finding them, unless it was the last."""
         if trouble and trouble != self._troubles.get(name):
             _log.warning("replicas: %s", trouble)

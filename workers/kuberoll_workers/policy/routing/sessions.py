@@ -11,18 +11,18 @@ import zlib
 from collections.abc import Iterable
 from typing import Literal
 
-Cause = Literal["gone", "broken", "failed", "overload"]
+MoveCause = Literal["gone", "broken", "failed", "overload"]
 """Why a trajectory left its replica: that is no longer listed, its breaker is open, it failed a request, it has or
 takes so much less than the others."""
 
-YOUNG_TOKENS = 1024
+SHORT_CONTEXT_TOKENS = 1024
 """Moving a shorter context costs little; a longer one stays, whatever the load."""
 
 _LARGEST = 1 << 16
 _MASK = (1 << 32) - 1
 
 
-class Place:
+class ReplicaLoad:
     """A replica as somewhere to live.
 
     Attributes:
@@ -54,27 +54,27 @@ class Session:
     """One trajectory.
 
     Attributes:
-        place: Where it lives; None while it has no home.
+        replica: Where it lives; None while it has no home.
         tokens: Its context as of its newest turn.
         in_flight: Requests of it under way.
         deaths: How many replicas in a row died with a request of it in flight.
     """
 
-    __slots__ = ("deaths", "group", "in_flight", "place", "tokens")
+    __slots__ = ("deaths", "group", "in_flight", "replica", "tokens")
 
     def __init__(self, group: str) -> None:
         self.group = group
-        self.place: Place | None = None
+        self.replica: ReplicaLoad | None = None
         self.tokens = 0
         self.in_flight = 0
         self.deaths = 0
 
 
 class _Group:
-    __slots__ = ("place", "sessions")
+    __slots__ = ("replica", "sessions")
 
     def __init__(self) -> None:
-        self.place: Place | None = None
+        self.replica: ReplicaLoad | None = None
         self.sessions = 0
 
 
@@ -83,7 +83,7 @@ def group_of(session_id: str) -> str:
     return session_id.partition("-")[0]
 
 
-def bound(least: int) -> int:
+def acceptable_load(least: int) -> int:
     """The highest load that is still as good as the least one: what a shared prefix is worth."""
     return least + max(4, least // 4)
 
@@ -105,7 +105,7 @@ class SessionTable:
     def find(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
 
-    def new(self, session_id: str) -> Session:
+    def add(self, session_id: str) -> Session:
         """Take a trajectory in; it has no home yet."""
         if len(self._sessions) >= self._largest:
             self._forget_one()
@@ -113,27 +113,27 @@ class SessionTable:
         self._groups.setdefault(session.group, _Group()).sessions += 1
         return session
 
-    def settle(self, session: Session, place: Place, tokens: int) -> None:
-        """Give a trajectory a home, in place of the one it has."""
-        self.unsettle(session)
-        session.place = place
+    def assign(self, session: Session, replica: ReplicaLoad, tokens: int) -> None:
+        """Give a trajectory a home, in replica of the one it has."""
+        self.unassign(session)
+        session.replica = replica
         session.tokens = tokens
-        place.sessions += 1
-        place.resident += tokens
-        self._groups[session.group].place = place
+        replica.sessions += 1
+        replica.resident += tokens
+        self._groups[session.group].replica = replica
 
-    def unsettle(self, session: Session) -> None:
+    def unassign(self, session: Session) -> None:
         """Take a trajectory's home from it."""
-        place = session.place
-        if place is not None:
-            place.sessions -= 1
-            place.resident -= session.tokens
-            session.place = None
+        replica = session.replica
+        if replica is not None:
+            replica.sessions -= 1
+            replica.resident -= session.tokens
+            session.replica = None
 
-    def grown(self, session: Session, tokens: int) -> None:
+    def set_tokens(self, session: Session, tokens: int) -> None:
         """A trajectory's context has so many tokens now."""
-        if session.place is not None:
-            session.place.resident += tokens - session.tokens
+        if session.replica is not None:
+            session.replica.resident += tokens - session.tokens
             session.tokens = tokens
 
     def release(self, session_id: str) -> bool:
@@ -141,14 +141,14 @@ class SessionTable:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
-        self.unsettle(session)
+        self.unassign(session)
         group = self._groups[session.group]
         group.sessions -= 1
         if not group.sessions:
             del self._groups[session.group]
         return True
 
-    def choose(self, session_id: str, session: Session | None, candidates: Iterable[Place]) -> Place | None:
+    def choose(self, session_id: str, session: Session | None, candidates: Iterable[ReplicaLoad]) -> ReplicaLoad | None:
         """The best new home among candidates; None if there are none.
 
         Where the newest of its prompt group lives, unless another has much less to do; else the least loaded. Of those
@@ -161,15 +161,20 @@ class SessionTable:
         if len(found) == 1:
             return found[0]
         name = session.group if session is not None else group_of(session_id)
-        least = min([place.load for place in found])
+        least = min([replica.load for replica in found])
         group = self._groups.get(name)
-        if group is not None and group.place in found and group.place is not None and group.place.load <= bound(least):
-            return group.place
-        tied = [place for place in found if place.load == least]
+        if (
+            group is not None
+            and group.replica in found
+            and group.replica is not None
+            and group.replica.load <= acceptable_load(least)
+        ):
+            return group.replica
+        tied = [replica for replica in found if replica.load == least]
         if len(tied) == 1:
             return tied[0]
         draw = zlib.crc32(name.encode())
-        return max(tied, key=lambda place: (place.rank(draw), place.id))
+        return max(tied, key=lambda replica: (replica.rank(draw), replica.id))
 
     def _forget_one(self) -> None:
         for session_id, session in self._sessions.items():

@@ -30,7 +30,7 @@ class Window:
         self._successes = 0
         self._epoch = 0
 
-    def bound(self, largest: int) -> None:
+    def set_maximum(self, largest: int) -> None:
         """What the replica itself says that it takes."""
         at_bound = self.limit == self._largest
         self._largest = max(1, largest)
@@ -49,7 +49,7 @@ class Window:
         """A request ended, however it did."""
         self.in_flight -= 1
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A request was answered: one more for each window of them."""
         self.refusals = 0
         if self.limit < self._largest:
@@ -58,7 +58,7 @@ class Window:
                 self.limit += 1
                 self._successes = 0
 
-    def overloaded(self, epoch: int, now: float, *, retry_after: float | None, draw: random.Random) -> float:
+    def record_overload(self, epoch: int, now: float, *, retry_after: float | None, draw: random.Random) -> float:
         """A request was refused: half the window, once for all that were in flight together.
 
         Args:

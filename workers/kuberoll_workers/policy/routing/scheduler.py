@@ -14,12 +14,12 @@ from typing import Any
 
 from kuberoll_workers.policy.routing.breaker import Breaker
 from kuberoll_workers.policy.routing.sessions import (
-    YOUNG_TOKENS,
-    Cause,
-    Place,
+    SHORT_CONTEXT_TOKENS,
+    MoveCause,
+    ReplicaLoad,
     Session,
     SessionTable,
-    bound,
+    acceptable_load,
 )
 from kuberoll_workers.policy.routing.window import Window
 
@@ -29,7 +29,7 @@ WINDOW = 1024
 _LASTING_REFUSALS = 8
 
 
-class Member(Place):
+class Replica(ReplicaLoad):
     """A replica as somewhere to send requests.
 
     Attributes:
@@ -51,12 +51,12 @@ class Member(Place):
     def usable(self) -> bool:
         return self.listed and self.breaker.state == "closed"
 
-    def takes(self, now: float) -> bool:
+    def accepts_request(self, now: float) -> bool:
         """Whether it takes one more request of a trajectory that lives there."""
         window = self.window
         return window.in_flight < window.limit and now >= window.resume_at
 
-    def fits(self, tokens: int) -> bool:
+    def has_room(self, tokens: int) -> bool:
         """Whether it has room for a new trajectory's context."""
         return not self.budget or not self.window.in_flight or self.resident + tokens <= self.budget
 
@@ -65,32 +65,32 @@ class Ticket:
     """One request that wants to be sent.
 
     Attributes:
-        member: Where to send it, once it may be sent.
+        replica: Where to send it, once it may be sent.
         avoid: Replicas that failed it.
         wake: Called when it may be sent after it had to wait.
     """
 
-    __slots__ = ("_epoch", "avoid", "member", "session", "session_id", "tokens", "waiting", "wake")
+    __slots__ = ("_epoch", "avoid", "replica", "session", "session_id", "tokens", "waiting", "wake")
 
     def __init__(self, session_id: str, tokens: int, wake: Callable[[], Any] = lambda: None) -> None:
         self.session_id = session_id
         self.tokens = tokens
         self.wake = wake
         self.session: Session | None = None
-        self.member: Member | None = None
+        self.replica: Replica | None = None
         self.avoid: set[str] | None = None
         self.waiting = False
         self._epoch = 0
 
 
-class Admission:
+class RequestScheduler:
     """All replicas, all trajectories, and who waits for what."""
 
     def __init__(
         self,
         *,
         sticky: bool = True,
-        moved: Callable[[Cause], None] = lambda _: None,
+        moved: Callable[[MoveCause], None] = lambda _: None,
         sessions: SessionTable | None = None,
         seed: int | None = None,
     ) -> None:
@@ -101,34 +101,34 @@ class Admission:
             moved: Told of each trajectory that gets another home.
             seed: Of the jitter of pauses; None: any.
         """
-        self.members: dict[str, Member] = {}
+        self.replicas: dict[str, Replica] = {}
         self.sessions = sessions if sessions is not None else SessionTable()
         self.waiting = 0
         self._sticky = sticky
-        self._moved = moved
+        self._on_move = moved
         self._draw = random.Random(seed)
-        self._usable: list[Member] = []
+        self._usable: list[Replica] = []
         # Turns of trajectories that have lost their home and find no other.
-        self._homeless: deque[Ticket] = deque()
+        self._unassigned: deque[Ticket] = deque()
         self._new: deque[Ticket] = deque()
 
     @property
     def in_flight(self) -> int:
-        return sum(member.window.in_flight for member in self.members.values())
+        return sum(replica.window.in_flight for replica in self.replicas.values())
 
-    def ask(self, ticket: Ticket, now: float) -> bool:
-        """Whether a request may be sent, to `ticket.member`, now; else it is woken later, or withdrawn."""
+    def submit(self, ticket: Ticket, now: float) -> bool:
+        """Whether a request may be sent, to `ticket.replica`, now; else it is woken later, or withdrawn."""
         session = self.sessions.find(ticket.session_id)
         ticket.session = session
-        ticket.member = None
+        ticket.replica = None
         if session is None:
             if not self._new and self._admit(ticket, now):
                 return True
             return self._wait(ticket, self._new)
         home = self._home(ticket, session, now)
         if home is None:
-            return self._wait(ticket, self._homeless)
-        if not home.queue and home.takes(now):
+            return self._wait(ticket, self._unassigned)
+        if not home.queue and home.accepts_request(now):
             self._begin(ticket, session, home)
             return True
         return self._wait(ticket, home.queue)
@@ -140,25 +140,25 @@ class Admission:
             ticket.waiting = False
             self.waiting -= 1
 
-    def answered(self, ticket: Ticket, tokens: int, now: float, *, load: int | None = None) -> None:
+    def record_answer(self, ticket: Ticket, tokens: int, now: float, *, load: int | None = None) -> None:
         """A request was answered.
 
         Args:
             tokens: Of the context, the answer included.
             load: Requests that the replica had besides it, as it said.
         """
-        member, session = self._end(ticket)
-        member.window.succeeded()
-        member.breaker.succeeded()
+        replica, session = self._end(ticket)
+        replica.window.record_success()
+        replica.breaker.record_success()
         if load is not None:
-            member.outside = max(0, load - member.window.in_flight)
+            replica.outside = max(0, load - replica.window.in_flight)
         session.deaths = 0
-        self.sessions.grown(session, tokens)
+        self.sessions.set_tokens(session, tokens)
         if not self._sticky:
             self.sessions.release(ticket.session_id)
-        self.pump(member, now)
+        self.dispatch(replica, now)
 
-    def failed(self, ticket: Ticket, now: float, *, blame: bool = True) -> bool:
+    def record_failure(self, ticket: Ticket, now: float, *, blame: bool = True) -> bool:
         """A request was not answered.
 
         Args:
@@ -167,107 +167,107 @@ class Admission:
         Returns:
             Whether the replica's breaker opened by it.
         """
-        member, _ = self._end(ticket)
-        opened = blame and member.breaker.failed(now)
+        replica, _ = self._end(ticket)
+        opened = blame and replica.breaker.record_failure(now)
         if blame:
-            ticket.avoid = (ticket.avoid or set()) | {member.id}
+            ticket.avoid = (ticket.avoid or set()) | {replica.id}
         if opened:
-            self._lost(member, now)
+            self._reroute(replica, now)
         else:
-            self.pump(member, now)
+            self.dispatch(replica, now)
         return opened
 
-    def refused(self, ticket: Ticket, now: float, *, retry_after: float | None = None) -> float:
+    def record_overload(self, ticket: Ticket, now: float, *, retry_after: float | None = None) -> float:
         """A replica said "not now".
 
         Returns:
             Seconds after which `pump` is to be called for it.
         """
-        member, _ = self._end(ticket)
-        window = member.window
-        pause = window.overloaded(ticket._epoch, now, retry_after=retry_after, draw=self._draw)
+        replica, _ = self._end(ticket)
+        window = replica.window
+        pause = window.record_overload(ticket._epoch, now, retry_after=retry_after, draw=self._draw)
         # Where there is another one: else everybody would only wait longer.
         if window.refusals >= _LASTING_REFUSALS and len(self._usable) > 1:
-            self.down(member, now)
+            self.mark_down(replica, now)
         return pause
 
-    def given_up(self, ticket: Ticket, now: float) -> None:
+    def abandon(self, ticket: Ticket, now: float) -> None:
         """No more tries of a request; whoever calls this has said before how the last one ended."""
         if not self._sticky:
-            self.ended(ticket.session_id, now)
+            self.end_session(ticket.session_id, now)
 
-    def down(self, member: Member, now: float) -> bool:
+    def mark_down(self, replica: Replica, now: float) -> bool:
         """A replica was seen to be down; whether its breaker opened by it."""
-        opened = member.breaker.failed(now, fatally=True)
+        opened = replica.breaker.record_failure(now, fatally=True)
         if opened:
-            self._lost(member, now)
+            self._reroute(replica, now)
         return opened
 
-    def ended(self, session_id: str, now: float) -> None:
+    def end_session(self, session_id: str, now: float) -> None:
         """A trajectory has ended."""
         session = self.sessions.find(session_id)
         if session is not None:
-            home = session.place
+            home = session.replica
             self.sessions.release(session_id)
-            self._leave(home)
-            self._pump_new(now)
+            self._remove_if_unused(home)
+            self._dispatch_new(now)
 
-    def join(self, member: Member, now: float) -> None:
+    def add_replica(self, replica: Replica, now: float) -> None:
         """A replica is there."""
-        self.members[member.id] = member
+        self.replicas[replica.id] = replica
         self._refresh()
-        self.pump(member, now)
+        self.dispatch(replica, now)
 
-    def list(self, names: Iterable[str], now: float) -> None:
+    def set_listed(self, names: Iterable[str], now: float) -> None:
         """Exactly these of the replicas are to get requests."""
         listed = set(names)
-        changed = [member for member in self.members.values() if member.listed != (member.id in listed)]
+        changed = [replica for replica in self.replicas.values() if replica.listed != (replica.id in listed)]
         # All of them first: what moves because of one is not to empty another that is about to be listed again.
-        for member in changed:
-            member.listed = not member.listed
+        for replica in changed:
+            replica.listed = not replica.listed
         self._refresh()
-        for member in changed:
-            if member.listed:
-                self.pump(member, now)
+        for replica in changed:
+            if replica.listed:
+                self.dispatch(replica, now)
             else:
-                self._lost(member, now)
-        for member in list(self.members.values()):
-            self._leave(member)
+                self._reroute(replica, now)
+        for replica in list(self.replicas.values()):
+            self._remove_if_unused(replica)
 
-    def closed(self, member: Member, now: float) -> None:
+    def mark_recovered(self, replica: Replica, now: float) -> None:
         """A replica's breaker was closed again."""
         self._refresh()
-        self.pump(member, now)
+        self.dispatch(replica, now)
 
-    def pump(self, member: Member, now: float) -> None:
+    def dispatch(self, replica: Replica, now: float) -> None:
         """Wake those who may be sent since something changed at a replica."""
-        queue = member.queue
-        while queue and member.takes(now):
+        queue = replica.queue
+        while queue and replica.accepts_request(now):
             ticket = queue.popleft()
             if ticket.waiting and ticket.session is not None:
-                self._grant(ticket, ticket.session, member)
-        if self._homeless:
-            self._pump_homeless(now)
+                self._grant(ticket, ticket.session, replica)
+        if self._unassigned:
+            self._dispatch_unassigned(now)
         if self._new:
-            self._pump_new(now)
-        if not member.listed:
-            self._leave(member)
+            self._dispatch_new(now)
+        if not replica.listed:
+            self._remove_if_unused(replica)
 
-    def _pump_homeless(self, now: float) -> None:
+    def _dispatch_unassigned(self, now: float) -> None:
         if not self._usable:
             return
-        homeless, self._homeless = self._homeless, deque()
-        for ticket in homeless:
+        unassigned, self._unassigned = self._unassigned, deque()
+        for ticket in unassigned:
             if ticket.waiting and ticket.session is not None:
                 home = self._home(ticket, ticket.session, now)
                 if home is None:
-                    self._homeless.append(ticket)
-                elif home.queue or not home.takes(now):
+                    self._unassigned.append(ticket)
+                elif home.queue or not home.accepts_request(now):
                     home.queue.append(ticket)
                 else:
                     self._grant(ticket, ticket.session, home)
 
-    def _pump_new(self, now: float) -> None:
+    def _dispatch_new(self, now: float) -> None:
         while self._new:
             ticket = self._new[0]
             if not ticket.waiting:
@@ -283,82 +283,84 @@ class Admission:
 
     def _admit(self, ticket: Ticket, now: float) -> bool:
         sessions, tokens, avoid = self.sessions, ticket.tokens, ticket.avoid
-        candidates: list[Place] = [member for member in self._usable if member.takes(now) and member.fits(tokens)]
+        candidates: list[ReplicaLoad] = [
+            replica for replica in self._usable if replica.accepts_request(now) and replica.has_room(tokens)
+        ]
         if avoid and len(candidates) > 1:
-            candidates = [member for member in candidates if member.id not in avoid] or candidates
+            candidates = [replica for replica in candidates if replica.id not in avoid] or candidates
         place = sessions.choose(ticket.session_id, None, candidates)
-        if not isinstance(place, Member):
+        if not isinstance(place, Replica):
             return False
         session = sessions.find(ticket.session_id)
         if session is None:
-            session = sessions.new(ticket.session_id)
-        sessions.settle(session, place, tokens)
+            session = sessions.add(ticket.session_id)
+        sessions.assign(session, place, tokens)
         self._begin(ticket, session, place)
         return True
 
-    def _home(self, ticket: Ticket, session: Session, now: float) -> Member | None:
+    def _home(self, ticket: Ticket, session: Session, now: float) -> Replica | None:
         """Where a known trajectory's next request goes, moving it where it has to, or may; None: nowhere yet."""
-        home, avoid = session.place, ticket.avoid
-        cause: Cause
-        if not isinstance(home, Member) or not home.listed:
+        home, avoid = session.replica, ticket.avoid
+        cause: MoveCause
+        if not isinstance(home, Replica) or not home.listed:
             cause = "gone"
         elif not home.breaker.closed:
             cause = "broken"
         elif avoid is not None and home.id in avoid:
             cause = "failed"
-        elif ticket.tokens < YOUNG_TOKENS and len(self._usable) > 1:
-            return self._better(ticket, session, home, now) or home
+        elif ticket.tokens < SHORT_CONTEXT_TOKENS and len(self._usable) > 1:
+            return self._less_loaded(ticket, session, home, now) or home
         else:
             return home
-        usable = [member for member in self._usable if avoid is None or member.id not in avoid]
+        usable = [replica for replica in self._usable if avoid is None or replica.id not in avoid]
         if not usable:
             # Better once more to one that failed than nowhere.
             usable = self._usable
-        taking: list[Place] = [member for member in usable if member.takes(now)]
+        taking: list[ReplicaLoad] = [replica for replica in usable if replica.accepts_request(now)]
         place = self.sessions.choose(ticket.session_id, session, taking or usable)
-        if isinstance(place, Member):
+        if isinstance(place, Replica):
             if place is not home:
-                self._moved(cause)
+                self._on_move(cause)
             self._settle(session, place, ticket.tokens)
             return place
         return None
 
-    def _better(self, ticket: Ticket, session: Session, home: Member, now: float) -> Member | None:
-        taking = [member for member in self._usable if member is not home and member.takes(now)]
+    def _less_loaded(self, ticket: Ticket, session: Session, home: Replica, now: float) -> Replica | None:
+        taking = [replica for replica in self._usable if replica is not home and replica.accepts_request(now)]
         if not taking:
             return None
-        least = min([member.load for member in taking])
+        least = min([replica.load for replica in taking])
         # Twice the margin of a first home, lest it move to and fro.
-        crowded = home.load - 1 > 2 * bound(least) - least
-        if not crowded and home.takes(now):
+        crowded = home.load - 1 > 2 * acceptable_load(least) - least
+        if not crowded and home.accepts_request(now):
             return None
-        places: list[Place] = [
-            member for member in taking if member.load <= bound(least) and member.fits(ticket.tokens)
+        places: list[ReplicaLoad] = [
+            replica for replica in taking if replica.load <= acceptable_load(least) and replica.has_room(ticket.tokens)
         ]
         place = self.sessions.choose(ticket.session_id, session, places)
-        if not isinstance(place, Member):
+        if not isinstance(place, Replica):
             return None
-        self._moved("overload")
+        self._on_move("overload")
         self._settle(session, place, ticket.tokens)
         return place
 
-    def _settle(self, session: Session, place: Member, tokens: int) -> None:
-        before = session.place
-        self.sessions.settle(session, place, tokens)
+    def _settle(self, session: Session, place: Replica, tokens: int) -> None:
+        before = session.replica
+        self.sessions.assign(session, place, tokens)
         if before is not place:
-            self._leave(before)
+            self._remove_if_unused(before)
 
-    def _begin(self, ticket: Ticket, session: Session, member: Member) -> None:
+    def _begin(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.session = session
-        ticket.member = member
-        ticket._epoch = member.window.begin()
+        ticket.replica = replica
+        ticket._epoch = replica.window.begin()
         session.in_flight += 1
-        self.sessions.grown(session, ticket.tokens)
+        self.sessions.set_tokens(session, ticket.tokens)
 
-    def _grant(self, ticket: Ticket, session: Session, member: Member) -> None:
+    def _grant(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.waiting = False
         self.waiting -= 1
-        self._begin(ticket, session, member)
+        self._begin(ticket, session, replica)
         ticket.wake()
 
     def _wait(self, ticket: Ticket, queue: deque[Ticket]) -> bool:
@@ -367,26 +369,26 @@ class Admission:
         queue.append(ticket)
         return False
 
-    def _end(self, ticket: Ticket) -> tuple[Member, Session]:
-        member, session = ticket.member, ticket.session
-        assert member is not None
+    def _end(self, ticket: Ticket) -> tuple[Replica, Session]:
+        replica, session = ticket.replica, ticket.session
+        assert replica is not None
         assert session is not None
-        member.window.end()
+        replica.window.end()
         session.in_flight -= 1
-        return member, session
+        return replica, session
 
-    def _lost(self, member: Member, now: float) -> None:
+    def _reroute(self, replica: Replica, now: float) -> None:
         """A replica takes nothing any more: who waits there goes elsewhere."""
         self._refresh()
-        self._homeless.extend(ticket for ticket in member.queue if ticket.waiting)
-        member.queue.clear()
-        self._pump_homeless(now)
-        self._pump_new(now)
+        self._unassigned.extend(ticket for ticket in replica.queue if ticket.waiting)
+        replica.queue.clear()
+        self._dispatch_unassigned(now)
+        self._dispatch_new(now)
 
-    def _leave(self, place: Place | None) -> None:
+    def _remove_if_unused(self, place: ReplicaLoad | None) -> None:
         """Forget a replica that is not listed and has nothing of ours any more."""
-        if isinstance(place, Member) and not place.listed and not place.sessions and not place.window.in_flight:
-            self.members.pop(place.id, None)
+        if isinstance(place, Replica) and not place.listed and not place.sessions and not place.window.in_flight:
+            self.replicas.pop(place.id, None)
 
     def _refresh(self) -> None:
-        self._usable = [member for member in self.members.values() if member.usable]
+        self._usable = [replica for replica in self.replicas.values() if replica.usable]

@@ -9,13 +9,13 @@ from typing import Final
 
 from kuberoll_workers.policy.interface import EngineInfo, PolicyUnavailable
 
-NEWS_SECONDS: Final = 5.0
+CHANGE_SECONDS: Final = 5.0
 """The least between two different troubles that are told."""
 REPEAT_SECONDS: Final = 30.0
 """After which the same trouble is told again."""
 
 
-class Troubles:
+class TroubleReports:
     """Decides what of a stream of troubles is news: the first, another one, and once in a while the same again."""
 
     def __init__(self, tell: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,12 +27,12 @@ class Troubles:
     def add(self, trouble: str) -> None:
         """There is trouble now."""
         since = self._clock() - self._at
-        if self._told is None or since >= (REPEAT_SECONDS if trouble == self._told else NEWS_SECONDS):
+        if self._told is None or since >= (REPEAT_SECONDS if trouble == self._told else CHANGE_SECONDS):
             self._told, self._at = trouble, self._clock()
             self._tell(trouble)
 
 
-async def until_ready(
+async def wait_until_ready(
     url: str,
     ask: Callable[[], Awaitable[EngineInfo]],
     *,
@@ -52,7 +52,7 @@ async def until_ready(
         PolicyUnavailable: There was none within so many seconds; says why at last.
     """
     last = "no answer"
-    troubles = Troubles(trouble or (lambda _: None))
+    troubles = TroubleReports(trouble or (lambda _: None))
     try:
         async with asyncio.timeout(seconds):
             while True:
