@@ -111,7 +111,7 @@ async def workload(name: str, ask: Ask, policy: RoutedPolicy | None, sessions: i
                 return await play(number, ask, turns, random.Random(f"{seed}-{number}"))
             finally:
                 if policy is not None:
-                    policy.ended(f"{number}-0-0")
+                    policy.end_session(f"{number}-0-0")
 
     counts = await asyncio.gather(*(one(number) for number in range(sessions)))
     prompt, cached, possible = (sum(column) for column in zip(*counts, strict=True))

@@ -29,15 +29,15 @@ BOUND = 0.02
 class SilentEnvironment(EnvironmentMetrics):
     """Is told everything, and counts nothing."""
 
-    def generated(self, **_: Any) -> None: ...
+    def record_response(self, **_: Any) -> None: ...
 
-    def turn(self, turn: int, **_: Any) -> None: ...
+    def record_turn(self, turn: int, **_: Any) -> None: ...
 
     def flush(self) -> None: ...
 
-    def ended(self) -> None: ...
+    def flush_if_due(self) -> None: ...
 
-    def finished(self, **_: Any) -> None: ...
+    def record_finish(self, **_: Any) -> None: ...
 
 
 class SilentMetrics(RolloutMetrics):
@@ -79,15 +79,15 @@ def alone(metrics: RolloutMetrics, count: int, turns: int, rounds: int) -> float
             for turn in range(1, turns + 1):
                 environment.generating += 1
                 environment.generating -= 1
-                environment.generated(prompt=100, cached=0, generated=TOKENS)
+                environment.record_response(prompt=100, cached=0, generated=TOKENS)
                 environment.stepping += 1
                 environment.stepping -= 1
                 waiting, generation, step = next(told)
-                environment.turn(
+                environment.record_turn(
                     turn, waiting_seconds=waiting, generation_seconds=generation, environment_seconds=step, observed=16
                 )
-            environment.ended()
-            environment.finished(stop_reason="terminated", reward=1.0, turns=turns, seconds=2.0)
+            environment.flush_if_due()
+            environment.record_finish(stop_reason="terminated", reward=1.0, turns=turns, seconds=2.0)
         # The loop takes a tenth of a second for 256 × 8 turns, which is when it hands them on.
         environment.flush()
     return (time.process_time() - began) / (rounds * count * turns)

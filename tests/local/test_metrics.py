@@ -14,11 +14,11 @@ from kuberoll_workers.local.metrics import serve_metrics
 
 WORKER = """
 import sys
-from kuberoll_workers.telemetry import Collected, RolloutMetrics
+from kuberoll_workers.telemetry import TrajectoryCounts, RolloutMetrics
 
 number = int(sys.argv[1])
 metrics = RolloutMetrics("job")
-metrics.collected = lambda: Collected(planned=10 + number, stored=number, abandoned=1)
+metrics.collected = lambda: TrajectoryCounts(planned=10 + number, stored=number, abandoned=1)
 environment = metrics.environment("env")
 environment.timeout(30.0)
 environment.turn(1, waiting_seconds=0.1, generation_seconds=2.0, environment_seconds=0.3, observed=5)

@@ -248,7 +248,7 @@ def test_serve_and_the_app_read_what_is_rendered(case: str) -> None:
     container = group["template"]["spec"]["containers"][0]
     limits = container.get("resources", {}).get("limits", {})
     bundles = options.get("placement_group_bundles") or [options["ray_actor_options"]]
-    replicas = app.most_replicas(args)
+    replicas = app.max_replicas(args)
     gpus = sum(item.get("GPU", item.get("num_gpus", 0)) for item in bundles)
     assert gpus * replicas <= group["maxReplicas"] * int(limits.get("nvidia.com/gpu", 0))
     cpus = sum(item.get("CPU", item.get("num_cpus", 0)) for item in bundles)

@@ -30,19 +30,19 @@ def request(parts: Iterable[bytes], *, length: str | None = None, ends: bool = T
 
 
 async def test_a_body_is_all_of_its_parts() -> None:
-    assert await read_body(request([b"a", b"", b"bc"]), most=3) == b"abc"
+    assert await read_body(request([b"a", b"", b"bc"]), max_bytes=3) == b"abc"
 
 
 async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
     with pytest.raises(BodyRefused, match="more than 1,000 bytes") as refused:
-        await read_body(request([], length="1001", ends=False), most=1000)
+        await read_body(request([], length="1001", ends=False), max_bytes=1000)
     assert refused.value.status == 413
 
 
 async def test_a_body_that_is_larger_than_it_says_is_refused() -> None:
     for length in (None, "3", "-1", "many"):
         with pytest.raises(BodyRefused) as refused:
-            await read_body(request([b"x" * 600] * 2, length=length, ends=False), most=1000)
+            await read_body(request([b"x" * 600] * 2, length=length, ends=False), max_bytes=1000)
         assert refused.value.status == 413
 
 
@@ -68,12 +68,12 @@ class Held:
 
 async def places(executor: BoundedExecutor, count: int) -> None:
     """Wait until so many are taken."""
-    while executor.places != count:  # noqa: ASYNC110 - it tells nobody
+    while executor.pending != count:  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0)
 
 
 async def test_callers_who_go_away_free_their_places() -> None:
-    executor, held = BoundedExecutor(threads=1, most_waiting=4), Held()
+    executor, held = BoundedExecutor(threads=1, max_waiting=4), Held()
     running = asyncio.create_task(executor.run(held.work))
     await asyncio.to_thread(held.begun.acquire)
     waiting = [asyncio.create_task(executor.run(held.work)) for _ in range(3)]

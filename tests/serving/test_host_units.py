@@ -18,20 +18,20 @@ from kuberoll_workers.serving.app import (
     build,
     deployment_options,
     gpus_of,
-    most_replicas,
+    max_replicas,
     read_args,
     replica_gpus,
 )
-from kuberoll_workers.serving.causes import death_by_signal, root_cause
 from kuberoll_workers.serving.engines.registry import ENGINES, placed_engine_args
 from kuberoll_workers.serving.engines.vllm_engine import check_argument_names, engine_arguments
 from kuberoll_workers.serving.ray_settings import (
     HAPROXY_OPEN_FILES,
     free_ports,
+    haproxy_problem,
     ray_environment,
     serve_environment,
-    why_no_haproxy,
 )
+from kuberoll_workers.serving.root_cause import death_by_signal, root_cause
 
 ENGINE_LOG = """\
 :actor_name:ServeReplica:kuberoll:Generation
@@ -189,7 +189,7 @@ def test_replicas_that_follow_the_load() -> None:
         "downscale_delay_s": 120,
         "look_back_period_s": 4,
     }
-    assert (most_replicas(args), most_replicas(app(replicas=3))) == (5, 3)
+    assert (max_replicas(args), max_replicas(app(replicas=3))) == (5, 3)
 
 
 def test_a_replica_over_several_pods() -> None:
@@ -275,7 +275,7 @@ def test_haproxy_is_left_out_where_it_would_not_start(
     limit: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (min(limit, 1024), limit))
-    reason = why_no_haproxy()
+    reason = haproxy_problem()
     assert (reason is None) == (words is None)
     assert (words or "") in (reason or "")
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.serving.controller import Replica, replica_id
-from kuberoll_workers.serving.replicas import ReplicaList, still_there
+from kuberoll_workers.serving.controller import RunningReplica, replica_id
+from kuberoll_workers.serving.replicas import ReplicaList, known_replicas
 
 
-def replica(name: str, port: int = 1) -> Replica:
-    return Replica(id=name, url=f"http://10.0.0.1:{port}")
+def replica(name: str, port: int = 1) -> RunningReplica:
+    return RunningReplica(id=name, url=f"http://10.0.0.1:{port}")
 
 
 names = st.sets(st.sampled_from("abcdef"))
@@ -21,7 +21,7 @@ names = st.sets(st.sampled_from("abcdef"))
 
 @given(names, names, names)
 def test_listed_or_known_and_busy(before: set[str], now: set[str], busy: set[str]) -> None:
-    found = still_there({name: replica(name) for name in before}, [replica(name, 2) for name in now], busy)
+    found = known_replicas({name: replica(name) for name in before}, [replica(name, 2) for name in now], busy)
     assert list(found) == sorted(now | (before & busy))
     assert all(found[name].url.endswith(":2") for name in now)
 
@@ -33,7 +33,7 @@ class Serve:
         self.asked = 0
         self.now = 0.0
 
-    async def list(self) -> list[Replica]:
+    async def list(self) -> list[RunningReplica]:
         self.asked += 1
         await asyncio.sleep(0)
         return [replica(name) for name in self.listed]

@@ -18,7 +18,7 @@ from kuberoll_api.contract import WeightsSource, user_config
 from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyUnavailable, SamplingParameters
-from kuberoll_workers.serving.engines.checkpoint import misfit
+from kuberoll_workers.serving.engines.checkpoint import mismatch
 from kuberoll_workers.serving.engines.fetching import fetch, wanted_files
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.simulated import Simulated, version_spans
@@ -96,7 +96,7 @@ def test_formats_that_older_trainers_write() -> None:
     ],
 )
 def test_tensors_that_are_not_the_model_s(new: dict[str, tuple[int, ...]], why: str | None) -> None:
-    assert misfit(new, {"a": (2, 3), "b": (4,), "lm_head.weight": (5, 3)}) == why
+    assert mismatch(new, {"a": (2, 3), "b": (4,), "lm_head.weight": (5, 3)}) == why
 
 
 class Reading(Simulated):
@@ -121,28 +121,28 @@ def weights(path: Path, version: str) -> WeightsSource:
 
 async def until_served(live: LiveWeights, version: str) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while live.served != version or live.problem is not None:  # noqa: ASYNC110 - there is no event for it
+        while live.served_version != version or live.problem is not None:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0)
 
 
 async def test_a_new_replica_serves_what_is_wanted_or_nothing(tmp_path: Path) -> None:
     live = LiveWeights(Reading())
-    await live.begin(None)
-    assert live.served == "0"
-    await live.begin(weights(tmp_path, "1"))
-    assert live.served == "1"
+    await live.load_initial(None)
+    assert live.served_version == "0"
+    await live.load_initial(weights(tmp_path, "1"))
+    assert live.served_version == "1"
     with pytest.raises(WeightsRefused):
-        await live.begin(weights(tmp_path / "nowhere", "2"))
+        await live.load_initial(weights(tmp_path / "nowhere", "2"))
 
 
 async def test_weights_that_come_late_are_served_when_they_are_there(tmp_path: Path) -> None:
     live = LiveWeights(Reading(), first_wait=0.01)
     late = tmp_path / "late"
-    live.want(weights(late, "1"))
+    live.set_wanted(weights(late, "1"))
     async with asyncio.timeout(PATIENCE_SECONDS):
         while live.problem is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert live.served == "0"
+    assert live.served_version == "0"
     assert str(late) in live.problem
     late.mkdir()
     await until_served(live, "1")
@@ -151,13 +151,13 @@ async def test_weights_that_come_late_are_served_when_they_are_there(tmp_path: P
 async def test_the_newest_that_is_wanted_wins_at_once(tmp_path: Path) -> None:
     engine = Reading()
     live = LiveWeights(engine, first_wait=600)
-    live.want(weights(tmp_path / "nowhere", "1"))
+    live.set_wanted(weights(tmp_path / "nowhere", "1"))
     await asyncio.sleep(0)
     # Without waiting for the next try of the other.
-    live.want(weights(tmp_path, "2"))
+    live.set_wanted(weights(tmp_path, "2"))
     await until_served(live, "2")
-    live.want(weights(tmp_path, "2"))
-    live.want(None)
+    live.set_wanted(weights(tmp_path, "2"))
+    live.set_wanted(None)
     await until_served(live, "0")
     assert engine.loads == ["1", "2", "0"]
     await live.stop()
@@ -166,7 +166,7 @@ async def test_the_newest_that_is_wanted_wins_at_once(tmp_path: Path) -> None:
 async def test_a_broken_engine_is_not_tried_again(tmp_path: Path) -> None:
     engine = Reading()
     live = LiveWeights(engine, first_wait=0.0)
-    live.want(weights(tmp_path, "broken"))
+    live.set_wanted(weights(tmp_path, "broken"))
     async with asyncio.timeout(PATIENCE_SECONDS):
         while live.problem is None:  # noqa: ASYNC110
             await asyncio.sleep(0)

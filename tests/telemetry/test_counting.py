@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from kuberoll_workers.rollouts.scheduling import run_rollout
-from kuberoll_workers.telemetry import Collected, RolloutMetrics
+from kuberoll_workers.telemetry import RolloutMetrics, TrajectoryCounts
 from kuberoll_workers.telemetry import definitions as metrics
-from kuberoll_workers.telemetry.objects import Tally, histogram
+from kuberoll_workers.telemetry.tallies import HistogramTally, histogram
 from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
 
 AMOUNTS = st.one_of(st.floats(-20, 1000), st.sampled_from([*metrics.TRAJECTORY_REWARD.buckets, 600.0]))
@@ -34,7 +34,7 @@ def test_a_tally_is_what_the_histogram_would_have_observed(rounds: list[list[flo
     for metric in (metrics.TRAJECTORY_REWARD, metrics.TRAJECTORY_SECONDS):
         registries = CollectorRegistry(), CollectorRegistry()
         tallied, observed = (histogram(metric, registry).labels("job", "env") for registry in registries)
-        tally = Tally(metric, tallied)
+        tally = HistogramTally(metric, tallied)
         for amounts in rounds:
             for amount in amounts:
                 tally.observe(amount)
@@ -48,11 +48,11 @@ def test_turns_and_trajectories() -> None:
     rollouts = RolloutMetrics("job")
     environment = rollouts.environment("env")
     for turn in (1, 3, 4):
-        environment.turn(turn, waiting_seconds=0.1, generation_seconds=2.0, environment_seconds=0.3, observed=5)
-    environment.finished(stop_reason="terminated", reward=2.0, turns=4, seconds=9.0)
-    environment.finished(stop_reason="max_turns", reward=-0.5, turns=2, seconds=1.0)
-    environment.failed(kind="data", stage="generation")
-    environment.timeout(30.0)
+        environment.record_turn(turn, waiting_seconds=0.1, generation_seconds=2.0, environment_seconds=0.3, observed=5)
+    environment.record_finish(stop_reason="terminated", reward=2.0, turns=4, seconds=9.0)
+    environment.record_finish(stop_reason="max_turns", reward=-0.5, turns=2, seconds=1.0)
+    environment.record_failure(kind="data", stage="generation")
+    environment.set_step_timeout(30.0)
     rollouts.journal_seconds.failed()
     rollouts.flush()
 
@@ -88,10 +88,10 @@ def test_how_far_the_shards_have_come() -> None:
     rollouts.flush()
     assert value("kuberoll_trajectories_stored", job) is None
     assert value("kuberoll_journal_errors_total", job) == 0
-    rollouts.collected = lambda: Collected(planned=None, stored=3, abandoned=0)
+    rollouts.read_counts = lambda: TrajectoryCounts(planned=None, stored=3, abandoned=0)
     rollouts.flush()
     assert (value("kuberoll_trajectories_planned", job), value("kuberoll_trajectories_stored", job)) == (None, 3)
-    rollouts.collected = lambda: Collected(planned=9, stored=4, abandoned=2)
+    rollouts.read_counts = lambda: TrajectoryCounts(planned=9, stored=4, abandoned=2)
     rollouts.flush()
     names = ("planned", "stored", "abandoned")
     assert [value(f"kuberoll_trajectories_{name}", job) for name in names] == [9, 4, 2]

@@ -64,7 +64,7 @@ from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
-from kuberoll_workers.telemetry import Collected, RolloutMetrics
+from kuberoll_workers.telemetry import RolloutMetrics, TrajectoryCounts
 
 REPORT_SECONDS = 0.25
 
@@ -391,13 +391,13 @@ async def work(
         stack.push_async_callback(store.close)
         stored, filtered = len(store.state.stored), len(store.state.filtered)
         progress.resumed = stored + filtered
-        metrics.collected = lambda: Collected(
+        metrics.read_counts = lambda: TrajectoryCounts(
             planned=config.planned,
             stored=stored + progress.trajectories,
             abandoned=abandoned(job, failed=progress.failed, filtered=filtered + progress.filtered),
         )
         for spec in job.spec.environments:
-            metrics.environment(spec.name).timeout(spec.step_timeout_seconds)
+            metrics.environment(spec.name).set_step_timeout(spec.step_timeout_seconds)
         rows_of = dataset_source(job, protected=own_places(config.output, config.turns))
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),

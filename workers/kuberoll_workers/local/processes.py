@@ -63,7 +63,7 @@ class Child:
                 if isinstance(report, dict):
                     yield report
 
-    async def tell(self, line: bytes) -> None:
+    async def send_line(self, line: bytes) -> None:
         """Give it a line at its standard input; one that has ended hears nothing."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):

@@ -238,7 +238,7 @@ class _LocalRun:
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Their metrics are added up, and so are these.
                 planned = share(self._planned, number, len(assignment))
-                await worker.tell(self._worker_config(endpoint, shards, planned).encode())
+                await worker.send_line(self._worker_config(endpoint, shards, planned).encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
             await self._watch(host)

@@ -56,7 +56,7 @@ from kuberoll_workers.serving import controller
 from kuberoll_workers.serving.app import gpus_of
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.serving.group import Group, follow, group_of
+from kuberoll_workers.serving.group import PodGroup, follow, pod_group
 from kuberoll_workers.serving.host import (
     Host,
     HostConfig,
@@ -65,7 +65,7 @@ from kuberoll_workers.serving.host import (
     exit_on_signal,
     metrics_port,
 )
-from kuberoll_workers.serving.ray_settings import free_ports, ray_environment, serve_environment, why_no_haproxy
+from kuberoll_workers.serving.ray_settings import free_ports, haproxy_problem, ray_environment, serve_environment
 from kuberoll_workers.serving.weights import version_of, wanted_weights
 
 PORT_VARIABLE = "KUBEROLL_PORT"
@@ -171,7 +171,9 @@ def answering(status: Status, *, host: str, port: int) -> Iterator[None]:
         thread.join()
 
 
-def host_config(job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, group: Group | None = None) -> HostConfig:
+def host_config(
+    job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, group: PodGroup | None = None
+) -> HostConfig:
     """What the host of a pod is told: one replica, its GPUs those of the pod, or of the group that it leads."""
     generation = job.spec.generation
     placed = {"gpus": gpus_of(generation)} if group is None else _spread(job)
@@ -230,7 +232,7 @@ class JobFile:
         return config, RolloutJob.model_validate(config.job)
 
 
-def run(host: Host, status: Status, file: JobFile, *, patience: float, group: Group | None = None) -> None:
+def run(host: Host, status: Status, file: JobFile, *, patience: float, group: PodGroup | None = None) -> None:
     """Start, and watch over it until a signal ends the process.
 
     Args:
@@ -284,7 +286,7 @@ async def _follow_weights(status: Status, file: JobFile) -> None:
 
 async def _report_weights(status: Status) -> None:
     try:
-        states = await controller.each_replica(APPLICATION, DEPLOYMENT, "weights_state", seconds=_ASK_SECONDS)
+        states = await controller.call_each_replica(APPLICATION, DEPLOYMENT, "weights_state", seconds=_ASK_SECONDS)
     except Exception as error:
         status.served, status.weights_problem = None, f"{type(error).__name__}: {error}"
         return
@@ -309,12 +311,12 @@ def _serve_problem() -> str | None:
     return f"the engine is {deployment.status.value}: {deployment.message}".rstrip(": ")
 
 
-def _follow(group: Group, job: RolloutJob, scratch: Path) -> int:
+def _follow(group: PodGroup, job: RolloutJob, scratch: Path) -> int:
     """Be a part of the replica that another pod leads; the exit code."""
     status = Status()
     status.problem = f"this pod is a part of the replica of {group.leader}"
     # Where vLLM puts its parts, they read the same settings.
-    settings = serve_environment(job.spec.generation.routing, scratch, free_ports(3), haproxy=why_no_haproxy() is None)
+    settings = serve_environment(job.spec.generation.routing, scratch, free_ports(3), haproxy=haproxy_problem() is None)
     os.environ.update(ray_environment(group.token) | settings)
     try:
         with answering(status, host=group.address, port=STATUS_PORT):
@@ -354,7 +356,7 @@ def main() -> None:
         assert read is not None
         config, job = read
         tokens = _tokens()
-        group = group_of(os.environ, tokens.weights)
+        group = pod_group(os.environ, tokens.weights)
     except (ConfigRefused, ValidationError, ValueError) as error:
         _log.error("%s", error)
         leave_message(clipped(str(error)).encode())
@@ -385,7 +387,7 @@ def main() -> None:
     except Exception as error:
         code, cause = EXIT_FAILED, host.failure(error)
         leave_message(clipped(cause).encode())
-        host.say_failed(cause)
+        host.report_failure(cause)
     finally:
         host.stop()
         with contextlib.suppress(OSError):

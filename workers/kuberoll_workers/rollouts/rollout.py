@@ -77,7 +77,7 @@ class Rollout:
         """
         flight = InFlight(self, Trajectory(sample, self.settings), deferred=deferred)
         if flight.trajectory.turn:
-            flight.metrics.resumed(flight.trajectory.turn)
+            flight.metrics.record_resume(flight.trajectory.turn)
         return flight
 
     async def generate(self, flight: InFlight) -> None:
@@ -116,7 +116,9 @@ class Rollout:
             flight.metrics.generating -= 1
         flight.waiting_since = ended = time.perf_counter()
         trajectory.add_response(result, self._tokenizer.decode(result.token_ids), ended - started)
-        flight.metrics.generated(prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids))
+        flight.metrics.record_response(
+            prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids)
+        )
 
     async def step(self, flight: InFlight) -> None:
         """Step the environment over the newest response and append what it answered.
@@ -149,7 +151,7 @@ class Rollout:
         before = trajectory.environment_tokens
         observation = await self._observed(trajectory, outcome)
         trajectory.add_step(outcome, observation, seconds)
-        flight.metrics.turn(
+        flight.metrics.record_turn(
             trajectory.turn,
             waiting_seconds=waited,
             generation_seconds=trajectory.generation_seconds[-1],
@@ -213,7 +215,7 @@ class Rollout:
                 tries += 1
                 if tries >= attempts or not is_retryable(error):
                     raise failure_of(error, stage=stage, tries=tries) from error
-            flight.metrics.retried(stage)
+            flight.metrics.record_retry(stage)
             await asyncio.sleep(
                 backoff(tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw)
             )
@@ -305,7 +307,7 @@ class InFlight:
             # Somebody's code raised it; nobody wanted the trajectory to stop.
             self._fail(failure_of(error, stage="trajectory", tries=1))
         except PrefixBroken as error:
-            self.metrics.prefix_broken()
+            self.metrics.record_prefix_violation()
             self._fail(TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1))
         except Exception as error:
             if timeout.expired():
@@ -333,15 +335,15 @@ class InFlight:
 
     def count_result(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
         """Count what became of the trajectory in the metrics."""
-        self.metrics.ended()
+        self.metrics.flush_if_due()
         if isinstance(result, FailureRecord):
             failure = self.failure
             assert failure is not None
-            self.metrics.failed(kind=failure.kind, stage=failure.stage)
+            self.metrics.record_failure(kind=failure.kind, stage=failure.stage)
         elif isinstance(result, DroppedRecord):
-            self.metrics.dropped(reason=result.reason, tokens=result.tokens.generated)
+            self.metrics.record_drop(reason=result.reason, tokens=result.tokens.generated)
         else:
-            self.metrics.finished(
+            self.metrics.record_finish(
                 stop_reason=result.stop_reason,
                 reward=result.total_reward,
                 turns=result.turn_count,

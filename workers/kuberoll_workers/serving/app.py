@@ -54,7 +54,7 @@ _HEALTH_TIMEOUT_SECONDS = 120.0
 # A replica that is to go looks so often whether its last request is answered.
 _DRAIN_LOOK_SECONDS = 0.5
 _ASK_REPLICAS_SECONDS = 10.0
-_MOST_WEIGHTS_BYTES = 64 << 10
+_MAX_WEIGHTS_BYTES = 64 << 10
 # A body of so many bytes is parsed at once; a longer one is for a thread.
 _SHORT_BYTES = 256 << 10
 
@@ -91,12 +91,12 @@ class GenerationServer:
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._args = read_args(args)
         limit_headers()
-        controller.keep_to_loopback()
+        controller.bind_to_loopback()
         # Before the engine: the processes that it starts need none.
         self._tokens = take_tokens(os.environ)
         if self._tokens is None and self._args.tokens_required:
             raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, and this policy is to ask for tokens")
-        self._id = controller.own_id()
+        self._id = controller.current_replica_id()
         self._engine = ENGINES[self._args.engine].make(self._args)
         self._weights = LiveWeights(self._engine)
         self._executor = BoundedExecutor()
@@ -121,9 +121,9 @@ class GenerationServer:
         wanted = wanted_weights(config)
         if self._begun:
             # Serve lists no replica that it waits for, and would end one that refuses: the old weights still serve.
-            self._weights.want(wanted)
+            self._weights.set_wanted(wanted)
         else:
-            await self._weights.begin(wanted)
+            await self._weights.load_initial(wanted)
 
     async def check_health(self) -> None:
         """Asked by Serve; a replica that raises is replaced."""
@@ -133,7 +133,7 @@ class GenerationServer:
 
     async def weights_state(self) -> dict[str, Any]:
         """What the replica serves, told to the others; `problem` is why it is not what is wanted."""
-        return {"id": self._id, "version": self._weights.served, "problem": self._weights.problem}
+        return {"id": self._id, "version": self._weights.served_version, "problem": self._weights.problem}
 
     async def __call__(self, request: Request) -> Response:
         self._ongoing += 1
@@ -159,7 +159,7 @@ class GenerationServer:
             info = dataclasses.replace(self._engine.info(), max_ongoing_requests=self._args.max_ongoing_requests)
             return _json(200, dataclasses.asdict(info))
         if (method, path) == ("GET", "/replicas"):
-            return _json(200, {"replicas": await self._replicas.read(), "version": self._weights.served})
+            return _json(200, {"replicas": await self._replicas.read(), "version": self._weights.served_version})
         if path == "/v1/weights" and method in ("GET", "POST"):
             return await (self._change_weights(request) if method == "POST" else self._show_weights())
         if path.startswith("/v1/") and (response := await self._openai.handle(request)) is not None:
@@ -202,7 +202,7 @@ class GenerationServer:
         wanted = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
         silent = dict.fromkeys(await controller.serving_replicas(application, DEPLOYMENT))
         try:
-            states = await controller.each_replica(
+            states = await controller.call_each_replica(
                 application, DEPLOYMENT, "weights_state", seconds=_ASK_REPLICAS_SECONDS
             )
         except TimeoutError:
@@ -216,7 +216,7 @@ class GenerationServer:
 
     async def _change_weights(self, request: Request) -> Response:
         try:
-            given = Weights.model_validate_json(await read_body(request, most=_MOST_WEIGHTS_BYTES))
+            given = Weights.model_validate_json(await read_body(request, max_bytes=_MAX_WEIGHTS_BYTES))
         except BodyRefused as error:
             return _error(error.status, "BodyRefused", str(error))
         except ValidationError as error:
@@ -273,7 +273,7 @@ def replica_gpus(args: ServeArgs, *, on_gpus: bool) -> float:
     return float(ENGINES[args.engine].world_size(args.engine_args)) if args.gpus is None else args.gpus
 
 
-def most_replicas(args: ServeArgs) -> int:
+def max_replicas(args: ServeArgs) -> int:
     """How many there can be at once."""
     return args.replicas if args.autoscaling is None else int(args.autoscaling["max_replicas"])
 
@@ -294,7 +294,7 @@ def deployment_options(args: ServeArgs, *, gpus: float) -> dict[str, Any]:
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_SECONDS,
-        # As long as a turn may take: Serve's default would cut most of them off.
+        # As long as a turn may take: Serve's default would cut off most of them.
         "graceful_shutdown_timeout_s": args.drain_seconds,
         # One line a request is much for turns that may take a millisecond, and the worker has metrics of each.
         "logging_config": {"enable_access_log": False},

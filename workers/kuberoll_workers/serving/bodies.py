@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-MOST_BODY_BYTES: Final = 16 << 20
+MAX_BODY_BYTES: Final = 16 << 20
 """A prompt of a million token ids as JSON is half of it."""
 
 BODY_SECONDS: Final = 60.0
@@ -27,23 +27,23 @@ class BodyRefused(Exception):
         self.status = status
 
 
-async def read_body(request: Request, *, most: int = MOST_BODY_BYTES, seconds: float = BODY_SECONDS) -> bytes:
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES, seconds: float = BODY_SECONDS) -> bytes:
     """The whole body of a request.
 
     Raises:
-        BodyRefused: It has more than `most` bytes, or was not there within so many seconds.
+        BodyRefused: It has more than `max_bytes` bytes, or was not there within so many seconds.
         starlette.requests.ClientDisconnect: The caller is gone.
     """
-    too_large = BodyRefused(413, f"the body has more than {most:,} bytes")
+    too_large = BodyRefused(413, f"the body has more than {max_bytes:,} bytes")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and int(length) > max_bytes:
         raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 size += len(part)
-                if size > most:
+                if size > max_bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError as error:

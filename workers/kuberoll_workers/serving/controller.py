@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 _ALL = ("0.0.0.0", "::", None)
-_BEING_TOLD = "UPDATING"
-_SERVING = ("RUNNING", "PENDING_MIGRATION", _BEING_TOLD)
+_UPDATING = "UPDATING"
+_SERVING = ("RUNNING", "PENDING_MIGRATION", _UPDATING)
 _LOOK_SECONDS = 0.05
 _ACCEPTED_SECONDS = 15.0
 
 
-class Replica(msgspec.Struct, kw_only=True, frozen=True):
+class RunningReplica(msgspec.Struct, kw_only=True, frozen=True):
     """A replica that takes requests.
 
     Attributes:
@@ -31,14 +31,14 @@ class Replica(msgspec.Struct, kw_only=True, frozen=True):
     url: str
 
 
-def own_id() -> str:
+def current_replica_id() -> str:
     """The id of the replica that this process is."""
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
-def keep_to_loopback() -> None:
+def bind_to_loopback() -> None:
     """Have the port at which this replica answers other deployments on loopback, where all of its Ray is.
 
     Serve has no setting for it, and binds it at all addresses. To be called while the replica is constructed.
@@ -51,7 +51,7 @@ def keep_to_loopback() -> None:
         replica.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
 
 
-async def running_replicas(application: str) -> list[Replica]:
+async def running_replicas(application: str) -> list[RunningReplica]:
     """The replicas of an application; none where Serve gives them no ports, which is without HAProxy."""
     from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS
 
@@ -61,7 +61,9 @@ async def running_replicas(application: str) -> list[Replica]:
     # Replicas listen where the proxy does: at the node's address only if that is at all of them.
     host = (await _controller().get_http_config.remote()).host
     return [
-        Replica(id=replica_id(target.name), url=f"http://{_host(target.ip if host in _ALL else host)}:{target.port}")
+        RunningReplica(
+            id=replica_id(target.name), url=f"http://{_host(target.ip if host in _ALL else host)}:{target.port}"
+        )
         for group in groups
         if group.protocol == "HTTP"
         for target in group.targets
@@ -76,7 +78,7 @@ async def serving_replicas(application: str, deployment: str) -> dict[str, bool]
     details = await _controller().get_serve_instance_details.remote()
     found = details["applications"].get(application, {}).get("deployments", {}).get(deployment, {})
     return {
-        replica["replica_id"]: replica["state"] == _BEING_TOLD
+        replica["replica_id"]: replica["state"] == _UPDATING
         for replica in found.get("replicas", [])
         if replica["state"] in _SERVING
     }
@@ -106,7 +108,7 @@ async def set_user_config(application: str, deployment: str, user_config: Mappin
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def each_replica(application: str, deployment: str, method: str, *, seconds: float) -> list[Any]:
+async def call_each_replica(application: str, deployment: str, method: str, *, seconds: float) -> list[Any]:
     """What a method answers on each of the running replicas, however many requests they have.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Final, ParamSpec, TypeVar
 from kuberoll_workers.policy.interface import PolicyUnavailable
 
 THREADS: Final = 4
-MOST_WAITING: Final = 256
+MAX_WAITING: Final = 256
 WORK_SECONDS: Final = 30.0
 
 _Arguments = ParamSpec("_Arguments")
@@ -26,22 +26,22 @@ class BoundedExecutor:
     """
 
     def __init__(
-        self, *, threads: int = THREADS, most_waiting: int = MOST_WAITING, seconds: float = WORK_SECONDS
+        self, *, threads: int = THREADS, max_waiting: int = MAX_WAITING, seconds: float = WORK_SECONDS
     ) -> None:
         """Nothing is started before it is needed.
 
         Args:
-            most_waiting: Pieces of work that may be there at once, running ones included.
+            max_waiting: Pieces of work that may be there at once, running ones included.
             seconds: Within which a piece of work must be done, its waiting included.
         """
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kuberoll-requests")
-        self._most, self._seconds = most_waiting, seconds
-        self._places = 0
+        self._most, self._seconds = max_waiting, seconds
+        self._pending = 0
 
     @property
-    def places(self) -> int:
+    def pending(self) -> int:
         """Pieces of work that wait or run."""
-        return self._places
+        return self._pending
 
     async def run(
         self, function: Callable[_Arguments, _Value], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
@@ -51,10 +51,10 @@ class BoundedExecutor:
         Raises:
             PolicyUnavailable: Too much waits already, or it was not done in time.
         """
-        if self._places >= self._most:
-            raise PolicyUnavailable(f"{self._places} requests are being prepared already; send it again later")
+        if self._pending >= self._most:
+            raise PolicyUnavailable(f"{self._pending} requests are being prepared already; send it again later")
         loop = asyncio.get_running_loop()
-        self._places += 1
+        self._pending += 1
         work = self._pool.submit(functools.partial(function, *args, **kwargs))
         work.add_done_callback(functools.partial(self._left, loop))
         try:
@@ -73,4 +73,4 @@ class BoundedExecutor:
             loop.call_soon_threadsafe(self._free)
 
     def _free(self) -> None:
-        self._places -= 1
+        self._pending -= 1

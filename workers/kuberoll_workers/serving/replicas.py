@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from kuberoll_workers.serving.controller import Replica
+from kuberoll_workers.serving.controller import RunningReplica
 
 _SECONDS = 1.0
 
 
-def still_there(before: Mapping[str, Replica], now: Iterable[Replica], busy: Iterable[str]) -> dict[str, Replica]:
+def known_replicas(
+    before: Mapping[str, RunningReplica], now: Iterable[RunningReplica], busy: Iterable[str]
+) -> dict[str, RunningReplica]:
     """The replicas by id, in order: those that are listed, and those that were and are only busy.
 
     Args:
@@ -31,7 +33,7 @@ class ReplicaList:
 
     def __init__(
         self,
-        listed: Callable[[], Awaitable[list[Replica]]],
+        listed: Callable[[], Awaitable[list[RunningReplica]]],
         busy: Callable[[], Awaitable[Mapping[str, bool]]],
         *,
         seconds: float = _SECONDS,
@@ -42,17 +44,17 @@ class ReplicaList:
         self._busy = busy
         self._seconds = seconds
         self._clock = clock
-        self._known: dict[str, Replica] = {}
-        self._asked: float | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._known: dict[str, RunningReplica] = {}
+        self._read_at: float | None = None
+        self._lock = asyncio.Lock()
 
-    async def read(self) -> list[Replica]:
+    async def read(self) -> list[RunningReplica]:
         """The replicas, in the order of their ids."""
-        async with self._one_at_a_time:
-            if self._asked is None or self._clock() - self._asked >= self._seconds:
+        async with self._lock:
+            if self._read_at is None or self._clock() - self._read_at >= self._seconds:
                 listed = await self._listed()
                 missing = self._known.keys() - {replica.id for replica in listed}
                 states = await self._busy() if missing else {}
-                self._known = still_there(self._known, listed, [name for name, busy in states.items() if busy])
-                self._asked = self._clock()
+                self._known = known_replicas(self._known, listed, [name for name, busy in states.items() if busy])
+                self._read_at = self._clock()
         return list(self._known.values())

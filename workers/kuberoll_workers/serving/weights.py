@@ -53,21 +53,21 @@ class LiveWeights:
         self.problem: str | None = None
 
     @property
-    def served(self) -> str:
+    def served_version(self) -> str:
         """The version of the weights that the engine has."""
         return self._engine.info().policy_version
 
-    async def begin(self, wanted: WeightsSource | None) -> None:
+    async def load_initial(self, wanted: WeightsSource | None) -> None:
         """Load what a new replica is to serve, before it serves anything.
 
         Raises:
             WeightsRefused, PolicyUnavailable: It cannot serve that, and is not to serve anything else.
         """
         self._wanted = wanted
-        if version_of(wanted) != self.served:
+        if version_of(wanted) != self.served_version:
             await self._load(wanted)
 
-    def want(self, wanted: WeightsSource | None) -> None:
+    def set_wanted(self, wanted: WeightsSource | None) -> None:
         """Change the weights soon, without waiting for it."""
         self._wanted = wanted
         self._changed.set()
@@ -87,7 +87,7 @@ class LiveWeights:
             self._changed.clear()
             wanted = self._wanted
             try:
-                if version_of(wanted) != self.served:
+                if version_of(wanted) != self.served_version:
                     await self._load(wanted)
                     _log.info("serving the weights %s", version_of(wanted))
                 self.problem = None

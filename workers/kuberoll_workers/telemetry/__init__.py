@@ -6,22 +6,22 @@ processes share one endpoint (prometheus_client's multiprocess mode), which is h
 
 from kuberoll_workers.telemetry.rollouts import (
     FLUSH_SECONDS,
-    Collected,
     EnvironmentMetrics,
     JournalMetrics,
     RolloutMetrics,
+    TrajectoryCounts,
     turn_bucket,
 )
 from kuberoll_workers.telemetry.routing import RequestOutcome, RoutingMetrics, RoutingState
 
 __all__ = [
     "FLUSH_SECONDS",
-    "Collected",
     "EnvironmentMetrics",
     "JournalMetrics",
     "RequestOutcome",
     "RolloutMetrics",
     "RoutingMetrics",
     "RoutingState",
+    "TrajectoryCounts",
     "turn_bucket",
 ]

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.telemetry import definitions as metrics
-from kuberoll_workers.telemetry.objects import Tally, counter, gauge, histogram
 from kuberoll_workers.telemetry.routing import RoutingMetrics
+from kuberoll_workers.telemetry.tallies import HistogramTally, counter, gauge, histogram
 
 FLUSH_SECONDS = 0.1
 
@@ -28,7 +28,7 @@ def turn_bucket(turn: int) -> str:
     return _LAST_BUCKET
 
 
-class Collected(NamedTuple):
+class TrajectoryCounts(NamedTuple):
     """How far the trajectories of a worker's shards have come.
 
     Attributes:
@@ -62,14 +62,14 @@ class RolloutMetrics:
     """All metrics of one job in this process.
 
     Attributes:
-        collected: Asked at each flush how far the worker has come.
+        read_counts: Asked at each flush how far the worker has come.
     """
 
     def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
         """Register the metrics; each job of a process needs a registry of its own (by default a new one)."""
         self.job = job
         self.registry = registry = registry if registry is not None else CollectorRegistry()
-        self.collected: Callable[[], Collected] | None = None
+        self.read_counts: Callable[[], TrajectoryCounts] | None = None
         self._planned = gauge(metrics.TRAJECTORIES_PLANNED, registry)
         self._stored = gauge(metrics.TRAJECTORIES_STORED, registry)
         self._abandoned = gauge(metrics.TRAJECTORIES_ABANDONED, registry)
@@ -115,8 +115,8 @@ class RolloutMetrics:
         for environment in self._environments.values():
             environment.flush()
         self.routing.flush()
-        if self.collected is not None:
-            planned, stored, abandoned = self.collected()
+        if self.read_counts is not None:
+            planned, stored, abandoned = self.read_counts()
             if planned is not None:
                 self._planned.labels(self.job).set(planned)
             self._stored.labels(self.job).set(stored)
@@ -134,9 +134,11 @@ class _Turns:
     __slots__ = ("_total", "environment", "generation", "waiting")
 
     def __init__(self, rollouts: RolloutMetrics, labels: tuple[str, str, str]) -> None:
-        self.waiting = Tally(metrics.TURN_WAITING_SECONDS, rollouts._waiting_seconds.labels(*labels))
-        self.generation = Tally(metrics.TURN_GENERATION_SECONDS, rollouts._generation_seconds.labels(*labels))
-        self.environment = Tally(metrics.TURN_ENVIRONMENT_SECONDS, rollouts._environment_seconds.labels(*labels))
+        self.waiting = HistogramTally(metrics.TURN_WAITING_SECONDS, rollouts._waiting_seconds.labels(*labels))
+        self.generation = HistogramTally(metrics.TURN_GENERATION_SECONDS, rollouts._generation_seconds.labels(*labels))
+        self.environment = HistogramTally(
+            metrics.TURN_ENVIRONMENT_SECONDS, rollouts._environment_seconds.labels(*labels)
+        )
         self._total = rollouts._turns.labels(*labels)
 
     def flush(self) -> None:
@@ -167,9 +169,9 @@ class EnvironmentMetrics:
         self._prompt = self._cached = self._generated = self._observed = 0
         self._flushed = time.perf_counter()
         self._stops: dict[str, int] = {}
-        self._reward = Tally(metrics.TRAJECTORY_REWARD, rollouts._reward.labels(*labels))
-        self._turns = Tally(metrics.TRAJECTORY_TURNS, rollouts._trajectory_turns.labels(*labels))
-        self._seconds = Tally(metrics.TRAJECTORY_SECONDS, rollouts._trajectory_seconds.labels(*labels))
+        self._reward = HistogramTally(metrics.TRAJECTORY_REWARD, rollouts._reward.labels(*labels))
+        self._turns = HistogramTally(metrics.TRAJECTORY_TURNS, rollouts._trajectory_turns.labels(*labels))
+        self._seconds = HistogramTally(metrics.TRAJECTORY_SECONDS, rollouts._trajectory_seconds.labels(*labels))
         self._gained = self._lost = 0.0
         self.generating = self.stepping = 0
         # From the beginning: Prometheus does not see the increase of what first appears above 0.
@@ -179,17 +181,17 @@ class EnvironmentMetrics:
             for kind in get_args(FailureKind):
                 rollouts._failures.labels(*labels, kind, stage)
 
-    def timeout(self, seconds: float) -> None:
+    def set_step_timeout(self, seconds: float) -> None:
         """How long a step may take."""
         self._rollouts._timeout_seconds.labels(*self._labels).set(seconds)
 
-    def generated(self, *, prompt: int, cached: int, generated: int) -> None:
+    def record_response(self, *, prompt: int, cached: int, generated: int) -> None:
         """One response: tokens sent, of those reused by the engine, and generated."""
         self._prompt += prompt
         self._cached += cached
         self._generated += generated
 
-    def turn(
+    def record_turn(
         self,
         turn: int,
         *,
@@ -242,12 +244,12 @@ class EnvironmentMetrics:
         self._rollouts._reward_total.labels(*self._labels, "positive").inc(gained)
         self._rollouts._reward_total.labels(*self._labels, "negative").inc(lost)
 
-    def ended(self) -> None:
+    def flush_if_due(self) -> None:
         """One trajectory has left the loop, however it ended."""
         if time.perf_counter() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
-    def finished(self, *, stop_reason: str, reward: float, turns: int, seconds: float) -> None:
+    def record_finish(self, *, stop_reason: str, reward: float, turns: int, seconds: float) -> None:
         """One finished trajectory."""
         self._stops[stop_reason] = self._stops.get(stop_reason, 0) + 1
         if reward < 0:
@@ -258,24 +260,24 @@ class EnvironmentMetrics:
         self._turns.observe(turns)
         self._seconds.observe(seconds)
 
-    def failed(self, *, kind: str, stage: str) -> None:
+    def record_failure(self, *, kind: str, stage: str) -> None:
         """One trajectory given up."""
         self._stops["failed"] = self._stops.get("failed", 0) + 1
         self._rollouts._failures.labels(*self._labels, kind, stage).inc()
 
-    def dropped(self, *, reason: str, tokens: int) -> None:
+    def record_drop(self, *, reason: str, tokens: int) -> None:
         """One trajectory that is not wanted, with so many generated tokens."""
         self._rollouts._dropped.labels(*self._labels, reason).inc()
         self._rollouts._dropped_tokens.labels(*self._labels, reason).inc(tokens)
 
-    def prefix_broken(self) -> None:
+    def record_prefix_violation(self) -> None:
         """One trajectory whose context was not the concatenation of its messages."""
         self._rollouts._prefix_violations.labels(*self._labels).inc()
 
-    def resumed(self, turns: int) -> None:
+    def record_resume(self, turns: int) -> None:
         """Turns that a trajectory had already when it was admitted."""
         self._rollouts._resumed_turns.labels(*self._labels).inc(turns)
 
-    def retried(self, stage: str) -> None:
+    def record_retry(self, stage: str) -> None:
         """One operation tried again."""
         self._rollouts._retries.labels(*self._labels, stage).inc()

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from prometheus_client import CollectorRegistry
 
 from kuberoll_workers.telemetry import definitions as metrics
-from kuberoll_workers.telemetry.objects import counter, gauge
+from kuberoll_workers.telemetry.tallies import counter, gauge
 
 RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "refused", "aborted"]
 """`failed`: broken connections and answers that are none; `aborted`: nobody wanted the answer any more."""
@@ -38,14 +38,14 @@ class RoutingMetrics:
 
     Attributes:
         policy_version: Of the newest response; None: none has said it.
-        watch: Asked for the state at each flush.
+        read_state: Asked for the state at each flush.
     """
 
     def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
         """Register the metrics, in a new registry by default."""
         registry = registry if registry is not None else CollectorRegistry()
         self.policy_version: str | None = None
-        self.watch: Callable[[], RoutingState] | None = None
+        self.read_state: Callable[[], RoutingState] | None = None
         self._job = job
         self._outcomes: dict[str, int] = {}
         self._moves: dict[str, int] = {}
@@ -61,17 +61,17 @@ class RoutingMetrics:
         for cause in MOVE_CAUSES:
             self._moves_total.labels(job, cause)
 
-    def answered(self, versions: Sequence[tuple[str, int, int]]) -> None:
+    def record_answer(self, versions: Sequence[tuple[str, int, int]]) -> None:
         """One response and the spans of its policy versions."""
         self._answered += 1
         if versions:
             self.policy_version = versions[-1][0]
 
-    def request(self, outcome: RequestOutcome) -> None:
+    def record_request(self, outcome: RequestOutcome) -> None:
         """One request that came to no response."""
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
 
-    def moved(self, cause: str) -> None:
+    def record_move(self, cause: str) -> None:
         """One trajectory that goes on elsewhere."""
         self._moves[cause] = self._moves.get(cause, 0) + 1
 
@@ -84,8 +84,8 @@ class RoutingMetrics:
             self._requests_total.labels(self._job, outcome).inc(count)
         for cause, count in moves.items():
             self._moves_total.labels(self._job, cause).inc(count)
-        if self.watch is not None:
-            state = self.watch()
+        if self.read_state is not None:
+            state = self.read_state()
             for name in _REPLICA_STATES:
                 self._replicas.labels(self._job, name).set(state.replicas.get(name, 0))
             self._waiting.labels(self._job).set(state.waiting)

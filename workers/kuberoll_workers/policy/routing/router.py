@@ -67,7 +67,7 @@ class RoutedPolicy:
         self._connect = connect
         self._share = share
         self._metrics = metrics if metrics is not None else RoutingMetrics("")
-        self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.moved)
+        self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.record_move)
         self._clients: dict[str, ReplicaClient] = {}
         self._connections: dict[str, AsyncExitStack] = {}
         self._joining: set[str] = set()
@@ -85,7 +85,7 @@ class RoutedPolicy:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._metrics.watch = self.state
+        self._metrics.read_state = self.state
         self._start(self._refresh_replicas())
         return self
 
@@ -137,22 +137,22 @@ class RoutedPolicy:
                 try:
                     result = await client.generate(request)
                 except Overloaded as error:
-                    metrics.request("overloaded")
+                    metrics.record_request("overloaded")
                     pause = admission.record_overload(ticket, time(), retry_after=error.retry_after)
                     self._loop.call_later(pause + _TIMER_SLACK_SECONDS, self._dispatch, replica)
                     self._watch(replica)
                     continue
                 except Unreachable as error:
-                    metrics.request("unreachable")
+                    metrics.record_request("unreachable")
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
                     continue
                 except PolicyRefused:
-                    metrics.request("refused")
+                    metrics.record_request("refused")
                     admission.record_failure(ticket, time(), blame=False)
                     raise
                 except PolicyUnavailable as error:
-                    metrics.request("failed")
+                    metrics.record_request("failed")
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
                     if await self._is_healthy(replica, client):
@@ -170,12 +170,12 @@ class RoutedPolicy:
                     request = dataclasses.replace(request, request_id=f"{name}.{broken}")
                     continue
                 except BaseException:
-                    metrics.request("aborted")
+                    metrics.record_request("aborted")
                     admission.record_failure(ticket, time(), blame=False)
                     raise
                 finally:
                     self._in_flight[replica.id].discard(ticket)
-                metrics.answered(result.policy_versions)
+                metrics.record_answer(result.policy_versions)
                 self._repeated.pop(replica.id, None)
                 tokens = prompt + len(result.token_ids)
                 admission.record_answer(ticket, tokens, time(), load=client.load)

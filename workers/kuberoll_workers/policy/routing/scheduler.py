@@ -288,14 +288,14 @@ class RequestScheduler:
         ]
         if avoid and len(candidates) > 1:
             candidates = [replica for replica in candidates if replica.id not in avoid] or candidates
-        place = sessions.choose(ticket.session_id, None, candidates)
-        if not isinstance(place, Replica):
+        chosen = sessions.choose(ticket.session_id, None, candidates)
+        if not isinstance(chosen, Replica):
             return False
         session = sessions.find(ticket.session_id)
         if session is None:
             session = sessions.add(ticket.session_id)
-        sessions.assign(session, place, tokens)
-        self._begin(ticket, session, place)
+        sessions.assign(session, chosen, tokens)
+        self._begin(ticket, session, chosen)
         return True
 
     def _home(self, ticket: Ticket, session: Session, now: float) -> Replica | None:
@@ -317,12 +317,12 @@ class RequestScheduler:
             # Better once more to one that failed than nowhere.
             usable = self._usable
         taking: list[ReplicaLoad] = [replica for replica in usable if replica.accepts_request(now)]
-        place = self.sessions.choose(ticket.session_id, session, taking or usable)
-        if isinstance(place, Replica):
-            if place is not home:
+        chosen = self.sessions.choose(ticket.session_id, session, taking or usable)
+        if isinstance(chosen, Replica):
+            if chosen is not home:
                 self._on_move(cause)
-            self._settle(session, place, ticket.tokens)
-            return place
+            self._settle(session, chosen, ticket.tokens)
+            return chosen
         return None
 
     def _less_loaded(self, ticket: Ticket, session: Session, home: Replica, now: float) -> Replica | None:
@@ -337,17 +337,17 @@ class RequestScheduler:
         places: list[ReplicaLoad] = [
             replica for replica in taking if replica.load <= acceptable_load(least) and replica.has_room(ticket.tokens)
         ]
-        place = self.sessions.choose(ticket.session_id, session, places)
-        if not isinstance(place, Replica):
+        chosen = self.sessions.choose(ticket.session_id, session, places)
+        if not isinstance(chosen, Replica):
             return None
         self._on_move("overload")
-        self._settle(session, place, ticket.tokens)
-        return place
+        self._settle(session, chosen, ticket.tokens)
+        return chosen
 
-    def _settle(self, session: Session, place: Replica, tokens: int) -> None:
+    def _settle(self, session: Session, replica: Replica, tokens: int) -> None:
         before = session.replica
-        self.sessions.assign(session, place, tokens)
-        if before is not place:
+        self.sessions.assign(session, replica, tokens)
+        if before is not replica:
             self._remove_if_unused(before)
 
     def _begin(self, ticket: Ticket, session: Session, replica: Replica) -> None:
@@ -385,10 +385,15 @@ class RequestScheduler:
         self._dispatch_unassigned(now)
         self._dispatch_new(now)
 
-    def _remove_if_unused(self, place: ReplicaLoad | None) -> None:
+    def _remove_if_unused(self, replica: ReplicaLoad | None) -> None:
         """Forget a replica that is not listed and has nothing of ours any more."""
-        if isinstance(place, Replica) and not place.listed and not place.sessions and not place.window.in_flight:
-            self.replicas.pop(place.id, None)
+        if (
+            isinstance(replica, Replica)
+            and not replica.listed
+            and not replica.sessions
+            and not replica.window.in_flight
+        ):
+            self.replicas.pop(replica.id, None)
 
     def _refresh(self) -> None:
         self._usable = [replica for replica in self.replicas.values() if replica.usable]

@@ -114,7 +114,7 @@ class SessionTable:
         return session
 
     def assign(self, session: Session, replica: ReplicaLoad, tokens: int) -> None:
-        """Give a trajectory a home, in replica of the one it has."""
+        """Give a trajectory a home, replacing the one it has."""
         self.unassign(session)
         session.replica = replica
         session.tokens = tokens

@@ -40,7 +40,7 @@ def read_shapes(path: Path) -> Shapes | None:
     return found or None
 
 
-def misfit(new: Shapes, own: Shapes) -> str | None:
+def mismatch(new: Shapes, own: Shapes) -> str | None:
     """Why tensors are not those of a model; None: they are, or they are named by another scheme.
 
     Args:
@@ -70,5 +70,5 @@ def check_fit(path: Path, own: Path | None) -> None:
         raise WeightsRefused(f"{path} holds no weights ({_TENSORS}); name the directory of a saved model")
     new = read_shapes(path)
     known = None if own is None else read_shapes(own)
-    if new is not None and known is not None and (why := misfit(new, known)) is not None:
+    if new is not None and known is not None and (why := mismatch(new, known)) is not None:
         raise WeightsRefused(f"{path} does not fit the model: {why}")

@@ -48,7 +48,7 @@ def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
             _copy(uri, part)
             part.rename(target)
         target.touch()
-        _forget_all_but(_KEPT, place)
+        _remove_all_but(_KEPT, place)
     return target
 
 
@@ -91,7 +91,7 @@ def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
     return found[0], found[1].rstrip("/")
 
 
-def _forget_all_but(count: int, place: Path) -> None:
+def _remove_all_but(count: int, place: Path) -> None:
     copies = sorted((entry for entry in place.iterdir() if entry.is_dir()), key=lambda entry: entry.stat().st_mtime)
     for old in copies[:-count]:
         shutil.rmtree(old, ignore_errors=True)

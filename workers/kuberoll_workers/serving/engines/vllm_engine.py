@@ -25,11 +25,11 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
-from kuberoll_workers.serving.causes import death_by_signal
 from kuberoll_workers.serving.engines.checkpoint import check_fit
 from kuberoll_workers.serving.engines.children import exit_codes, started_children
 from kuberoll_workers.serving.engines.fetching import fetch, is_remote
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
+from kuberoll_workers.serving.root_cause import death_by_signal
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -251,7 +251,7 @@ class VLLMEngine:
 
     async def load_weights(self, uri: str | None, version: str) -> None:
         engine = self._started()
-        path = await asyncio.to_thread(self._ready_to_load, uri, version)
+        path = await asyncio.to_thread(self._prepare_weights, uri, version)
         self._loading = True
         try:
             # Without clearing the cache, a prefix computed with the old weights would be continued with the new ones,
@@ -272,7 +272,7 @@ class VLLMEngine:
         finally:
             self._loading = False
 
-    def _ready_to_load(self, uri: str | None, version: str) -> str:
+    def _prepare_weights(self, uri: str | None, version: str) -> str:
         own = _directory_of(self._model, self._revision)
         if uri is None:
             return self._model if own is None else str(own)

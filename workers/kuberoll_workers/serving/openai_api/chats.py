@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from kuberoll_workers.serving.openai_api.requests import Invalid
+from kuberoll_workers.serving.openai_api.requests import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ class ChatFormat:
             variables: Further ones of the template.
 
         Raises:
-            Invalid: There is no template, or it refuses the messages.
+            InvalidRequest: There is no template, or it refuses the messages.
         """
         from jinja2.exceptions import TemplateError
 
@@ -64,7 +64,7 @@ class ChatFormat:
                 **variables,
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise Invalid(
+            raise InvalidRequest(
                 f"messages: the model's chat template does not take them: {error}", param="messages"
             ) from error
         return str(text)
@@ -117,7 +117,7 @@ class ChatMemory:
             if not self._sessions[oldest]:
                 del self._sessions[oldest]
 
-    def beginning(self, session: str, text: str) -> tuple[int, array[int]]:
+    def longest_prefix(self, session: str, text: str) -> tuple[int, array[int]]:
         """The longest remembered beginning of a text: its characters and its ids; 0 and none where there is none."""
         length, ids = 0, token_array()
         for known, known_ids in self._sessions.get(session, {}).items():

@@ -10,14 +10,14 @@ import msgspec
 
 from kuberoll_workers.policy.interface import MAX_SEED, SamplingParameters, TokenId
 
-MOST_SEQUENCES = 128
+MAX_SEQUENCES = 128
 """Sequences that one request may ask for: its prompts times `n`."""
 
-MOST_CHARACTERS: Final = 4 << 20
+MAX_CHARACTERS: Final = 4 << 20
 """Of a request's texts together, and of a chat as the template writes it: about a million tokens."""
 
-MOST_MESSAGES: Final = 10_000
-MOST_TOOLS: Final = 1_000
+MAX_MESSAGES: Final = 10_000
+MAX_TOOLS: Final = 1_000
 
 # What a chat template is rendered by, and with: a caller who says something else of these is another author of it.
 _RESERVED_VARIABLES: Final = frozenset(
@@ -58,7 +58,7 @@ _Word = Annotated[str, msgspec.Meta(min_length=1)]
 
 # Fields that would change what is generated and that no engine is asked for here: what a caller may say of each all
 # the same, because it asks for nothing. All else that is not known is about other things, and clients send a lot.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
@@ -88,7 +88,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class Invalid(Exception):
+class InvalidRequest(Exception):
     """A request that cannot be answered, in OpenAI's terms."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
@@ -112,7 +112,7 @@ class _Common(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     stop: _Word | list[_Word] | None = None
     stop_token_ids: list[TokenId] | None = None
     stream: bool | None = None
@@ -164,11 +164,11 @@ class _Common(msgspec.Struct, kw_only=True):
 class ChatRequest(_Common, kw_only=True):
     """The body of `POST /v1/chat/completions`, as far as it is honored."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -200,7 +200,7 @@ class CompletionRequest(_Common, kw_only=True):
         """One or many, texts or token ids.
 
         Raises:
-            Invalid: It is none of these.
+            InvalidRequest: It is none of these.
         """
         given = self.prompt
         if isinstance(given, str):
@@ -209,7 +209,7 @@ class CompletionRequest(_Common, kw_only=True):
             return [given]
         if given and all(isinstance(item, str) or _are_tokens(item) for item in given):
             return given
-        raise Invalid(
+        raise InvalidRequest(
             "prompt: send a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
             param="prompt",
         )
@@ -222,19 +222,21 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
     """Parse and check a body.
 
     Raises:
-        Invalid: Names the field that is wrong, or that asks for what is not done here.
+        InvalidRequest: Names the field that is wrong, or that asks for what is not done here.
     """
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Invalid(f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
     try:
         request = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise Invalid(str(error), param=_field(str(error))) from error
-    for name, neutral in _NEUTRAL.items():
+        raise InvalidRequest(str(error), param=_field(str(error))) from error
+    for name, neutral in _NEUTRAL_VALUES.items():
         if (given := raw.get(name)) is not None and given not in neutral:
-            raise Invalid(f"{name}: {reprlib.repr(given)} is not supported by this server; leave it out", param=name)
+            raise InvalidRequest(
+                f"{name}: {reprlib.repr(given)} is not supported by this server; leave it out", param=name
+            )
     _check_logprobs(request)
     if isinstance(request, ChatRequest):
         _check_variables(request.chat_template_kwargs or {})
@@ -247,7 +249,7 @@ def _check_logprobs(request: ChatRequest | CompletionRequest) -> None:
     # In completions 1 is what callers send who want the sampled token's own.
     if (alternatives or 0) > (0 if chat else 1):
         name = "top_logprobs" if chat else "logprobs"
-        raise Invalid(
+        raise InvalidRequest(
             f"{name}: {alternatives} asks for other tokens than the sampled one, and only that one's log-probability "
             f"is known here; set {name} to 0",
             param=name,
@@ -257,7 +259,7 @@ def _check_logprobs(request: ChatRequest | CompletionRequest) -> None:
 def _check_variables(variables: Mapping[str, Any]) -> None:
     for name in variables:
         if name in _RESERVED_VARIABLES or not name.isidentifier():
-            raise Invalid(
+            raise InvalidRequest(
                 f"chat_template_kwargs.{name[:100]}: not a variable that callers may set; the model's own template is "
                 "used, and what it is rendered with has fields of its own (tools, add_generation_prompt)",
                 param="chat_template_kwargs",
@@ -287,7 +289,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     Parts of text become one text, and the arguments of tool calls, which travel as JSON, objects.
 
     Raises:
-        Invalid: A message has no role, or parts that are not text; or together they are too long.
+        InvalidRequest: A message has no role, or parts that are not text; or together they are too long.
     """
     found = [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
     check_characters(sum(len(message["content"]) for message in found), "messages")
@@ -298,11 +300,11 @@ def check_characters(count: int, param: str) -> None:
     """Refuse what is too long to be worth encoding.
 
     Raises:
-        Invalid: It is.
+        InvalidRequest: It is.
     """
-    if count > MOST_CHARACTERS:
-        raise Invalid(
-            f"{param}: {count:,} characters, and {MOST_CHARACTERS:,} is the most that is taken",
+    if count > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"{param}: {count:,} characters, and {MAX_CHARACTERS:,} is the most that is taken",
             param=param,
             code="context_length_exceeded",
         )
@@ -310,11 +312,11 @@ def check_characters(count: int, param: str) -> None:
 
 def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        raise Invalid(f"{where}.role is missing", param=f"{where}.role")
+        raise InvalidRequest(f"{where}.role is missing", param=f"{where}.role")
     plain = {**message, "content": _text(message.get("content"), f"{where}.content")}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            raise Invalid(f"{where}.tool_calls: send a list", param=f"{where}.tool_calls")
+            raise InvalidRequest(f"{where}.tool_calls: send a list", param=f"{where}.tool_calls")
         plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     return plain
 
@@ -325,12 +327,12 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Invalid(f"{where}: send a text or a list of parts", param=where)
+        raise InvalidRequest(f"{where}: send a text or a list of parts", param=where)
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise Invalid(f"{where}[{number}]: only parts of type text are understood here", param=where)
+            raise InvalidRequest(f"{where}[{number}]: only parts of type text are understood here", param=where)
         texts.append(text)
     return "".join(texts)
 
@@ -341,5 +343,5 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         if isinstance(arguments := function.get("arguments"), str):
             function["arguments"] = msgspec.json.decode(arguments or "{}")
     except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
-        raise Invalid(f"{where}: function.arguments must be JSON: {error}", param=where) from error
+        raise InvalidRequest(f"{where}: function.arguments must be JSON: {error}", param=where) from error
     return {**call, "function": function}

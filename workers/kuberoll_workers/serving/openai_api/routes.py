@@ -30,10 +30,10 @@ from kuberoll_workers.serving.openai_api.answers import (
 )
 from kuberoll_workers.serving.openai_api.chats import ChatFormat, ChatMemory
 from kuberoll_workers.serving.openai_api.requests import (
-    MOST_SEQUENCES,
+    MAX_SEQUENCES,
     ChatRequest,
     CompletionRequest,
-    Invalid,
+    InvalidRequest,
     chat_messages,
     check_characters,
     parse,
@@ -94,26 +94,26 @@ class OpenAIRoutes:
             return None
         method = "GET" if path.startswith(_MODELS) else "POST"
         if request.method != method:
-            return _error(Invalid(f"{request.method} {path}: send a {method}", status=405))
+            return _error(InvalidRequest(f"{request.method} {path}: send a {method}", status=405))
         try:
             if path == _CHATS:
                 return await self._chat(await read_body(request), request.headers)
             if path == _COMPLETIONS:
                 return await self._completion(await read_body(request), request.headers)
             return self._models(path[len(_MODELS) + 1 :])
-        except Invalid as error:
+        except InvalidRequest as error:
             return _error(error)
         except BodyRefused as error:
-            return _error(Invalid(str(error), status=error.status))
+            return _error(InvalidRequest(str(error), status=error.status))
         except RecursionError:
-            return _error(Invalid("the body is nested too deeply"))
+            return _error(InvalidRequest("the body is nested too deeply"))
         except PolicyRefused as error:
-            return _error(Invalid(str(error)))
+            return _error(InvalidRequest(str(error)))
         except PolicyUnavailable as error:
-            return _error(Invalid(str(error), status=503))
+            return _error(InvalidRequest(str(error), status=503))
         except Exception as error:
             _log.exception("a request failed")
-            return _error(Invalid(f"{type(error).__name__}: {error}", status=500))
+            return _error(InvalidRequest(f"{type(error).__name__}: {error}", status=500))
 
     async def _chat(self, body: bytes, headers: Mapping[str, str]) -> Response:
         request, messages = await self._prepared(body, _parse_chat)
@@ -130,10 +130,10 @@ class OpenAIRoutes:
         )
         check_characters(len(text), "messages")
         session = headers.get(SESSION_HEADER) or request.session_id or _session_of(messages)
-        known, ids = self._memory.beginning(session, text)
+        known, ids = self._memory.longest_prefix(session, text)
         prompt = ids + await self._executor.run(form.encode, text[known:])
         if not prompt:
-            raise Invalid("messages: the model's chat template makes nothing of them", param="messages")
+            raise InvalidRequest("messages: the model's chat template makes nothing of them", param="messages")
         answer = await self._answer(request, form, [prompt], session, kind="chatcmpl", param="messages")
         for choice in answer.choices:
             raw = form.decode(choice.result.token_ids, skip_special_tokens=False)
@@ -152,7 +152,7 @@ class OpenAIRoutes:
             for prompt in given
         ]
         if not all(prompts):
-            raise Invalid("prompt: there is nothing to continue", param="prompt")
+            raise InvalidRequest("prompt: there is nothing to continue", param="prompt")
         session = headers.get(SESSION_HEADER) or request.session_id or _digest(prompts[0][:_SESSION_TOKENS].tobytes())
         answer = await self._answer(request, form, prompts, session, kind="cmpl", param="prompt")
         return _response(request, completion_body(answer), completion_chunks)
@@ -173,7 +173,7 @@ class OpenAIRoutes:
         window = self._engine.info().max_model_len
         longest = max(len(prompt) for prompt in prompts)
         if longest >= window:
-            raise Invalid(
+            raise InvalidRequest(
                 f"{param}: it has {longest} tokens, which leaves no room in the model's window of {window}",
                 param=param,
                 code="context_length_exceeded",
@@ -225,13 +225,13 @@ class OpenAIRoutes:
                     self._format = await asyncio.to_thread(ChatFormat.load, source, revision=revision)
                 except Exception as error:
                     # transformers and the hub's client raise a dozen kinds; each of them means the same here.
-                    raise Invalid(f"the tokenizer {source!r} cannot be loaded: {error}", status=501) from error
+                    raise InvalidRequest(f"the tokenizer {source!r} cannot be loaded: {error}", status=501) from error
             return self._format
 
     def _check_model(self, name: str | None) -> None:
         known = dict.fromkeys((self._model, self._engine.info().model))
         if name and name not in known:
-            raise Invalid(
+            raise InvalidRequest(
                 f"model: there is no {name!r} here; it is called {' or '.join(known)}",
                 param="model",
                 status=404,
@@ -268,8 +268,8 @@ def _parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | list[i
 
 
 def _check_sequences(request: ChatRequest | CompletionRequest, prompts: int, param: str) -> None:
-    if prompts * request.samples > MOST_SEQUENCES:
-        raise Invalid(f"n: {param} times n may be {MOST_SEQUENCES} sequences at most", param="n")
+    if prompts * request.samples > MAX_SEQUENCES:
+        raise InvalidRequest(f"n: {param} times n may be {MAX_SEQUENCES} sequences at most", param="n")
 
 
 def _text(request: ChatRequest | CompletionRequest, form: ChatFormat, result: GenerationResult) -> str:
@@ -317,7 +317,7 @@ def _response(
     )
 
 
-def _error(error: Invalid) -> Response:
+def _error(error: InvalidRequest) -> Response:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return _json(
         error.status, {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

@@ -25,7 +25,7 @@ _INFO_EXIT = 1 << 3
 _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 
 
-class DeathWitness:
+class ExitWatcher:
     """Follows all descendants of this process from a thread, and keeps which of them signals ended.
 
     On Linux before 6.15 an exit status can be read only until the parent has taken it, so that some are missed there;
@@ -33,7 +33,7 @@ class DeathWitness:
     """
 
     def __init__(self) -> None:
-        self._followed: dict[int, _Followed] = {}
+        self._watched: dict[int, _WatchedProcess] = {}
         self._killed: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopped = False
@@ -53,23 +53,23 @@ class DeathWitness:
         if self._thread.ident is not None:
             self._thread.join()
         os.close(self._end)
-        for followed in self._followed.values():
-            os.close(followed.handle)
-        self._followed.clear()
+        for watched in self._watched.values():
+            os.close(watched.handle)
+        self._watched.clear()
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Follow those too that have been started since the last look."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
                 # Titles change: a worker of Ray has none until it is given an actor.
                 name = _name(process)
                 with self._lock:
-                    if (followed := self._followed.get(process.pid)) is None:
-                        self._followed[process.pid] = _Followed(os.pidfd_open(process.pid), name)
+                    if (watched := self._watched.get(process.pid)) is None:
+                        self._watched[process.pid] = _WatchedProcess(os.pidfd_open(process.pid), name)
                     else:
-                        followed.name = name
+                        watched.name = name
 
-    def killed(self) -> dict[str, int]:
+    def signal_exits(self) -> dict[str, int]:
         """Exit codes of those that signals ended, negative numbers of signals, by name, the first to die first."""
         if not self._stopped:
             self._take(0)
@@ -78,12 +78,12 @@ class DeathWitness:
 
     def _run(self) -> None:
         while not self._take(_SCAN_SECONDS):
-            self.look()
+            self.scan()
 
     def _take(self, seconds: float) -> bool:
         """Wait for deaths and note them; whether it is to end."""
         with self._lock:
-            handles = {followed.handle: pid for pid, followed in self._followed.items()}
+            handles = {watched.handle: pid for pid, watched in self._watched.items()}
         poll = select.poll()
         for handle in (self._end, *handles):
             poll.register(handle, select.POLLIN)
@@ -94,17 +94,17 @@ class DeathWitness:
 
     def _note(self, pid: int, handle: int) -> None:
         with self._lock:
-            followed = self._followed.get(pid)
-            if followed is None or followed.handle != handle:
+            watched = self._watched.get(pid)
+            if watched is None or watched.handle != handle:
                 return
-            del self._followed[pid]
+            del self._watched[pid]
             code = _exit_code(pid, handle)
             os.close(handle)
             if code is not None and code < 0:
-                self._killed.setdefault(followed.name, code)
+                self._killed.setdefault(watched.name, code)
 
 
-class _Followed:
+class _WatchedProcess:
     """A process that lives; `handle` is a file descriptor that becomes readable at its end."""
 
     def __init__(self, handle: int, name: str) -> None:

@@ -30,7 +30,7 @@ def histogram(metric: Histogram, registry: CollectorRegistry) -> prometheus.Hist
     return prometheus.Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
 
 
-class Tally:
+class HistogramTally:
     """Observations of one histogram, kept until they are handed on together.
 
     `Histogram.observe` looks at every bucket and locks two values: 2 µs, or 5 with several processes, where a turn of
