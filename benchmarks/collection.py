@@ -1,9 +1,9 @@
 """A worker that collects a million short trajectories: its memory, its speed, and what durability costs it.
 
-The worker's own `work`, dataset to finished shard, with the simulated engine in its process: HTTP and the engine are
-measured elsewhere. One turn each, from a JSON-lines dataset that is streamed, groups of four. It is run as it is, then
-resumed after everything is there (nothing is to be done but to read), and, for the journal's share, a part of it once
-more with every record encoded and thrown away instead of stored, and once more with no record encoded at all.
+The worker's own `run_worker`, dataset to finished shard, with the simulated engine in its process: HTTP and the engine
+are measured elsewhere. One turn each, from a JSON-lines dataset that is streamed, groups of four. It is run as it is,
+then resumed after everything is there (nothing is to be done but to read), and, for the journal's share, a part of it
+once more with every record encoded and thrown away instead of stored, and once more with no record encoded at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, tune_garbage_collector, work
+from kuberoll_workers.worker import Progress, WorkerConfig, run_worker, tune_garbage_collector
 
 TINY = Path(__file__).parents[1] / "examples" / "models" / "tiny-policy"
 REPEATS = 4
@@ -99,7 +99,7 @@ async def collect(dataset: Path, output: Path, *, turns: bool) -> tuple[Progress
 
     watching = asyncio.create_task(watch())
     wall, cpu = time.perf_counter(), time.process_time()
-    await work(config, metrics=RolloutMetrics("benchmark"), drain=Drain(), progress=progress, policy=engine)
+    await run_worker(config, metrics=RolloutMetrics("benchmark"), drain=Drain(), progress=progress, policy=engine)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     watching.cancel()
     return progress, wall, cpu, peak

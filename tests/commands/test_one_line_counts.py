@@ -20,7 +20,7 @@ from kuberoll_workers.output import records
 from kuberoll_workers.output.copies import Copies
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import DirectoryStorage
-from kuberoll_workers.pods.worker import stored_earlier
+from kuberoll_workers.pods.worker import count_stored
 from tests.analysis.report.runs import dropped, failure, message, trajectory
 
 
@@ -81,7 +81,7 @@ def test_export(run: str, tmp_path: Path) -> None:
 
 
 def test_a_pod_that_goes_on(run: str) -> None:
-    found = stored_earlier(DirectoryStorage(Path(run)), 0, 1)
+    found = count_stored(DirectoryStorage(Path(run)), 0, 1)
     assert (found.trajectories, found.reward_sum) == (2, 2.0)
 
 

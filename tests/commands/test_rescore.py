@@ -21,7 +21,7 @@ from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.output.run_directory import MANIFEST, new_manifest
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.worker import environment_source
+from kuberoll_workers.worker import environment_factory
 from tests.local.support import manifest
 
 CONFIG = {"size": 2, "maxMoves": 3}
@@ -105,7 +105,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = SlidingPuzzleEnvironment(CONFIG).generate_dataset(5, 0)
     records = [played(row, number, index) for number, row in enumerate(rows) for index in range(4)]
     (directory / "shard-00000.jsonl").write_bytes(b"".join(map(encode_line, records)))
-    inputs = scan(job, base=tmp_path, environment=environment_source(job)).as_json()
+    inputs = scan(job, base=tmp_path, environment=environment_factory(job)).as_json()
     (directory / MANIFEST).write_bytes(msgspec.json.encode(new_manifest(job, shards=1, inputs=inputs)))
     return directory
 

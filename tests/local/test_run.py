@@ -16,7 +16,7 @@ import pytest
 
 from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.data.record import TrajectoryRecord
-from kuberoll_workers.local.preflight import Refused, check
+from kuberoll_workers.local.preflight import JobRefused, check
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.serving.engines import vllm_engine
@@ -281,6 +281,6 @@ def test_a_library_that_is_not_there_is_told_before_anything_starts(monkeypatch:
     monkeypatch.setattr(vllm_engine, "is_cpu_build", lambda: True)
     monkeypatch.setattr(vllm_engine, "_CPU_LIBRARY", "libnowhere.so.1")
     with pytest.raises(
-        Refused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not here: apt-get"
+        JobRefused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not here: apt-get"
     ):
         check(job, base=EXAMPLES / "sliding-puzzle")

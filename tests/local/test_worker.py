@@ -22,7 +22,7 @@ from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, abandoned, dataset_source, work
+from kuberoll_workers.worker import Progress, WorkerConfig, count_abandoned, isolated_environment_factory, run_worker
 from tests.local.support import TINY, Endpoint, endpoint
 from tests.rollouts.fakes import until
 
@@ -73,7 +73,7 @@ async def run(
         planned=18,
         blocks=None if blocks is None else list(blocks),
     )
-    await work(config, metrics=metrics or RolloutMetrics("test"), drain=Drain(), progress=progress)
+    await run_worker(config, metrics=metrics or RolloutMetrics("test"), drain=Drain(), progress=progress)
     return progress
 
 
@@ -168,7 +168,7 @@ async def test_metrics_say_how_far_it_has_come(endpoint: Endpoint, outputs: tupl
 )
 def test_what_is_replaced_is_not_abandoned(groups: dict[str, Any], expected: int) -> None:
     document = RolloutJob.model_validate(job(rollout={"groups": groups}))
-    assert abandoned(document, failed=2, filtered=3) == expected
+    assert count_abandoned(document, failed=2, filtered=3) == expected
 
 
 async def test_without_the_turn_log_they_start_over(endpoint: Endpoint, outputs: tuple[Path, Path]) -> None:
@@ -329,7 +329,7 @@ async def test_rows_that_were_changed_after_the_check_are_not_run(
     document = job(dataset={"source": {"uri": str(rows)}, "repeats": 1})
     write("a", "b")
     made = RolloutJob.model_validate(document)
-    blocks = scan(made, base=tmp_path, environment=dataset_source(made, protected=())).blocks
+    blocks = scan(made, base=tmp_path, environment=isolated_environment_factory(made, protected=())).blocks
     write("a", "c")
     with pytest.raises(DatasetError, match=r"rows 1 to 2 .*rows\.jsonl:1 to .*rows\.jsonl:2. differ"):
         await run(endpoint, outputs[0], document, blocks=blocks)

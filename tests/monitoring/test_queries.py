@@ -28,7 +28,7 @@ from kuberoll_operator.model import Key, Object
 from kuberoll_workers.monitor.prometheus import Target, prometheus
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, work
+from kuberoll_workers.worker import Progress, WorkerConfig, run_worker
 from tests.local.support import TINY, Endpoint
 from tests.monitoring.support import (
     Api,
@@ -250,7 +250,7 @@ async def _work(endpoint: Endpoint, metrics: RolloutMetrics, output: Path) -> No
         shard_count=1,
         planned=64,
     )
-    await work(config, metrics=metrics, drain=Drain(), progress=Progress())
+    await run_worker(config, metrics=metrics, drain=Drain(), progress=Progress())
 
 
 def _let_the_operator_work(metrics: Metrics) -> None:

@@ -23,7 +23,7 @@ from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, environment_source, work
+from kuberoll_workers.worker import Progress, WorkerConfig, environment_factory, run_worker
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 WAYS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
@@ -82,7 +82,9 @@ async def _run(config: WorkerConfig, seconds: float, progress: Progress | None =
         engine_args={"max_model_len": 512},
     )
     await engine.start()
-    await work(config, metrics=RolloutMetrics("crash"), drain=Drain(), progress=progress or Progress(), policy=engine)
+    await run_worker(
+        config, metrics=RolloutMetrics("crash"), drain=Drain(), progress=progress or Progress(), policy=engine
+    )
 
 
 CRASHED = 77
@@ -167,7 +169,7 @@ def run_whole(
     made = RolloutJob.model_validate(document)
     storage = open_storage(output)
     directory = RunDirectory(storage)
-    inputs = scan(made, base=Path("/"), environment=environment_source(made))
+    inputs = scan(made, base=Path("/"), environment=environment_factory(made))
     directory.open(new_manifest(made, shards=SHARDS, inputs=inputs.as_json()), resume=True)
     config = _config(document, output, output, tasks=inputs.tasks, rollouts=inputs.rollouts, blocks=list(inputs.blocks))
     asyncio.run(_run(config, 0.0, _Acknowledged(acknowledged)))

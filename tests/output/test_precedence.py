@@ -32,7 +32,7 @@ from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.run_state import read_state
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.output.trajectories import Trajectories
-from kuberoll_workers.pods.worker import stored_earlier
+from kuberoll_workers.pods.worker import count_stored
 from tests.examples import examples
 from tests.output.support import dropped, failure, record
 
@@ -150,7 +150,7 @@ def test_all_readers_agree(
     assert {key for key in of_keys if key in state.stored} == set(finished)
     unwanted = {key for key, item in chosen.items() if isinstance(item, DroppedRecord) and item.reason == "filtered"}
     assert {key for key in of_keys if key in state.filtered} == unwanted
-    earlier = [stored_earlier(run.storage, shard, SHARDS) for shard in range(SHARDS)]
+    earlier = [count_stored(run.storage, shard, SHARDS) for shard in range(SHARDS)]
     assert sum(item.reward_sum for item in earlier) == sum(rewards.values())
     assert sum(item.trajectories for item in earlier) == len(rewards)
 

@@ -26,7 +26,7 @@ def ended(directory: Path, *lines: AnyRecord | bytes, trajectories: int = 2, wan
 
 def test_a_complete_run(tmp_path: Path) -> None:
     end = ended(tmp_path, record(0), record(0, 1))
-    assert (end.problem(), end.missing, end.unmade) == (None, 0, {})
+    assert (end.problem(), end.missing, end.failed_steps) == (None, 0, {})
     assert [Path(file).name for file in end.files] == [AGGREGATES, "task_metrics.jsonl", "report.html"]
     assert set(end.seconds) == {"aggregation", "report"}
 
@@ -44,7 +44,7 @@ def test_what_the_report_cannot_show_costs_the_numbers_nothing(tmp_path: Path) -
     # An integer that no page can hold, in a line that KubeRoll would not write.
     odd = encode_line(record(0)).replace(b'"state":null', b'"state":' + str(2**70).encode())
     end = ended(tmp_path, odd, record(0, 1))
-    assert list(end.unmade) == ["report"]
+    assert list(end.failed_steps) == ["report"]
     assert end.aggregates is not None
     assert end.aggregates.trajectories == 2
     assert (tmp_path / AGGREGATES).exists()
@@ -52,6 +52,6 @@ def test_what_the_report_cannot_show_costs_the_numbers_nothing(tmp_path: Path) -
 
 def test_without_numbers_there_is_no_report(tmp_path: Path) -> None:
     end = ended(tmp_path, record(0), record(0, 1, task_name="other"))
-    assert list(end.unmade) == ["aggregation", "report"]
-    assert "these are trajectories of several runs" in str(end.unmade["report"])
+    assert list(end.failed_steps) == ["aggregation", "report"]
+    assert "these are trajectories of several runs" in str(end.failed_steps["report"])
     assert (end.aggregates, end.missing, end.problem(), end.files) == (None, 2, None, [])

@@ -17,11 +17,11 @@ from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.output.run_directory import RunRefused, new_manifest, read_manifest
 from kuberoll_workers.output.storage import DirectoryStorage
-from kuberoll_workers.pods.files import ConfigRefused, clipped, encode_message, read_config
-from kuberoll_workers.pods.refusals import ended_by, is_refused
-from kuberoll_workers.pods.worker import dataset_mounted, settle
+from kuberoll_workers.pods.exit_codes import exit_status, is_permanent
+from kuberoll_workers.pods.files import ConfigRefused, clip, encode_message, read_config
+from kuberoll_workers.pods.worker import claim_output, with_mounted_dataset
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
-from kuberoll_workers.worker import trajectories_to_come
+from kuberoll_workers.worker import planned_trajectories
 
 
 @given(cause=st.text(max_size=6000), environments=st.integers(0, 64), name=st.text(min_size=1, max_size=63))
@@ -35,12 +35,12 @@ def test_a_message_is_whole_json_of_at_most_4_kb(cause: str, environments: int, 
     message = json.loads(data)
     assert message["trajectories"] == 1
     assert len(message["environments"]) + message["environments_left_out"] == environments
-    assert message["cause"] == clipped(cause) or message["cause"].endswith("…")
+    assert message["cause"] == clip(cause) or message["cause"].endswith("…")
 
 
 @given(st.text(), st.integers(3, 50))
 def test_a_text_is_clipped_between_characters(text: str, limit: int) -> None:
-    short = clipped(text, limit)
+    short = clip(text, limit)
     assert len(short.encode()) <= limit
     assert short == text if len(text.encode()) <= limit else text.startswith(short[:-1]) and short.endswith("…")
 
@@ -70,8 +70,8 @@ def raised(error: Exception, cause: BaseException | None) -> Exception:
     ],
 )
 def test_only_what_will_be_the_same_again_is_refused(error: Exception, refused: bool) -> None:
-    assert is_refused(error) is refused
-    code, cause = ended_by(error)
+    assert is_permanent(error) is refused
+    code, cause = exit_status(error)
     assert code == (78 if refused else 1)
     assert str(error) in cause
 
@@ -101,7 +101,7 @@ def job(**dataset: Any) -> RolloutJob:
 )
 def test_a_mounted_dataset_is_a_file_and_the_run_the_same(source: dict[str, Any], uri: str) -> None:
     given_job = job(source=source, limit=3)
-    mounted = dataset_mounted(given_job)
+    mounted = with_mounted_dataset(given_job)
     assert mounted.spec.dataset.source.uri == uri
     assert mounted.spec.dataset.limit == 3
     inputs = {"rows": 1}
@@ -111,10 +111,10 @@ def test_a_mounted_dataset_is_a_file_and_the_run_the_same(source: dict[str, Any]
 
 @given(trajectories=st.integers(0, 1000), wanted=st.none() | st.integers(0, 300), shards=st.integers(1, 20))
 def test_shards_come_to_no_more_than_the_job(trajectories: int, wanted: int | None, shards: int) -> None:
-    whole = trajectories_to_come(job(source={"uri": "x"}), trajectories, wanted=wanted)
+    whole = planned_trajectories(job(source={"uri": "x"}), trajectories, wanted=wanted)
     assert whole <= trajectories
     parts = [
-        trajectories_to_come(
+        planned_trajectories(
             job(source={"uri": "x"}),
             share(trajectories, shard, shards),
             wanted=None if wanted is None else share(wanted, shard, shards),
@@ -129,15 +129,15 @@ def test_shards_come_to_no_more_than_the_job(trajectories: int, wanted: int | No
 def test_who_comes_first_says_what_the_run_is(tmp_path: Path) -> None:
     storage = DirectoryStorage(tmp_path)
     first = new_manifest(job(source={"uri": "x"}), shards=2, inputs={"rows": 3})
-    settle(storage, first)
+    claim_output(storage, first)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
     first.created = "earlier"
-    settle(storage, first)
+    claim_output(storage, first)
     found = read_manifest(storage)
     assert found is not None
     assert found.created != "earlier"
     with pytest.raises(RunRefused, match="shards: was 2, is 3"):
-        settle(storage, new_manifest(job(source={"uri": "x"}), shards=3, inputs={"rows": 3}))
+        claim_output(storage, new_manifest(job(source={"uri": "x"}), shards=3, inputs={"rows": 3}))
 
 
 def test_a_configuration_that_is_none_is_named(tmp_path: Path) -> None:

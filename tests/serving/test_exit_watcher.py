@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="handles of proc
 
 
 @contextmanager
-def witness() -> Iterator[ExitWatcher]:
+def watcher() -> Iterator[ExitWatcher]:
     observer = ExitWatcher()
     observer.start()
     try:
@@ -32,7 +32,7 @@ def witness() -> Iterator[ExitWatcher]:
 
 
 def test_a_child_that_a_signal_ends_is_seen_and_one_that_ends_by_itself_is_not() -> None:
-    with witness() as observer:
+    with watcher() as observer:
         killed = subprocess.Popen(["sleep", "600"])
         ending = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         observer.scan()
@@ -47,7 +47,7 @@ def test_a_child_that_a_signal_ends_is_seen_and_one_that_ends_by_itself_is_not()
 
 @pytest.mark.skipif(KERNEL < (6, 15), reason="the kernel forgets the exit status of a process that was reaped")
 def test_a_grandchild_whose_parent_has_reaped_it_is_seen() -> None:
-    with witness() as observer:
+    with watcher() as observer:
         parent = subprocess.Popen(
             ["sh", "-c", "sleep 600 & echo; wait; echo; cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
@@ -62,7 +62,7 @@ def test_a_grandchild_whose_parent_has_reaped_it_is_seen() -> None:
 
 
 def test_the_first_to_die_comes_first() -> None:
-    with witness() as observer:
+    with watcher() as observer:
         first, second = subprocess.Popen(["sleep", "600"]), subprocess.Popen(["tail", "-f", "/dev/null"])
         observer.scan()
         for process in (second, first):

@@ -17,10 +17,10 @@ from kuberoll_api.model.generation import Generation, Weights
 from kuberoll_workers.serving.app import (
     build,
     deployment_options,
-    gpus_of,
     max_replicas,
     read_args,
     replica_gpus,
+    requested_gpus,
 )
 from kuberoll_workers.serving.engines.registry import ENGINES, placed_engine_args
 from kuberoll_workers.serving.engines.vllm_engine import check_argument_names, engine_arguments
@@ -135,7 +135,7 @@ def test_what_no_signal_ended_has_a_cause_of_its_own(codes: dict[str, int | None
 
 def app(**fields: Any) -> ServeArgs:
     generation = Generation.model_validate({"model": {"source": "m"}, **fields})
-    return ServeArgs.of(generation, model="/models/m", tokenizer="/models/t", gpus=gpus_of(generation))
+    return ServeArgs.of(generation, model="/models/m", tokenizer="/models/t", gpus=requested_gpus(generation))
 
 
 def test_arguments_survive_serve_s_configuration() -> None:

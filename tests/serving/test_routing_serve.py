@@ -15,7 +15,7 @@ from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, work
+from kuberoll_workers.worker import Progress, WorkerConfig, run_worker
 from tests.local.support import TINY, WAYS
 from tests.rollouts.fakes import until
 from tests.serving.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
@@ -53,7 +53,7 @@ async def run(url: str, output: Path, progress: Progress, metrics: RolloutMetric
         shard_count=1,
         token=TOKENS.generate,
     )
-    await work(config, metrics=metrics, drain=Drain(), progress=progress)
+    await run_worker(config, metrics=metrics, drain=Drain(), progress=progress)
     storage = DirectoryStorage(output)
     assert not list(records.failures(storage))
     found = [record for shard in storage.shards() for record in records.trajectories(storage, shard)]

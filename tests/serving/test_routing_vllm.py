@@ -17,7 +17,7 @@ from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, work
+from kuberoll_workers.worker import Progress, WorkerConfig, run_worker
 from tests.local.support import TINY
 from tests.rollouts.fakes import until
 from tests.serving.hosts import TOKENS, starting, until_ready
@@ -83,7 +83,7 @@ async def test_weights_are_pushed_and_a_replica_is_killed_in_mid_run(tmp_path: P
             shards=[0], shard_count=1, token=TOKENS.generate,
         )  # fmt: skip
         progress, metrics = Progress(), RolloutMetrics("test")
-        running = asyncio.create_task(work(config, metrics=metrics, drain=Drain(), progress=progress))
+        running = asyncio.create_task(run_worker(config, metrics=metrics, drain=Drain(), progress=progress))
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.weights}"}) as session:
             await until(lambda: progress.trajectories > TRAJECTORIES // 8 or running.done())
             async with session.post(f"{url}/v1/weights", json={"uri": str(weights), "version": "step-2"}) as answer:

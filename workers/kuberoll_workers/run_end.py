@@ -15,7 +15,7 @@ from kuberoll_workers.analysis.tracking import log_run
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.worker import environment_source, trajectories_to_come
+from kuberoll_workers.worker import environment_factory, planned_trajectories
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class RunEnd:
         wanted: Prompt groups after which it has enough; None: all of the dataset's.
         aggregates: The numbers; None where they could not be computed.
         files: Where the numbers and the report are.
-        unmade: Why a step, `aggregation` or `report`, could not be done.
+        failed_steps: Why a step, `aggregation` or `report`, could not be done.
         seconds: Wall seconds of each step.
     """
 
@@ -35,7 +35,7 @@ class RunEnd:
     wanted: int | None
     aggregates: Aggregates | None = None
     files: list[str] = field(default_factory=list)
-    unmade: dict[str, Exception] = field(default_factory=dict)
+    failed_steps: dict[str, Exception] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -69,7 +69,7 @@ class RunEnd:
             yield
         except Exception as error:
             # The trajectories are stored; a full disk, a store that is away or a fault of ours must not hide that.
-            self.unmade[name] = error
+            self.failed_steps[name] = error
         finally:
             self.seconds[name] = time.perf_counter() - began
 
@@ -84,13 +84,13 @@ def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable
         note: Takes lines for the user: what trackers say.
     """
     wanted = job.spec.rollout.groups.wanted
-    end = RunEnd(planned=trajectories_to_come(job, trajectories, wanted=wanted), wanted=wanted)
+    end = RunEnd(planned=planned_trajectories(job, trajectories, wanted=wanted), wanted=wanted)
     sample = _ReportSample()
     with end._step("aggregation"):
         for journal in (FAILURES, DROPPED):
             run.storage.compact(journal)
         names = [spec.name for spec in job.spec.environments]
-        end.aggregates = aggregate([run], make=environment_source(job), environments=names, observe=sample.offer)
+        end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=sample.offer)
         end.files += end.aggregates.write_beside(run)
     if end.aggregates is None:
         # It is made of the numbers.

@@ -167,13 +167,13 @@ class Progress:
         self.reward_sum += result.total_reward
 
 
-def environment_source(job: RolloutJob) -> Callable[[str], EnvironmentInterface]:
+def environment_factory(job: RolloutJob) -> Callable[[str], EnvironmentInterface]:
     """Makes the job's environments by name."""
     specs = {spec.name: spec for spec in job.spec.environments}
     return lambda name: registry.create(specs[name])
 
 
-def dataset_source(job: RolloutJob, *, protected: Sequence[str]) -> Callable[[str], EnvironmentInterface]:
+def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -> Callable[[str], EnvironmentInterface]:
     """Makes the job's environments by name, for their rows and to see whether they can be made.
 
     Those with isolation Process are made in a process of their own: of their code nothing runs here.
@@ -230,7 +230,7 @@ def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
     )
 
 
-def own_places(*places: str | None) -> list[str]:
+def local_paths(*places: str | None) -> list[str]:
     """Those of a run's places that are directories of this machine: no environment is to see them."""
     return [place.removeprefix("file://") for place in places if place and "://" not in place.removeprefix("file://")]
 
@@ -343,7 +343,7 @@ async def open_policy(
         )
 
 
-async def work(
+async def run_worker(
     config: WorkerConfig,
     *,
     metrics: RolloutMetrics,
@@ -394,11 +394,11 @@ async def work(
         metrics.read_counts = lambda: TrajectoryCounts(
             planned=config.planned,
             stored=stored + progress.trajectories,
-            abandoned=abandoned(job, failed=progress.failed, filtered=filtered + progress.filtered),
+            abandoned=count_abandoned(job, failed=progress.failed, filtered=filtered + progress.filtered),
         )
         for spec in job.spec.environments:
             metrics.environment(spec.name).set_step_timeout(spec.step_timeout_seconds)
-        rows_of = dataset_source(job, protected=own_places(config.output, config.turns))
+        rows_of = isolated_environment_factory(job, protected=local_paths(config.output, config.turns))
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),
             tokenizer=tokenizer,
@@ -408,7 +408,7 @@ async def work(
             seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
         )
         environments = await stack.enter_async_context(
-            open_environments(job, protected=own_places(config.output, config.turns))
+            open_environments(job, protected=local_paths(config.output, config.turns))
         )
         if policy is None:
             policy = await stack.enter_async_context(open_policy(config, metrics, tokenizer))
@@ -450,7 +450,7 @@ def _check_stored(results: int, progress: Progress, *, before: int) -> None:
         )
 
 
-def trajectories_to_come(job: RolloutJob, trajectories: int, *, wanted: int | None) -> int:
+def planned_trajectories(job: RolloutJob, trajectories: int, *, wanted: int | None) -> int:
     """Trajectories that are to be finished; where groups of several sizes are counted, at least so many.
 
     Args:
@@ -460,7 +460,7 @@ def trajectories_to_come(job: RolloutJob, trajectories: int, *, wanted: int | No
     return trajectories if wanted is None else min(trajectories, wanted * min(repeats_of(job).values()))
 
 
-def abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
+def count_abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
     """Planned trajectories that will not come.
 
     Args:
@@ -515,7 +515,7 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     metrics = RolloutMetrics(str(config.job.metadata.name))
     background = [asyncio.create_task(metrics.watch_event_loop()), asyncio.create_task(_report(progress, reports))]
     try:
-        await work(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
+        await run_worker(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
         progress.done = True
     except BaseException as error:
         if (problem := problem_of(error)) is None:

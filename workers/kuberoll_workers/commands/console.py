@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 from kuberoll_workers.analysis.report.text import visible
-from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
+from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.rollouts.drop_report import DropReport
 
 LOG_SECONDS = 5.0
@@ -38,10 +38,10 @@ class LogReporter:
     def phase(self, name: str, seconds: float) -> None:
         self._print(f"{name}: {seconds:.1f} s")
 
-    def progress(self, totals: Totals) -> None:
+    def progress(self, totals: RunProgress) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + LOG_SECONDS
-            self._print(f"{totals.ended}/{totals.planned} trajectories, {describe(totals)}")
+            self._print(f"{totals.completed}/{totals.planned} trajectories, {describe(totals)}")
 
     def finish(self, result: RunResult) -> None:
         _print_result(self._console, result)
@@ -75,12 +75,12 @@ class BarReporter:
     def phase(self, name: str, seconds: float) -> None:
         self._console.print(Text(f"{name}: {seconds:.1f} s", style="dim"))
 
-    def progress(self, totals: Totals) -> None:
+    def progress(self, totals: RunProgress) -> None:
         self._bar.update(
             self._task,
             description="rollouts",
             total=totals.planned,
-            completed=totals.ended,
+            completed=totals.completed,
             counts=describe(totals),
         )
 
@@ -92,7 +92,7 @@ class BarReporter:
         self._bar.stop()
 
 
-def describe(totals: Totals) -> str:
+def describe(totals: RunProgress) -> str:
     """Rates of this run without resumed trajectories, mean reward, failures and remaining time."""
     progress = totals.progress
     seconds = max(totals.seconds, 1e-9)
@@ -155,7 +155,7 @@ def file_lines(files: Sequence[str]) -> list[str]:
     return [*shards, *others]
 
 
-def _turns(totals: Totals) -> str:
+def _turns(totals: RunProgress) -> str:
     """Averages of a turn in this run, without earlier parts of it."""
     progress = totals.progress
     turns = progress.turns

@@ -98,16 +98,16 @@ def _rescore(
     from kuberoll_workers.analysis.aggregation.aggregates import aggregate
     from kuberoll_workers.analysis.rescore import InitialStates, open_rescored, refuse_other_dataset
     from kuberoll_workers.dataset.inputs import prompt_groups, scan
-    from kuberoll_workers.local.run import module_directories
+    from kuberoll_workers.local.run import import_directories
     from kuberoll_workers.output.run_files import RunFiles
-    from kuberoll_workers.worker import dataset_source, environment_source, own_places
+    from kuberoll_workers.worker import environment_factory, isolated_environment_factory, local_paths
 
     source = RunFiles(run)
     names = _names(job, environments)
     # An entrypoint's module may be next to the manifest, or in the working directory.
-    sys.path[:0] = module_directories(base)
-    make, protected = environment_source(job), own_places(run, destination)
-    rows_of = dataset_source(job, protected=protected)
+    sys.path[:0] = import_directories(base)
+    make, protected = environment_factory(job), local_paths(run, destination)
+    rows_of = isolated_environment_factory(job, protected=protected)
     inputs = scan(job, base=base, environment=rows_of).as_json()
     if not force:
         refuse_other_dataset(source, inputs)

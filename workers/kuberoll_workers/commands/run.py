@@ -54,7 +54,7 @@ def run(
 
         from kuberoll_workers.analysis.report.text import visible
         from kuberoll_workers.commands.console import reporter_for
-        from kuberoll_workers.local.preflight import Refused
+        from kuberoll_workers.local.preflight import JobRefused
         from kuberoll_workers.local.run import RunOptions
         from kuberoll_workers.local.run import run as run_here
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def run(
     reporter = reporter_for(Console(highlight=False))
     try:
         result = run_here(job, options, reporter)
-    except Refused as error:
+    except JobRefused as error:
         reporter.close()
         click.echo(visible(f"{manifest}: {error}"), err=True)
         sys.exit(2)

@@ -17,7 +17,7 @@ from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.worker import dataset_source, observation_template
+from kuberoll_workers.worker import isolated_environment_factory, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -25,7 +25,7 @@ MAX_PROCESSES = 256
 """Worker processes that `kuberoll run` starts."""
 
 
-class Refused(Exception):
+class JobRefused(Exception):
     """The job cannot run here; the message says what is wrong and how to mend it."""
 
 
@@ -51,7 +51,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
         base: The manifest's directory, where its relative paths start.
 
     Raises:
-        Refused: With the manifest's field in its message.
+        JobRefused: With the manifest's field in its message.
     """
     _check_processes(job)
     _check_packages(job)
@@ -62,9 +62,9 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     tokenizer = _locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES)
     _check_observations(job, tokenizer)
     try:
-        inputs = scan(job, base=base, environment=dataset_source(job, protected=()))
+        inputs = scan(job, base=base, environment=isolated_environment_factory(job, protected=()))
     except DatasetError as error:
-        raise Refused(str(error)) from error
+        raise JobRefused(str(error)) from error
     return Preflight(model=source, tokenizer=tokenizer, inputs=inputs, notes=tuple(_notes(job)))
 
 
@@ -72,7 +72,7 @@ def _check_processes(job: RolloutJob) -> None:
     workers = job.spec.workers
     processes = min(workers.replicas, workers.shards or workers.replicas)
     if processes > MAX_PROCESSES:
-        raise Refused(
+        raise JobRefused(
             f"spec.workers.replicas: {processes} worker processes are too many for one machine, which runs at most "
             f"{MAX_PROCESSES}: use --set spec.workers.replicas=8 (and set spec.workers.shards "
             "to what it was, to continue a run)"
@@ -83,14 +83,14 @@ def _check_packages(job: RolloutJob) -> None:
     if job.spec.generation.backend == "External":
         return
     if (missing := ENGINES[job.spec.generation.engine].missing()) is not None:
-        raise Refused(f"spec.generation.engine: {missing}")
+        raise JobRefused(f"spec.generation.engine: {missing}")
 
 
 def _check_tracking(job: RolloutJob) -> None:
     try:
         check_tracking(job)
     except TrackingUnavailable as error:
-        raise Refused(str(error)) from error
+        raise JobRefused(str(error)) from error
 
 
 def _check_observations(job: RolloutJob, tokenizer: str) -> None:
@@ -99,32 +99,32 @@ def _check_observations(job: RolloutJob, tokenizer: str) -> None:
     try:
         observation_template(job, HuggingFaceTokenizer.load(tokenizer))
     except TemplateRefused as error:
-        raise Refused(f"spec.rollout.observationTemplate: {error}") from error
+        raise JobRefused(f"spec.rollout.observationTemplate: {error}") from error
 
 
 def _check_environments(job: RolloutJob) -> None:
     for number, spec in enumerate(job.spec.environments):
         try:
-            dataset_source(job, protected=())(spec.name)
+            isolated_environment_factory(job, protected=())(spec.name)
         except Exception as error:
             # The constructor is the user's code: whatever it raises is about this entry.
-            raise Refused(f"spec.environments[{number}] ({spec.name}): {error}") from error
+            raise JobRefused(f"spec.environments[{number}] ({spec.name}): {error}") from error
 
 
 def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:
     if "://" in source:
-        raise Refused(f"{field}: {source}: on this machine use a directory or a hub id")
+        raise JobRefused(f"{field}: {source}: on this machine use a directory or a hub id")
     path = Path(source).expanduser()
     path = path if path.is_absolute() else base / path
     if path.is_dir():
         if not any((path / name).is_file() for name in any_of):
-            raise Refused(f"{field}: {path} has no {' or '.join(any_of)}: it is not a model's directory")
+            raise JobRefused(f"{field}: {path} has no {' or '.join(any_of)}: it is not a model's directory")
         return str(path.resolve())
     if path.exists():
-        raise Refused(f"{field}: {path} is a file; name the model's directory")
+        raise JobRefused(f"{field}: {path} is a file; name the model's directory")
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     if looks_like_path:
-        raise Refused(f"{field}: there is no directory {path} (relative paths start at the manifest)")
+        raise JobRefused(f"{field}: there is no directory {path} (relative paths start at the manifest)")
     return _on_hub(field, source, path, any_of)
 
 
@@ -141,7 +141,7 @@ def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str]) -> str:
         else:
             return source
     reason = str(last).strip().splitlines()[0] if last is not None and str(last).strip() else repr(last)
-    raise Refused(
+    raise JobRefused(
         f"{field}: {source!r} is neither a directory ({path} does not exist) nor a model that the hub gave: {reason}"
     )
 

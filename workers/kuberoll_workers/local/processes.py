@@ -96,7 +96,7 @@ class Child:
                 self.signal(signal.SIGKILL)
                 await self.wait()
 
-    def last_words(self, lines: int = 5) -> str:
+    def log_tail(self, lines: int = 5) -> str:
         """The end of its log, for an error message."""
         try:
             text = self.log.read_text(errors="replace")

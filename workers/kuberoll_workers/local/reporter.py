@@ -12,7 +12,7 @@ from kuberoll_workers.worker import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class RunProgress:
     """Progress of a run over all its workers.
 
     Attributes:
@@ -25,17 +25,17 @@ class Totals:
     seconds: float
 
     @property
-    def ended(self) -> int:
+    def completed(self) -> int:
         """Trajectories that need no more work."""
-        return self.progress.resumed + self._here
+        return self.progress.resumed + self._ended_in_run
 
     @property
     def remaining_seconds(self) -> float | None:
         """Expected seconds to the end, at the pace so far; None before the first trajectory."""
-        return self.seconds / self._here * max(0, self.planned - self.ended) if self._here else None
+        return self.seconds / self._ended_in_run * max(0, self.planned - self.completed) if self._ended_in_run else None
 
     @property
-    def _here(self) -> int:
+    def _ended_in_run(self) -> int:
         # Oversampled ones are beyond what is planned.
         return self.progress.trajectories + self.progress.failed + self.progress.filtered
 
@@ -53,7 +53,7 @@ class RunResult:
     exit_code: int = 0
     problem: str | None = None
     summaries: Mapping[str, EnvironmentSummary] = field(default_factory=dict)
-    totals: Totals | None = None
+    totals: RunProgress | None = None
     tail: DropReport = field(default_factory=DropReport)
     seconds: dict[str, float] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Reporter(Protocol):
         """A part of the start is done."""
         ...
 
-    def progress(self, totals: Totals) -> None:
+    def progress(self, totals: RunProgress) -> None:
         """The newest counts."""
         ...
 

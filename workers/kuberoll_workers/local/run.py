@@ -27,12 +27,12 @@ from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.local.metrics import serve_metrics
-from kuberoll_workers.local.preflight import Preflight, Refused, check
+from kuberoll_workers.local.preflight import JobRefused, Preflight, check
 from kuberoll_workers.local.processes import Child
-from kuberoll_workers.local.reporter import Reporter, RunResult, Totals
+from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables
-from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graphs, prometheus
+from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graph_url, prometheus
 from kuberoll_workers.output.records import FAILURES
 from kuberoll_workers.output.run_directory import (
     RunDirectory,
@@ -45,11 +45,11 @@ from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageEr
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.run_end import RunEnd, end_run
-from kuberoll_workers.serving.app import gpus_of
+from kuberoll_workers.serving.app import requested_gpus
 from kuberoll_workers.serving.host import HostConfig
-from kuberoll_workers.worker import Progress, WorkerConfig, external_client, trajectories_to_come
+from kuberoll_workers.worker import Progress, WorkerConfig, external_client, planned_trajectories
 
-EXIT_UNMADE = 3
+EXIT_POSTPROCESSING = 3
 """Every trajectory is stored, and something that is made of them could not be made."""
 
 _COMMANDS = {"aggregation": "aggregate", "report": "report"}
@@ -79,7 +79,7 @@ class RunOptions:
     monitor: bool = False
 
 
-class Endpoint(NamedTuple):
+class PolicyEndpoint(NamedTuple):
     """Where the policy answers, its window in tokens, what it wants to be shown, and the port of its metrics."""
 
     url: str
@@ -96,17 +96,17 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
     """Run a job to its end.
 
     Raises:
-        Refused: The job cannot run here; nothing was started and nothing written.
+        JobRefused: The job cannot run here; nothing was started and nothing written.
     """
     started = time.perf_counter()
     # An entrypoint's module may lie beside the manifest, or where the command runs.
-    sys.path[:0] = module_directories(options.base)
+    sys.path[:0] = import_directories(options.base)
     preflight = check(job, base=options.base)
     shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
     storage = _storage(options.output)
     directory = RunDirectory(storage)
     try:
-        resumed = _opened(directory, job, options, preflight, shards)
+        resumed = _open_run(directory, job, options, preflight, shards)
         for note in preflight.notes:
             reporter.note(note)
         if resumed:
@@ -114,18 +114,18 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
         reporter.phase("checks", time.perf_counter() - started)
         result = _LocalRun(job, options, storage, preflight, shards, reporter).execute(started)
     except RunRefused as error:
-        raise Refused(str(error)) from error
+        raise JobRefused(str(error)) from error
     finally:
         directory.close()
     reporter.finish(result)
     return result
 
 
-def _opened(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
+def _open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
     """Take the run's place, and see that what is there can be gone on with; whether there is an earlier part.
 
     Raises:
-        Refused: It cannot be used.
+        JobRefused: It cannot be used.
     """
     inputs = preflight.inputs
     try:
@@ -144,10 +144,10 @@ def _opened(directory: RunDirectory, job: RolloutJob, options: RunOptions, prefl
                 rollouts=None if options.force else inputs.rollouts,
             )
     except (RunRefused, RecordError, StorageError, OSError) as error:
-        raise Refused(described(error)) from error
+        raise JobRefused(describe_error(error)) from error
     except Exception as error:
         # Every object store's library raises its own kinds.
-        raise Refused(f"--output {options.output}: {type(error).__name__}: {error}") from error
+        raise JobRefused(f"--output {options.output}: {type(error).__name__}: {error}") from error
     return resumed
 
 
@@ -186,10 +186,10 @@ class _LocalRun:
             scratch = stack.enter_context(scratch_directory())
             stack.enter_context(_watchdog(run_id, scratch))
             self._seconds["checks"] = time.perf_counter() - started
-            asyncio.run(self._supervised(run_id, scratch))
+            asyncio.run(self._supervise(run_id, scratch))
         return self._result(started)
 
-    async def _supervised(self, run_id: str, scratch: Path) -> None:
+    async def _supervise(self, run_id: str, scratch: Path) -> None:
         loop = asyncio.get_running_loop()
         self._main = asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -270,7 +270,7 @@ class _LocalRun:
 
     async def _start_generation(
         self, stack: AsyncExitStack, scratch: Path, environment: dict[str, str]
-    ) -> tuple[Child | None, Endpoint]:
+    ) -> tuple[Child | None, PolicyEndpoint]:
         generation = self._job.spec.generation
         deadline = float(self._job.spec.startup_deadline_seconds)
         if generation.external is not None:
@@ -282,7 +282,7 @@ class _LocalRun:
                 generation,
                 model=self._preflight.model,
                 tokenizer=self._preflight.tokenizer,
-                gpus=gpus_of(generation),
+                gpus=requested_gpus(generation),
                 weights=weights_source(self._job.spec.weights),
             ),
             scratch=str(scratch),
@@ -321,22 +321,22 @@ class _LocalRun:
             self._reporter.note(f"--monitor: {error}. The run goes on without it")
             return
         self._reporter.note(f"prometheus: {url} (data: {directory})")
-        self._reporter.note(f"graphs: {graphs(url)}")
+        self._reporter.note(f"graphs: {graph_url(url)}")
         self._reporter.note(f"alerts: {url}/alerts")
 
-    async def _host_ready(self, host: Child) -> Endpoint:
+    async def _host_ready(self, host: Child) -> PolicyEndpoint:
         async for event in host.reports():
             if event["event"] == "phase":
                 self._seconds[event["name"]] = event["seconds"]
                 self._reporter.phase(event["name"], event["seconds"])
             elif event["event"] == "ready":
-                return Endpoint(event["url"], event["info"]["max_model_len"], metrics_port=event["metrics_port"])
+                return PolicyEndpoint(event["url"], event["info"]["max_model_len"], metrics_port=event["metrics_port"])
             else:
                 raise RunFailed(f"generation did not start: {event['message']}\nMore is in {host.log}")
         code = await host.wait()
-        raise RunFailed(f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.last_words()}")
+        raise RunFailed(f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.log_tail()}")
 
-    async def _external(self, external: External, deadline: float) -> Endpoint:
+    async def _external(self, external: External, deadline: float) -> PolicyEndpoint:
         began = time.perf_counter()
         window = self._job.spec.rollout.max_sequence_length
         environment = {**os.environ, **literal_variables(self._job.spec.workers.env)}
@@ -352,21 +352,21 @@ class _LocalRun:
             raise RunFailed(f"spec.generation.external.url: {error}") from error
         self._seconds["endpoint"] = time.perf_counter() - began
         self._reporter.phase("endpoint", self._seconds["endpoint"])
-        return Endpoint(external.url, info.max_model_len)
+        return PolicyEndpoint(external.url, info.max_model_len)
 
     def _assignment(self) -> list[list[int]]:
         """Shards dealt out to worker processes; which process runs a shard changes nothing in it."""
         workers = max(1, min(self._job.spec.workers.replicas, self._shards))
         return [list(range(number, self._shards, workers)) for number in range(workers)]
 
-    def _worker_config(self, endpoint: Endpoint, shards: list[int], planned: int) -> WorkerConfig:
+    def _worker_config(self, endpoint: PolicyEndpoint, shards: list[int], planned: int) -> WorkerConfig:
         return WorkerConfig(
             job=self._job,
             base=str(self._options.base.resolve()),
             tokenizer=self._preflight.tokenizer,
             endpoint=endpoint.url,
             max_model_len=endpoint.max_model_len,
-            output=self._place(),
+            output=self._output_location(),
             turns=str(self._local.resolve()) if self._job.spec.rollout.journal_turns else None,
             shards=shards,
             shard_count=self._shards,
@@ -378,7 +378,7 @@ class _LocalRun:
             token=endpoint.token,
         )
 
-    def _place(self) -> str:
+    def _output_location(self) -> str:
         # Workers may run elsewhere.
         return (
             str(self._storage.path.resolve()) if isinstance(self._storage, DirectoryStorage) else self._options.output
@@ -386,7 +386,7 @@ class _LocalRun:
 
     def _python_path(self) -> dict[str, str]:
         given = os.environ.get("PYTHONPATH")
-        return {"PYTHONPATH": os.pathsep.join([*module_directories(self._options.base), *([given] if given else [])])}
+        return {"PYTHONPATH": os.pathsep.join([*import_directories(self._options.base), *([given] if given else [])])}
 
     async def _watch(self, host: Child | None) -> None:
         """Until all workers have ended; they cannot go on without generation."""
@@ -400,7 +400,7 @@ class _LocalRun:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not readers.done() and host is not None:
                 raise RunFailed(
-                    f"generation ended unexpectedly (exit code {host.returncode}); see {host.log}\n{host.last_words()}"
+                    f"generation ended unexpectedly (exit code {host.returncode}); see {host.log}\n{host.log_tail()}"
                 )
             await readers
             self._reporter.progress(self._totals())
@@ -428,7 +428,7 @@ class _LocalRun:
                 self._problems.append(problem)
         elif code != 0 or not self._progress[number].done:
             self._problems.append(
-                f"worker {number} ended unexpectedly (exit code {code}); see {worker.log}\n{worker.last_words()}"
+                f"worker {number} ended unexpectedly (exit code {code}); see {worker.log}\n{worker.log_tail()}"
             )
 
     async def _refresh(self) -> None:
@@ -436,12 +436,12 @@ class _LocalRun:
             self._reporter.progress(self._totals())
             await asyncio.sleep(REFRESH_SECONDS)
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> RunProgress:
         total = Progress()
         for field in fields(Progress):
             values = [getattr(progress, field.name) for progress in self._progress]
             setattr(total, field.name, all(values) if field.name == "done" else sum(values))
-        return Totals(
+        return RunProgress(
             planned=self._planned,
             progress=total,
             seconds=time.perf_counter() - self._workers_started,
@@ -457,30 +457,30 @@ class _LocalRun:
             self._seconds |= end.seconds
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
-        unmade = [
-            f"{step}: {described(error)}; `kuberoll {_COMMANDS[step]} {self._options.output}` makes it again"
-            for step, error in end.unmade.items()
+        failed_steps = [
+            f"{step}: {describe_error(error)}; `kuberoll {_COMMANDS[step]} {self._options.output}` makes it again"
+            for step, error in end.failed_steps.items()
         ]
         try:
             result.files = self._storage.files()
         except Exception as error:
             # Every object store's library raises its own kinds.
-            unmade.append(f"files: {described(error)}")
+            failed_steps.append(f"files: {describe_error(error)}")
         self._seconds["total"] = time.perf_counter() - started
-        result.exit_code, result.problem = self._verdict(end)
-        if unmade:
+        result.exit_code, result.problem = self._outcome(end)
+        if failed_steps:
             problem = result.problem or "all trajectories are stored; what is made of them is not complete:"
-            result.exit_code = result.exit_code or EXIT_UNMADE
-            result.problem = "\n".join([problem, *unmade])
+            result.exit_code = result.exit_code or EXIT_POSTPROCESSING
+            result.problem = "\n".join([problem, *failed_steps])
         return result
 
     @property
     def _planned(self) -> int:
         """Trajectories that the run is to come to."""
         wanted = self._job.spec.rollout.groups.wanted
-        return trajectories_to_come(self._job, self._preflight.inputs.trajectories, wanted=wanted)
+        return planned_trajectories(self._job, self._preflight.inputs.trajectories, wanted=wanted)
 
-    def _verdict(self, end: RunEnd) -> tuple[int, str | None]:
+    def _outcome(self, end: RunEnd) -> tuple[int, str | None]:
         """The exit code, and why it is not 0."""
         stored, missing, failed = 0, end.missing, 0
         if end.aggregates is not None:
@@ -507,7 +507,7 @@ class _LocalRun:
         return 0, None
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in words for the user: its own, where it is one that says what to mend."""
     words = str(error).strip() or type(error).__name__
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -522,7 +522,7 @@ def _secret_file(path: Path, data: bytes) -> Path:
     return path
 
 
-def module_directories(base: Path) -> list[str]:
+def import_directories(base: Path) -> list[str]:
     """Where the modules of a job's entrypoints are looked for, besides what is installed."""
     return list(dict.fromkeys([str(base.resolve()), str(Path.cwd())]))
 
@@ -542,13 +542,13 @@ def local_directory(job: RolloutJob, storage: Storage) -> Path:
 
 def _storage(output: str) -> Storage:
     if output.startswith("pvc:"):
-        raise Refused(f"--output {output}: a volume of a cluster; name a directory or an object store with --output")
+        raise JobRefused(f"--output {output}: a volume of a cluster; name a directory or an object store with --output")
     if output.startswith("memory:"):
-        raise Refused(f"--output {output}: memory belongs to one process, and a run has several: name a directory")
+        raise JobRefused(f"--output {output}: memory belongs to one process, and a run has several: name a directory")
     try:
         return open_storage(output)
     except StorageError as error:
-        raise Refused(f"--output {error}") from error
+        raise JobRefused(f"--output {error}") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from kuberoll_workers.serving.ray_settings import free_ports
 
 PROGRAM: Final = "prometheus"
 RULES: Final = Path(__file__).with_name("alerts.yaml")
-HOW_TO_INSTALL: Final = (
+INSTALL_HINT: Final = (
     "there is no `prometheus` program on the PATH: `apt install prometheus` on Debian and Ubuntu, `brew install "
     "prometheus` on macOS, or an archive of https://prometheus.io/download"
 )
@@ -79,7 +79,7 @@ def configuration(targets: Sequence[Target], *, seconds: float = SCRAPE_SECONDS)
     }
 
 
-def graphs(url: str, *, minutes: int = 15) -> str:
+def graph_url(url: str, *, minutes: int = 15) -> str:
     """The address of a page with graphs of a run: trajectories in flight and ended, tokens, seconds of turns."""
     fields = [
         (f"g{number}.{name}", value)
@@ -112,7 +112,7 @@ async def prometheus(
     """
     program = shutil.which(PROGRAM)
     if program is None:
-        raise PrometheusUnavailable(HOW_TO_INSTALL)
+        raise PrometheusUnavailable(INSTALL_HINT)
     log = _prepare(directory, configuration(targets, seconds=seconds))
     (port,) = free_ports(1)
     with log.open("wb") as words:

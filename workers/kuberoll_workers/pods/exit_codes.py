@@ -46,7 +46,7 @@ _LASTING = (
 )
 
 
-def is_refused(error: BaseException) -> bool:
+def is_permanent(error: BaseException) -> bool:
     """Whether trying again is in vain.
 
     A dataset that could not be read because a server did not answer is a DatasetError too: what it came from decides.
@@ -61,8 +61,8 @@ def is_refused(error: BaseException) -> bool:
     return True
 
 
-def ended_by(error: BaseException) -> tuple[int, str]:
+def exit_status(error: BaseException) -> tuple[int, str]:
     """The exit code and the cause that an error comes to."""
-    if is_refused(error):
+    if is_permanent(error):
         return EXIT_REFUSED, str(error)
     return EXIT_FAILED, f"{type(error).__name__}: {error}"

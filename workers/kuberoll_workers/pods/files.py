@@ -34,7 +34,7 @@ def read_config(path: Path) -> PodConfig:
         raise ConfigRefused(f"{path}: {error}") from error
 
 
-def clipped(text: str, limit: int = CAUSE_BYTES) -> str:
+def clip(text: str, limit: int = CAUSE_BYTES) -> str:
     """The beginning of a text, of at most so many bytes."""
     data = text.encode()
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"
@@ -45,7 +45,7 @@ def encode_message(message: WorkerMessage | FinishMessage) -> bytes:
 
     What is too much is left out: the end of `cause`, and the last ones of `environments`.
     """
-    message = dataclasses.replace(message, cause=clipped(message.cause))
+    message = dataclasses.replace(message, cause=clip(message.cause))
     while len(data := msgspec.json.encode(message)) > MESSAGE_BYTES:
         if isinstance(message, FinishMessage) and message.environments:
             *kept, _ = message.environments.items()
@@ -53,11 +53,11 @@ def encode_message(message: WorkerMessage | FinishMessage) -> bytes:
             message = dataclasses.replace(message, environments=dict(kept), environments_left_out=left_out)
         else:
             # Control characters are six bytes each in JSON.
-            message = dataclasses.replace(message, cause=clipped(message.cause, len(message.cause.encode()) // 2))
+            message = dataclasses.replace(message, cause=clip(message.cause, len(message.cause.encode()) // 2))
     return data
 
 
-def leave_message(message: bytes) -> None:
+def write_termination_message(message: bytes) -> None:
     """Leave a termination message for the operator; without a place for it, it is in the log only."""
     path = Path(os.environ.get(TERMINATION_LOG_VARIABLE) or _TERMINATION_LOG)
     try:

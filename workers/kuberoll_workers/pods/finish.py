@@ -22,8 +22,8 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, EnvironmentSummary
 from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.pods.files import encode_message, leave_message, read_config
-from kuberoll_workers.pods.refusals import ended_by
+from kuberoll_workers.pods.exit_codes import exit_status
+from kuberoll_workers.pods.files import encode_message, read_config, write_termination_message
 from kuberoll_workers.run_end import RunEnd, end_run
 
 _log = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     end = end_run(job, run, trajectories=int(manifest.inputs["trajectories"]), note=_log.info)
     for file in end.files:
         _log.info("wrote %s", file)
-    if end.aggregates is None or "aggregation" in end.unmade:
-        raise end.unmade["aggregation"]
-    if error := end.unmade.get("report"):
+    if end.aggregates is None or "aggregation" in end.failed_steps:
+        raise end.failed_steps["aggregation"]
+    if error := end.failed_steps.get("report"):
         # The trajectories and numbers are there; `kuberoll report` can make the page at any time.
         _log.warning("the report was not written", exc_info=error)
     problem = end.problem()
@@ -106,10 +106,10 @@ def main() -> None:
     except SystemExit as stopped:
         code, message = int(str(stopped.code)), FinishMessage(cause="stopped before the end")
     except Exception as error:
-        code, cause = ended_by(error)
+        code, cause = exit_status(error)
         message = FinishMessage(cause=cause)
         _log.error(cause, exc_info=code == EXIT_FAILED)
-    leave_message(encode_message(message))
+    write_termination_message(encode_message(message))
     logging.shutdown()
     sys.stdout.flush()
     # A tracker's client that was given up may still wait in its thread.

@@ -49,11 +49,11 @@ from kuberoll_api.contract import (
 from kuberoll_api.http_server import serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.pods.files import ConfigRefused, clipped, leave_message, read_config
+from kuberoll_workers.pods.files import ConfigRefused, clip, read_config, write_termination_message
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.serving import controller
-from kuberoll_workers.serving.app import gpus_of
+from kuberoll_workers.serving.app import requested_gpus
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.group import PodGroup, follow, pod_group
@@ -135,7 +135,7 @@ class Status:
 
 
 @contextmanager
-def answering(status: Status, *, host: str, port: int) -> Iterator[None]:
+def serve_status(status: Status, *, host: str, port: int) -> Iterator[None]:
     """Answer for a pod from a thread, whatever the main thread waits for.
 
     Raises:
@@ -176,7 +176,7 @@ def host_config(
 ) -> HostConfig:
     """What the host of a pod is told: one replica, its GPUs those of the pod, or of the group that it leads."""
     generation = job.spec.generation
-    placed = {"gpus": gpus_of(generation)} if group is None else _spread(job)
+    placed = {"gpus": requested_gpus(generation)} if group is None else _spread(job)
     return HostConfig(
         app=ServeArgs.of(
             generation,
@@ -211,11 +211,11 @@ class JobFile:
         self._path = path
         self._read: bytes | None = None
 
-    def again(self) -> None:
+    def reread(self) -> None:
         """Take what it says for a change."""
         self._read = None
 
-    def changed(self) -> tuple[PodConfig, RolloutJob] | None:
+    def read_if_changed(self) -> tuple[PodConfig, RolloutJob] | None:
         """What it says, if that is not what it said before.
 
         Raises:
@@ -269,7 +269,7 @@ def run(host: Host, status: Status, file: JobFile, *, patience: float, group: Po
 async def _follow_weights(status: Status, file: JobFile) -> None:
     """Have Serve load what the job asks for now, and see what is served; trouble is said and tried again."""
     try:
-        if (read := file.changed()) is not None:
+        if (read := file.read_if_changed()) is not None:
             weights = read[1].spec.weights
             wanted = weights_source(weights)
             status.wanted = version_of(wanted)
@@ -279,7 +279,7 @@ async def _follow_weights(status: Status, file: JobFile) -> None:
     except (ConfigRefused, ValidationError) as error:
         _log.warning("the job has changed, but cannot be read: %s", error)
     except Exception:
-        file.again()
+        file.reread()
         _log.exception("the job's weights are not handed to Serve")
     await _report_weights(status)
 
@@ -319,10 +319,10 @@ def _follow(group: PodGroup, job: RolloutJob, scratch: Path) -> int:
     settings = serve_environment(job.spec.generation.routing, scratch, free_ports(3), haproxy=haproxy_problem() is None)
     os.environ.update(ray_environment(group.token) | settings)
     try:
-        with answering(status, host=group.address, port=STATUS_PORT):
+        with serve_status(status, host=group.address, port=STATUS_PORT):
             follow(group, seconds=float(job.spec.startup_deadline_seconds))
     except Exception as error:
-        leave_message(clipped(str(error)).encode())
+        write_termination_message(clip(str(error)).encode())
         _log.error("%s", error)
         return EXIT_FAILED
     finally:
@@ -352,14 +352,14 @@ def main() -> None:
     log_to_stderr()
     file = JobFile(arguments.config)
     try:
-        read = file.changed()
+        read = file.read_if_changed()
         assert read is not None
         config, job = read
         tokens = _tokens()
         group = pod_group(os.environ, tokens.weights)
     except (ConfigRefused, ValidationError, ValueError) as error:
         _log.error("%s", error)
-        leave_message(clipped(str(error)).encode())
+        write_termination_message(clip(str(error)).encode())
         sys.exit(EXIT_REFUSED)
     log_to_stderr(job=job.metadata.name)
     port = int(os.environ.get(PORT_VARIABLE) or config.port)
@@ -375,7 +375,7 @@ def main() -> None:
     status.wanted = OWN_VERSION if job.spec.weights is None else job.spec.weights.version
     code = 0
     try:
-        with answering(status, host=os.environ.get("POD_IP") or "0.0.0.0", port=STATUS_PORT):
+        with serve_status(status, host=os.environ.get("POD_IP") or "0.0.0.0", port=STATUS_PORT):
             try:
                 run(host, status, file, patience=float(job.spec.startup_deadline_seconds), group=group)
             finally:
@@ -386,7 +386,7 @@ def main() -> None:
                     host.drain(_DRAIN_SECONDS)
     except Exception as error:
         code, cause = EXIT_FAILED, host.failure(error)
-        leave_message(clipped(cause).encode())
+        write_termination_message(clip(cause).encode())
         host.report_failure(cause)
     finally:
         host.stop()

@@ -51,43 +51,43 @@ class Request(msgspec.Struct, kw_only=True):
     sha256: str = ""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that cannot be answered; the message says why."""
 
 
-class Answers:
-    """Answers as frames: a JSON object a line; where it has `data`, so many bytes follow it."""
+class FrameWriter:
+    """FrameWriter as frames: a JSON object a line; where it has `data`, so many bytes follow it."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
         # The beat comes from another thread, and never into the middle of a frame.
         self._lock = threading.Lock()
 
-    def say(self, message: dict[str, Any], data: bytes = b"") -> None:
+    def write(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Write one frame."""
         with self._lock:
             self._out.write(msgspec.json.encode(message) + b"\n" + data)
             self._out.flush()
 
-    def send(self, chunks: Iterable[bytes]) -> None:
+    def write_stream(self, chunks: Iterable[bytes]) -> None:
         """Write frames of data, then one with the SHA-256 of all their bytes."""
         digest, size = hashlib.sha256(), 0
         for chunk in chunks:
             digest.update(chunk)
             size += len(chunk)
-            self.say({"data": len(chunk)}, chunk)
-        self.say({"end": True, "size": size, "sha256": digest.hexdigest()})
+            self.write({"data": len(chunk)}, chunk)
+        self.write({"end": True, "size": size, "sha256": digest.hexdigest()})
 
 
 class Reader:
-    """Answers the requests of one connection.
+    """FrameWriter the requests of one connection.
 
     Args:
         location: Directory or URI of the run.
     """
 
-    def __init__(self, location: str, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, location: str, answers: FrameWriter) -> None:
+        self._frames = answers
         self._copies = Copies(location)
         self._files: dict[str, RunFile] = {}
 
@@ -96,36 +96,36 @@ class Reader:
         try:
             self._answer(msgspec.json.decode(line, type=Request))
         except CopyBroken as error:
-            self._answers.say({"error": str(error), "changed": True})
+            self._frames.write({"error": str(error), "changed": True})
         except Exception as error:
             # Every object store's library raises its own kinds: no such bucket, no credentials, no network.
-            words = str(error) if isinstance(error, Refused | ValueError) else f"{type(error).__name__}: {error}"
-            self._answers.say({"error": words, "changed": False})
+            words = str(error) if isinstance(error, RequestRefused | ValueError) else f"{type(error).__name__}: {error}"
+            self._frames.write({"error": words, "changed": False})
 
     def _answer(self, request: Request) -> None:
         match request.op:
             case "list":
                 self._files = {file.name: file for file in self._copies.files()}
                 files = [{"name": file.name, "size": file.size} for file in self._files.values()]
-                self._answers.say({"files": files})
+                self._frames.write({"files": files})
             case "check":
                 file = self._file(request.name)
                 same = request.size <= file.size and self._copies.digest(file, request.size) == request.sha256
-                self._answers.say({"same": same})
+                self._frames.write({"same": same})
             case "read":
-                self._answers.send(self._copies.read(self._file(request.name), request.offset))
+                self._frames.write_stream(self._copies.read(self._file(request.name), request.offset))
             case "shards":
-                self._answers.say({"shards": self._copies.shards()})
+                self._frames.write({"shards": self._copies.shards()})
             case "trajectories":
-                self._answers.send(self._trajectories(request))
+                self._frames.write_stream(self._trajectories(request))
             case _:
-                raise Refused(f"unknown request {request.op!r}")
+                raise RequestRefused(f"unknown request {request.op!r}")
 
     def _file(self, name: str) -> RunFile:
         try:
             return self._files[name]
         except KeyError:
-            raise Refused(f"no file {name!r} was listed") from None
+            raise RequestRefused(f"no file {name!r} was listed") from None
 
     def _trajectories(self, request: Request) -> Iterator[bytes]:
         """Whole lines in pieces, less the bytes that the other side has."""
@@ -162,21 +162,21 @@ def serve(location: str, requests: Iterable[bytes], out: BinaryIO, *, beat_secon
 
     Meanwhile a beat goes out now and then: computing a digest takes long, and ways in between close silent connections.
     """
-    answers = Answers(out)
+    answers = FrameWriter(out)
     over = threading.Event()
 
     def beat() -> None:
         with contextlib.suppress(OSError, ValueError):
             while not over.wait(beat_seconds):
                 _touch()
-                answers.say({"beat": True})
+                answers.write({"beat": True})
 
     _touch()
     beating = threading.Thread(target=beat, name="beat", daemon=True)
     beating.start()
     try:
         hello = {"protocol": PROTOCOL, "version": importlib.metadata.version("kuberoll"), "location": location}
-        answers.say(hello)
+        answers.write(hello)
         reader = Reader(location, answers)
         for line in requests:
             if line.strip():

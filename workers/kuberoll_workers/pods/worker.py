@@ -46,9 +46,9 @@ from kuberoll_workers.output.run_directory import (
 )
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.output.trajectories import Trajectories
-from kuberoll_workers.pods.files import ConfigRefused, encode_message, leave_message, read_config
+from kuberoll_workers.pods.exit_codes import exit_status
+from kuberoll_workers.pods.files import ConfigRefused, encode_message, read_config, write_termination_message
 from kuberoll_workers.pods.http import health_route, json_route
-from kuberoll_workers.pods.refusals import ended_by
 from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import PolicyRefused
@@ -57,13 +57,13 @@ from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import (
     Progress,
     WorkerConfig,
-    dataset_source,
     external_client,
-    own_places,
+    isolated_environment_factory,
+    local_paths,
     part_limits,
-    trajectories_to_come,
+    planned_trajectories,
+    run_worker,
     tune_garbage_collector,
-    work,
 )
 
 DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
@@ -99,7 +99,7 @@ class ShardPod:
         self.done = False
         self._config = config
         self._token = token
-        self._job = dataset_mounted(RolloutJob.model_validate(config.job))
+        self._job = with_mounted_dataset(RolloutJob.model_validate(config.job))
         self._base = Path(config.base)
         self._planned = 0
         self._inputs: InputSummary | None = None
@@ -214,7 +214,7 @@ class ShardPod:
         """Find out what there is to do and what is done; refuse what cannot be done."""
         storage = self._inspect()
         planned = self._planned_by_shard()[self.shard]
-        return planned, stored_earlier(storage, self.shard, self._config.shard_count)
+        return planned, count_stored(storage, self.shard, self._config.shard_count)
 
     def _inspect(self) -> Storage:
         """Look at the environments, the model's path, the dataset and the output; refuse what cannot be used."""
@@ -227,12 +227,12 @@ class ShardPod:
         if isinstance(storage, DirectoryStorage):
             storage.path.mkdir(parents=True, exist_ok=True)
         inputs = scan(job, base=self._base, environment=environment)
-        settle(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
+        claim_output(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
         self._inputs = inputs
         return storage
 
     def _environments(self) -> Callable[[str], EnvironmentInterface]:
-        return dataset_source(self._job, protected=own_places(self._config.output, self._config.turns))
+        return isolated_environment_factory(self._job, protected=local_paths(self._config.output, self._config.turns))
 
     def _planned_by_shard(self) -> list[int]:
         """Trajectories that each shard is to come to."""
@@ -242,7 +242,7 @@ class ShardPod:
             found[shard_of(group.task_index, count)] += group.keep
         wanted = job.spec.rollout.groups.wanted
         return [
-            trajectories_to_come(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
+            planned_trajectories(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
             for shard, mine in enumerate(found)
         ]
 
@@ -284,7 +284,9 @@ class ShardPod:
             replicas=config.replicas,
             replicas_host=config.replicas_host,
         )
-        working = asyncio.create_task(work(settings, metrics=self._metrics, drain=self._drain, progress=self._progress))
+        working = asyncio.create_task(
+            run_worker(settings, metrics=self._metrics, drain=self._drain, progress=self._progress)
+        )
         giving_up = asyncio.create_task(self._give_up.wait())
         await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)
         giving_up.cancel()
@@ -337,7 +339,7 @@ def _in_thread(call: Callable[[], _Value]) -> asyncio.Future[_Value]:
     return answer
 
 
-def dataset_mounted(job: RolloutJob) -> RolloutJob:
+def with_mounted_dataset(job: RolloutJob) -> RolloutJob:
     """The job with a dataset in a ConfigMap or on a volume read as a file, from where it is mounted."""
     source = job.spec.dataset.source
     if source.config_map is not None:
@@ -365,7 +367,7 @@ def check_model_path(source: str) -> None:
         )
 
 
-def settle(storage: Storage, manifest: RunManifest) -> None:
+def claim_output(storage: Storage, manifest: RunManifest) -> None:
     """See that what is in the output's place is of this run; who comes first writes down what the run is.
 
     Nobody locks the place. A shard has one writer at a time: the Job has one pod for each index, and makes another
@@ -405,7 +407,7 @@ def _write_manifest(storage: Storage, data: bytes) -> None:
         storage.write(MANIFEST, data)
 
 
-def stored_earlier(storage: Storage, shard: int, shard_count: int) -> Progress:
+def count_stored(storage: Storage, shard: int, shard_count: int) -> Progress:
     """What earlier pods stored of a shard.
 
     Raises:
@@ -464,9 +466,9 @@ def main() -> None:
     except Drained:
         code, cause = EXIT_DRAINED, "stopped before the work began"
     except Exception as error:
-        code, cause = ended_by(error)
+        code, cause = exit_status(error)
         _log.error(cause, exc_info=code == EXIT_FAILED)
-    leave_message(encode_message(WorkerMessage(cause=cause)) if pod is None else pod.message(cause))
+    write_termination_message(encode_message(WorkerMessage(cause=cause)) if pod is None else pod.message(cause))
     logging.shutdown()
     # What environments printed.
     sys.stdout.flush()

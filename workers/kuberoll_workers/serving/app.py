@@ -71,7 +71,7 @@ def read_args(args: Mapping[str, Any]) -> ServeArgs:
     return _ARGS.validate_python(dict(args))
 
 
-def gpus_of(generation: Generation) -> float | None:
+def requested_gpus(generation: Generation) -> float | None:
     """GPUs of one replica as the job has them; None: as many as the engine's arguments spread the model over."""
     if generation.gpus_per_replica is not None:
         return generation.gpus_per_replica

@@ -39,7 +39,7 @@ class ExitWatcher:
         self._stopped = False
         # The thread ends when the one side is closed.
         self._end, self._ending = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="kuberoll-witness", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kuberoll-exit-watcher", daemon=True)
 
     def start(self) -> None:
         """Begin; does nothing where the system has no handles of processes."""
