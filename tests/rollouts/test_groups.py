@@ -152,7 +152,7 @@ async def test_an_atomic_group_fails_as_a_whole_and_alone(scheduling: str) -> No
     assert (failures[2].stage, failures[2].kind) == ("generation", "data")
     for index in (0, 1, 3):
         assert (failures[index].stage, failures[index].kind) == ("group", "data")
-        assert failures[index].cause == "its group lost sample 2: bad token"
+        assert failures[index].cause == "sample 2 of its group failed: bad token"
     assert sorted(len(outcome.kept) for outcome in closed) == [0, 4, 4]
 
 

@@ -296,7 +296,7 @@ async def test_failed_generation_fails_only_its_trajectory(
     [
         (([1, 2], [-0.5], "stop"), "2 token ids but 1 logprobs"),
         (([1], [float("nan")], "stop"), "not a finite number"),
-        (([1] * 99, [-0.5] * 99, "stop"), "99 tokens, 50 were asked for"),
+        (([1] * 99, [-0.5] * 99, "stop"), "99 tokens, more than the 50 that were requested"),
         (([1], [-0.5], "abort"), "aborted"),
     ],
 )

@@ -187,7 +187,7 @@ async def test_what_was_begun_and_came_to_no_end_is_an_error() -> None:
         groups = [group(index, 1) for index in range(3)]
         run = Losing(rollout, SampleAdmission(rollout, groups, GroupPolicy(), Drain()), sink, None, None)
         await run.concurrent()
-        with pytest.raises(TrajectoriesMissing, match=r"^1 of the 3 trajectories that were begun came to no end"):
+        with pytest.raises(TrajectoriesMissing, match=r"^1 of the 3 trajectories that were started have no result"):
             run.check_all_ended()
 
 

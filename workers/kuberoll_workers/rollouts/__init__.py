@@ -1,4 +1,4 @@
-"""The heart: generate, step the environments, reward, repeat. The asynchronous API of the loop: `docs/rollouts.md`."""
+"""The rollout loop: generate, step the environment, reward, repeat. See `docs/rollouts.md` for its asynchronous API."""
 
 from __future__ import annotations
 

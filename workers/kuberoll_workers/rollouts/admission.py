@@ -1,4 +1,4 @@
-"""Which sample is begun next: from an endless source, one at a time, only when there is a place for it."""
+"""Admission of samples: they are taken from a source, which may be endless, only when a slot is free."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kuberoll_workers.rollouts.rollout import InFlight, Rollout
 
 
 class Drain(asyncio.Event):
-    """Set it to stop admitting: what is in flight is finished, what is not begun stays undone."""
+    """An event that stops admission: trajectories in flight are finished, and no new ones are started."""
 
 
 class SampleAdmission:
-    """Gives trajectories to begin to whoever has a place, in the order of the source.
+    """Starts trajectories for free slots, in the order of the source.
 
     Attributes:
-        open_groups: Groups of which something is still to be run.
-        exhausted: Whether the source has no more groups.
+        open_groups: Groups that are not complete yet.
+        exhausted: True when the source has no more groups.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class SampleAdmission:
         self.open_groups: set[GroupRun] = set()
 
     async def next(self, *, wait: bool = True) -> tuple[GroupRun, InFlight] | None:
-        """The next trajectory and its group; None when there will be none.
+        """Start the next trajectory; return it with its group, or None when there are no more.
 
         Args:
-            wait: Wait where it depends on the groups in flight whether another one is wanted; else None then too.
+            wait: Whether to wait until the groups in flight decide if another one is needed; else return None.
         """
         while not self._drain.is_set():
             if self._newest is not None and (flight := self._newest.begin()) is not None:
@@ -73,7 +73,7 @@ class SampleAdmission:
         return None
 
     def note_end(self, run: GroupRun) -> None:
-        """To be called when a trajectory has ended."""
+        """Record that a trajectory of a group has ended. Call it once for each trajectory that `next` returned."""
         if run.closed:
             self.open_groups.discard(run)
         self._ended.set()
@@ -88,7 +88,7 @@ class SampleAdmission:
         return group
 
     async def _unless_drained(self, source: AsyncIterator[SampleGroup]) -> SampleGroup | None:
-        # A source may have nothing to give for a long time; who drains must not have to wait for it.
+        # A source may block for a long time, and draining must not wait for it.
         async def pull() -> SampleGroup | None:
             return await anext(source, None)
 

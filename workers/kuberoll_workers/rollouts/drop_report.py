@@ -1,4 +1,4 @@
-"""What keeping the first finishers did to the data: they are shorter than those dropped, and may score differently."""
+"""Comparison of kept and dropped trajectories: those that finish first are shorter, and may score differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kuberoll_workers.data.record import DroppedRecord, FailureRecord, Trajector
 
 @dataclass(slots=True)
 class TrajectoryTotals:
-    """Trajectories added up: counts, and sums from which the means follow."""
+    """Sums over trajectories, from which means are computed."""
 
     trajectories: int = 0
     turns: int = 0
@@ -24,7 +24,7 @@ class TrajectoryTotals:
         self.reward += record.total_reward
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Counts and means; a mean of nothing is None."""
+        """Count and means; a mean over no trajectories is None."""
         count = self.trajectories
         return {
             "trajectories": count,
@@ -35,10 +35,10 @@ class TrajectoryTotals:
 
 
 class DropReport:
-    """Kept against dropped trajectories.
+    """Totals of kept and of dropped trajectories.
 
-    Of those stopped on their way only the complete turns are known: their lengths are lower bounds, and so is the
-    bias. `unfinished` says how many they are.
+    Of trajectories that were stopped early only the complete turns are known, so their lengths, and the bias, are
+    lower bounds. `unfinished` is their number.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class DropReport:
             self.unfinished += record.stop_reason is None
 
     def as_json(self) -> dict[str, object]:
-        """`kept`, `dropped` by reason, and `unfinished`, the number of dropped ones that were stopped on their way."""
+        """`kept`, `dropped` by reason, and `unfinished`, the number of dropped trajectories that were stopped early."""
         return {
             "kept": self.kept.as_json(),
             "dropped": {reason: lot.as_json() for reason, lot in sorted(self.dropped.items())},

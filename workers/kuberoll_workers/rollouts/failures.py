@@ -1,4 +1,4 @@
-"""Why a trajectory could not be finished. A failure is never a reward of 0."""
+"""Failures of trajectories, their retries and backoff. A failure is never a reward of 0."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 
 Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
-"""`group`: nothing is wrong with the trajectory itself, a sibling's failure took its group with it."""
+"""The part of the loop that failed. `group`: the trajectory itself is fine, but another one of its group failed."""
 
 
 class TrajectoryFailed(Exception):
-    """A trajectory was given up; its message is of bounded length and valid Unicode.
+    """A trajectory failed permanently; the message has bounded length and is valid Unicode.
 
     Attributes:
-        kind: Who is at fault.
-        stage: What was being done.
-        tries: How often it was tried.
+        kind: The part at fault.
+        stage: The stage that failed.
+        tries: Number of attempts.
     """
 
     def __init__(self, cause: str, *, kind: FailureKind, stage: Stage, tries: int) -> None:
@@ -31,7 +31,7 @@ class TrajectoryFailed(Exception):
 
 
 def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryFailed:
-    """The typed failure for what an operation raised at last."""
+    """Convert the last error of an operation into a typed failure."""
     kind: FailureKind
     if isinstance(error, PolicyRefused | RowFault):
         kind = "data"
@@ -46,14 +46,15 @@ def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryF
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether the same operation may succeed when it is tried again."""
+    """True if a retry of the same operation may succeed."""
     return isinstance(error, PolicyUnavailable | EnvironmentFault) and not isinstance(error, RowFault)
 
 
 def backoff(tries: int, *, base: float, longest: float, draw: random.Random) -> float:
-    """Seconds to wait after so many failed tries: doubling, capped, and spread over its upper half.
+    """Seconds to wait after `tries` failed attempts: doubled each time, capped at `longest`, with jitter.
 
-    The jitter keeps a thousand trajectories that failed together from coming back together.
+    The wait is drawn from the upper half of the interval, so that trajectories that failed together do not retry
+    together.
     """
-    # 2^40 times the shortest wait is longer than any; more doublings would overflow.
+    # 2^40 times the shortest wait exceeds any limit, and more doublings would overflow.
     return min(longest, base * 2.0 ** min(tries - 1, 40)) * draw.uniform(0.5, 1.0)

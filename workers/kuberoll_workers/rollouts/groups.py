@@ -1,4 +1,4 @@
-"""Prompt groups under way: when one is complete, what happens to the rest of it, and which groups are wanted at all."""
+"""Prompt groups in progress: when a group is complete, what happens to its other samples, and how many are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Result = TrajectoryRecord | FailureRecord | DroppedRecord
 DueResult = tuple[InFlight, Result]
 
 GroupFilter = Callable[[Sequence[TrajectoryRecord]], bool]
-"""Whether a complete group is worth keeping."""
+"""A predicate on a complete group: True to keep it."""
 
 
 def rewards_differ(group: Sequence[TrajectoryRecord]) -> bool:
-    """Keep groups whose rewards are not all equal: the others have an advantage of 0 in GRPO and teach nothing.
+    """True if the rewards of a group are not all equal: with equal rewards every advantage in GRPO is 0.
 
     The filter of DAPO ("DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025, dynamic sampling).
     """
@@ -29,14 +29,14 @@ def rewards_differ(group: Sequence[TrajectoryRecord]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """What makes a group count.
+    """Rules for completing, keeping and dropping prompt groups.
 
     Attributes:
-        atomic: All of a group or nothing: when it cannot be completed any more, its other samples fail with it.
-        keep: Asked about each complete group; one that it refuses is dropped.
-        drop_budget: Most groups that `keep` may drop; then all are kept. None: no bound.
-        wanted: Stop when so many groups are kept: each dropped one is replaced by the next of the source, and no more
-            are begun than can be wanted. None: as many as there are.
+        atomic: All of a group or nothing: when a group can no longer be completed, its other samples fail with it.
+        keep: Called with each complete group; if it returns False, the group is dropped.
+        drop_budget: Maximum number of groups that `keep` may drop; after that all are kept. None: no limit.
+        wanted: Number of groups to keep; a dropped group is replaced by the next one of the source, and no more groups
+            are started than needed. None: all groups of the source.
     """
 
     atomic: bool = False
@@ -46,18 +46,18 @@ class GroupPolicy:
 
     @property
     def defers_results(self) -> bool:
-        """Whether results have to wait for their group."""
+        """True if results have to wait until their group is complete."""
         return self.atomic or self.keep is not None
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupResult:
-    """What became of a prompt group.
+    """The result of a prompt group.
 
     Attributes:
-        kept: The trajectories that count, in the order in which they finished.
-        failed: Those given up.
-        dropped: Those not wanted: begun beyond what the group needed, or all of a group that was filtered out.
+        kept: Finished trajectories that were kept, in the order in which they finished.
+        failed: Trajectories that failed permanently.
+        dropped: Trajectories that were dropped: oversampled ones, or all of a group that was filtered out.
     """
 
     group: SampleGroup
@@ -66,7 +66,7 @@ class GroupResult:
     dropped: list[DroppedRecord] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
-        """Sort one result in."""
+        """Add one result to the list that it belongs to."""
         if isinstance(result, TrajectoryRecord):
             self.kept.append(result)
         elif isinstance(result, FailureRecord):
@@ -76,7 +76,7 @@ class GroupResult:
 
 
 class GroupQuota:
-    """How many groups may be begun and dropped; shared by all groups of a run."""
+    """The number of groups that may be started and dropped; shared by all groups of a run."""
 
     def __init__(self, policy: GroupPolicy) -> None:
         self._policy = policy
@@ -86,18 +86,18 @@ class GroupQuota:
 
     @property
     def open(self) -> bool:
-        """Whether one more group may be begun now."""
+        """True if one more group may be started now."""
         return self._policy.wanted is None or self._begun < self._policy.wanted + self._replaced
 
     def begin(self) -> None:
         self._begun += 1
 
     def replace(self) -> None:
-        """A group came to nothing: another one may be begun in its place."""
+        """Allow another group in place of one that was dropped or has failed."""
         self._replaced += 1
 
     def drops(self, group: Sequence[TrajectoryRecord]) -> bool:
-        """Whether a complete group is dropped; counts it against the budget."""
+        """True if a complete group is to be dropped; counts it against the budget."""
         keep, budget = self._policy.keep, self._policy.drop_budget
         if keep is None or (budget is not None and self._dropped >= budget) or keep(group):
             return False
@@ -106,11 +106,11 @@ class GroupQuota:
 
 
 class GroupRun:
-    """One group from its first sample to its end.
+    """One prompt group while its trajectories run.
 
     Attributes:
-        pending_results: Results that are due but not yet taken.
-        reported: Whether the group's own result has been handed on.
+        pending_results: Number of results that the sink has not yet taken.
+        reported: True once the group's own result has been passed to the group sink.
     """
 
     def __init__(self, group: SampleGroup, policy: GroupPolicy, quota: GroupQuota, rollout: Rollout) -> None:
@@ -127,21 +127,21 @@ class GroupRun:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing of it is left to be run."""
+        """True if none of its trajectories is running or waiting to start."""
         return not self._todo and not self._in_flight
 
     @property
     def has_more(self) -> bool:
-        """Whether some of it is still to be begun."""
+        """True if some of its samples have not been started."""
         return bool(self._todo)
 
     @property
     def finished(self) -> list[InFlight]:
-        """The trajectories that are to be kept so far."""
+        """The finished trajectories that are kept so far."""
         return [flight for flight, _ in self._finished]
 
     def begin(self) -> InFlight | None:
-        """The next sample's trajectory; None when there is none left to be begun.
+        """Start the next sample's trajectory; None when all have been started.
 
         Raises:
             KeyError, ValueError: The sample cannot be run.
@@ -153,9 +153,10 @@ class GroupRun:
         return flight
 
     def end(self, flight: InFlight) -> list[DueResult]:
-        """Take a trajectory that is over; the results that are due now, each counted in the metrics, by trajectory.
+        """Take a trajectory that has ended; return the results that are final now, with their trajectories.
 
-        Siblings that are not wanted any more are stopped; they come here in their turn.
+        Each returned result is counted in the metrics. Trajectories of the group that are no longer needed are
+        stopped; `end` is called for each of them in turn.
         """
         self._in_flight.discard(flight)
         due: list[DueResult] = []
@@ -171,12 +172,12 @@ class GroupRun:
             if isinstance(result, FailureRecord) and self._failure is None:
                 self._failure = result
             self._due(flight, result, due)
-        self._stop_what_is_not_wanted(due)
+        self._stop_unneeded(due)
         if self.closed and self._policy.defers_results:
             self._decide(due)
         return due
 
-    def _stop_what_is_not_wanted(self, due: list[DueResult]) -> None:
+    def _stop_unneeded(self, due: list[DueResult]) -> None:
         keep = self.result.group.keep
         if len(self._finished) >= keep:
             self._todo.clear()
@@ -210,7 +211,7 @@ class GroupRun:
     def _shared_failure(self) -> TrajectoryFailed:
         first = self._failure
         assert first is not None
-        cause = f"its group lost sample {first.rollout_index}: {first.cause}"
+        cause = f"sample {first.rollout_index} of its group failed: {first.cause}"
         return TrajectoryFailed(cause, kind=first.kind, stage="group", tries=1)
 
     def _due(self, flight: InFlight, result: Result, due: list[DueResult]) -> None:

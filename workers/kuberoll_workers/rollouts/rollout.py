@@ -1,4 +1,4 @@
-"""One turn of one trajectory, with its retries and time limits: the part that both schedulings share."""
+"""Turns of one trajectory, with retries and time limits: the part that both schedulings share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from kuberoll_workers.telemetry import EnvironmentMetrics, RolloutMetrics
 _Result = TypeVar("_Result")
 
 TurnSink = Callable[[TurnRecord], Awaitable[None]]
-"""Takes each complete turn after which its trajectory goes on, or waits for its group."""
+"""Called with each complete turn after which its trajectory continues or waits for its group."""
 
 
 class Rollout:
-    """A policy, the environments and the settings: everything that a trajectory needs to be run."""
+    """The policy, environments and settings that trajectories run with."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Rollout:
         observations: ObservationTemplate | None = None,
         turn_sink: TurnSink | None = None,
     ) -> None:
-        """Put them together.
+        """Set the parts of the loop.
 
         Args:
             environments: By task name.
-            observations: How an environment's message becomes tokens; None: as it is.
-            turn_sink: Awaited after each complete turn after which its trajectory goes on or waits for its group; what
-                it raises fails the trajectory.
+            observations: Converts an environment's message into tokens; None: the message is encoded as it is.
+            turn_sink: Awaited with each complete turn after which its trajectory continues or waits for its group; an
+                exception from it fails the trajectory.
         """
         self.settings = settings
         self.turn_sink = turn_sink
@@ -62,14 +62,14 @@ class Rollout:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._sessions = policy if isinstance(policy, SessionPolicy) else None
-        # Waits between retries only; nothing of a trajectory depends on it.
+        # For the jitter of backoff only; trajectories do not depend on it.
         self._draw = random.Random()
 
     def admit(self, sample: Sample, *, deferred: bool = False) -> InFlight:
-        """Start one trajectory, or continue one that was interrupted.
+        """Start one trajectory, or resume one that was interrupted.
 
         Args:
-            deferred: Its record will wait for its group, so that even its last turn goes to `turn_sink`.
+            deferred: Its record waits for its group, so that its last turn goes to `turn_sink` too.
 
         Raises:
             KeyError: No environment has the sample's task name.
@@ -84,7 +84,7 @@ class Rollout:
         """Generate the response of the next turn and append it.
 
         Raises:
-            TrajectoryFailed: After the last try.
+            TrajectoryFailed: After the last attempt.
         """
         trajectory = flight.trajectory
         trajectory.check_prefix()
@@ -121,10 +121,10 @@ class Rollout:
         )
 
     async def step(self, flight: InFlight) -> None:
-        """Step the environment over the newest response and append what it answered.
+        """Step the environment with the newest response and append its observation.
 
         Raises:
-            TrajectoryFailed: After the last try.
+            TrajectoryFailed: After the last attempt.
         """
         trajectory = flight.trajectory
         environment = self._environments[trajectory.task_name]
@@ -146,7 +146,7 @@ class Rollout:
         try:
             trajectory.check_step(outcome)
         except StepInvalid as fault:
-            # The environment would say the same again: what is too much was said in earlier turns as well.
+            # A retry would not help: the sum includes the rewards of earlier turns.
             raise failure_of(fault, stage="environment", tries=1) from fault
         before = trajectory.environment_tokens
         observation = await self._observed(trajectory, outcome)
@@ -178,7 +178,7 @@ class Rollout:
         return render() if len(outcome.content) <= LONG_TEXT else await asyncio.to_thread(render)
 
     async def play(self, flight: InFlight) -> None:
-        """Run a trajectory to its end, whatever that is."""
+        """Run a trajectory until it finishes, fails or is stopped."""
         async with flight.guarded():
             while not flight.is_over:
                 await self.generate(flight)
@@ -221,27 +221,35 @@ class Rollout:
             )
 
     def end_session(self, flight: InFlight) -> None:
-        """Tell the policy that nothing more of a trajectory will come."""
+        """Tell the policy that a trajectory sends no more requests."""
         if self._sessions is not None and flight.session is not None:
             self._sessions.end_session(flight.session)
 
     def flush_metrics(self) -> None:
-        """Hand on what has been counted so far."""
+        """Pass the counts so far to the metrics library."""
         self._metrics.flush()
 
     def metrics_of(self, task_name: str) -> EnvironmentMetrics:
-        """The metrics of one environment."""
+        """The metrics of one environment.
+
+        Raises:
+            KeyError: There is no environment of that name.
+        """
         if task_name not in self._environments:
-            raise KeyError(f"no environment is named {task_name!r}; there are {', '.join(self._environments)}")
+            raise KeyError(f"no environment is named {task_name!r}; known ones are {', '.join(self._environments)}")
         return self._metrics.environment(task_name)
 
 
 class InFlight:
-    """A trajectory under way, and when it has to be over.
+    """A trajectory in flight, with its deadline and what ended it.
 
     Attributes:
-        waiting_since: When it began to wait for its next generation or step.
-        waiting_seconds: Seconds that it waited for the generation of this turn to begin.
+        waiting_since: Start of its wait for the next generation or step, as `time.perf_counter` has it.
+        waiting_seconds: Seconds that it waited before the generation of this turn.
+        deferred: Its record waits for its group.
+        deadline: Time of the event loop at which it fails; None: no limit.
+        failure: Why it failed; None: it has not.
+        drop_reason: Why it is dropped; None: it is not.
     """
 
     __slots__ = (
@@ -278,10 +286,10 @@ class InFlight:
         return self.failure is not None or self.drop_reason is not None or self.trajectory.stop_reason is not None
 
     def stop(self, reason: DropReason | TrajectoryFailed) -> None:
-        """Stop it at once, what it waits for included; a trajectory that is over stays as it is.
+        """Stop it at once, cancelling what it waits for; does nothing if it has ended.
 
         Args:
-            reason: Why it is not wanted any more, or the failure that it shares.
+            reason: Why it is dropped, or the failure of its group.
         """
         if self.is_over:
             return
@@ -294,7 +302,7 @@ class InFlight:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """Turn whatever goes wrong inside into this trajectory's own failure, so that no other one notices."""
+        """Convert any error of the body into this trajectory's own failure, so that others are not affected."""
         self._timeout = timeout = asyncio.timeout_at(self.deadline)
         try:
             async with timeout:
@@ -304,7 +312,7 @@ class InFlight:
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            # Somebody's code raised it; nobody wanted the trajectory to stop.
+            # User code raised it; this task was not cancelled.
             self._fail(failure_of(error, stage="trajectory", tries=1))
         except PrefixBroken as error:
             self.metrics.record_prefix_violation()
@@ -321,12 +329,12 @@ class InFlight:
             self.rollout.end_session(self)
 
     def _fail(self, failure: TrajectoryFailed) -> None:
-        # Whoever stopped it has said why already; what broke when it was stopped says nothing.
+        # `stop` has recorded the reason already; an error caused by stopping is of no interest.
         if self.failure is None and self.drop_reason is None:
             self.failure = failure
 
     def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
-        """The record of a trajectory that is over."""
+        """The record of a trajectory that has ended."""
         if self.failure is not None:
             return self.trajectory.failure_record(self.failure)
         if self.drop_reason is not None:
@@ -334,7 +342,7 @@ class InFlight:
         return self.trajectory.record()
 
     def count_result(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
-        """Count what became of the trajectory in the metrics."""
+        """Count the result in the metrics."""
         self.metrics.flush_if_due()
         if isinstance(result, FailureRecord):
             failure = self.failure
@@ -352,13 +360,13 @@ class InFlight:
 
 
 def _check(result: GenerationResult, max_tokens: int | None) -> None:
-    """Refuse a response that no trajectory may hold; the endpoint that made it is at fault.
+    """Reject a malformed response; the endpoint is at fault.
 
     Args:
-        max_tokens: What was asked for; None where the policy could not be told.
+        max_tokens: The requested maximum; None if the policy did not receive it.
 
     Raises:
-        PolicyUnavailable: Says what is wrong with it.
+        PolicyUnavailable: The response is malformed; the message says how.
     """
     ids, logprobs = len(result.token_ids), len(result.logprobs)
     if ids != logprobs and (logprobs or max_tokens is not None):
@@ -366,6 +374,6 @@ def _check(result: GenerationResult, max_tokens: int | None) -> None:
     if not math.isfinite(sum(result.logprobs)):
         raise PolicyUnavailable("the response has a log-probability that is not a finite number")
     if max_tokens is not None and ids > max_tokens:
-        raise PolicyUnavailable(f"the response has {ids} tokens, {max_tokens} were asked for")
+        raise PolicyUnavailable(f"the response has {ids} tokens, more than the {max_tokens} that were requested")
     if result.finish_reason == "abort":
         raise PolicyUnavailable("the engine aborted the request")

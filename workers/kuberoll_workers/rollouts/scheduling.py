@@ -1,4 +1,4 @@
-"""The two schedulings: every trajectory at its own pace, or batches turn by turn."""
+"""The two schedulings: Concurrent, each trajectory at its own pace, and Lockstep, batches turn by turn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kuberoll_workers.rollouts.rollout import InFlight, Rollout
 _START_BATCH = 64
 
 Sink = Callable[[Result], Awaitable[None]]
-"""Takes each trajectory as it ends, finished, given up or dropped; when it returns, the trajectory counts."""
+"""Called with each trajectory that finished, failed permanently or was dropped; it counts once the call returns."""
 GroupSink = Callable[[GroupResult], Awaitable[None]]
-"""Takes each group when nothing of it is left to be run, after its trajectories."""
+"""Called with each group when all its trajectories have ended, after the sink has taken them."""
 
 
 async def run_rollout(
@@ -28,15 +28,15 @@ async def run_rollout(
     *,
     interrupted: Callable[[Partial], None] | None = None,
 ) -> None:
-    """Run all samples, each for itself, at most `concurrency` at once; an endless source is fine.
+    """Run all samples independently, at most `concurrency` at once; the source may be endless.
 
     Args:
-        samples: Taken one by one, when there is room for them.
-        sink: Awaited for each result, in the order in which they end. What it raises stops the run.
-        interrupted: Told of what is in flight when the run is cancelled: its complete turns.
+        samples: Taken one by one, as slots become free.
+        sink: Awaited for each result, in the order in which they end. An exception from it stops the run.
+        interrupted: Called with the complete turns of each trajectory in flight when the run is cancelled.
 
     Raises:
-        Exception: Only what `samples` or `sink` raised: a trajectory's own troubles end in its record.
+        Exception: Only from `samples` or `sink`: errors of a trajectory are stored in its record.
     """
     single: Any = sink
     await run_groups(rollout, _single_groups(samples), single, drain=drain, interrupted=interrupted)
@@ -52,26 +52,26 @@ async def run_groups(
     group_sink: GroupSink | None = None,
     interrupted: Callable[[Partial], None] | None = None,
 ) -> None:
-    """Run prompt groups, at most `concurrency` trajectories at once; an endless source is fine.
+    """Run prompt groups, at most `concurrency` trajectories at once; the source may be endless.
 
     Args:
-        groups: Taken one by one, when there is room for a trajectory of the next one.
-        sink: Awaited for each result as soon as it is sure: at once, or when its group is complete where the policy
-            says that results wait for their group. What it raises stops the run.
-        policy: None: groups are only a way to count.
-        interrupted: Told of what is in flight, or waits for its group, when the run is cancelled or drained: its
-            complete turns.
+        groups: Taken one by one, when a slot is free for a trajectory of the next one.
+        sink: Awaited for each result as soon as it is final: at once, or, if the policy defers results, when its group
+            is complete. An exception from it stops the run.
+        policy: None: groups are only counted.
+        interrupted: Called with the complete turns of each trajectory that is in flight, or waits for its group, when
+            the run is cancelled or drained.
 
     Raises:
-        TrajectoriesMissing: Something that was begun came to no result; nothing that was stored is harmed by it.
-        Exception: What `groups` or a sink raised: a trajectory's own troubles end in its record.
+        TrajectoriesMissing: A trajectory was started and has no result; what is stored is not affected.
+        Exception: From `groups` or a sink: errors of a trajectory are stored in its record.
     """
     admission = SampleAdmission(rollout, groups, policy or GroupPolicy(), drain or Drain())
     run = _Run(rollout, admission, sink, group_sink, interrupted)
     try:
         await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
     except ExceptionGroup as errors:
-        # The first one stopped the run; others came while it was being stopped.
+        # The first one stopped the run; the others were raised while it was being stopped.
         raise errors.exceptions[0] from (errors if len(errors.exceptions) > 1 else None)
     finally:
         run.report_waiting()
@@ -80,7 +80,7 @@ async def run_groups(
 
 
 class TrajectoriesMissing(RuntimeError):
-    """Trajectories ended without a word. No run is done as long as they are missing; resumed, it plays them again."""
+    """Trajectories are neither stored nor failed. The run is not complete without them; resuming it runs them again."""
 
 
 def _single_groups(
@@ -117,13 +117,13 @@ class _Run:
             for number in range(1, self._rollout.settings.concurrency + 1):
                 places.create_task(self._slot())
                 if number % _START_BATCH == 0:
-                    # Thousands at once would hold the event loop up for as long as it takes to begin them all.
+                    # Starting thousands at once would block the event loop.
                     await asyncio.sleep(0)
                     if self._admission.exhausted:
                         break
 
     async def _slot(self) -> None:
-        # A finished trajectory's place is taken at once by the next sample: there is no batch.
+        # The next sample takes the slot of a finished trajectory at once: there is no batch.
         while (admitted := await self._admission.next()) is not None:
             group, flight = admitted
             self._begun += 1
@@ -178,7 +178,7 @@ class _Run:
                 # Together, so that they are stored together.
                 await asyncio.gather(*(self._sink(result) for _, result in due))
             group.pending_results -= len(due)
-            # The last result to be taken need not be the last that ended.
+            # Results may be taken in another order than trajectories ended.
             if self._group_sink is not None and group.closed and not group.pending_results and not group.reported:
                 group.reported = True
                 await self._group_sink(group.result)
@@ -189,19 +189,19 @@ class _Run:
             raise
 
     def check_all_ended(self) -> None:
-        """Compare what was begun with what came of it.
+        """Check that every started trajectory has ended.
 
         Raises:
-            TrajectoriesMissing: Names the gap.
+            TrajectoriesMissing: Some have not; the message has the counts.
         """
         if self._ended != self._begun:
             raise TrajectoriesMissing(
-                f"{self._begun - self._ended} of the {self._begun} trajectories that were begun came to no end: "
+                f"{self._begun - self._ended} of the {self._begun} trajectories that were started have no result: "
                 "neither stored nor failed"
             )
 
     def report_waiting(self) -> None:
-        """Tell of trajectories that are complete but wait for a group that nobody completes any more."""
+        """Report trajectories that are complete but wait for a group that will not be completed."""
         if self._group_sink is not None or self._admission.policy.defers_results:
             for group in self._admission.open_groups:
                 for flight in group.finished:
@@ -217,9 +217,9 @@ class _Run:
 
 
 class _Phases:
-    """Makes trajectories wait for one another at the end of each phase of a turn; who has ended is waited for no more.
+    """A barrier at the end of each phase of a turn; a trajectory that has ended no longer takes part.
 
-    One task per trajectory and a barrier cost half of a new task per trajectory and phase.
+    One task per trajectory with a barrier costs half as much as a new task per trajectory and phase.
     """
 
     def __init__(self, parties: int) -> None:
@@ -234,7 +234,7 @@ class _Phases:
         try:
             await gate.wait()
         except asyncio.CancelledError:
-            # A deadline passed while waiting: who leaves is not to be counted as one who came.
+            # A deadline passed while waiting: a trajectory that leaves must not be counted as arrived.
             if not gate.is_set():
                 self._arrived -= 1
             raise

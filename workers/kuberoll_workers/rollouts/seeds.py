@@ -1,6 +1,6 @@
-"""Sampling seeds that depend on what is sampled and on nothing else.
+"""Sampling seeds, derived from the job, task, rollout and turn only.
 
-The order in which trajectories run, how many at once, and by how many workers, must not change a result.
+Results must not depend on the order of trajectories, their concurrency or the number of workers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _MASK = 2**64 - 1
 
 
 def job_seed(name: str, seed: int | None) -> int:
-    """The job's base seed: the given one, else one derived from the job's name."""
+    """Base seed of a job: the given one, or one derived from the job's name."""
     return seed if seed is not None else _digest(name.encode())
 
 
@@ -21,7 +21,7 @@ def trajectory_seed(base: int, task_index: int, rollout_index: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of one turn, a 63-bit number: the same seed in every turn would repeat the same draws."""
+    """Seed of one turn, a 63-bit number: reusing one seed would repeat the same draws in each turn."""
     # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     mixed = (seed + turn * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -1,4 +1,4 @@
-"""What the loop needs to know, apart from the policy, the environments and the samples."""
+"""Settings of the rollout loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scheduling = Literal["Concurrent", "Lockstep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Tries of one operation within its turn, and the waits between them (seconds, doubling, jittered)."""
+    """Attempts per operation within a turn, and the backoff between them in seconds, doubled and jittered."""
 
     generation_attempts: int = 30
     environment_attempts: int = 2
@@ -28,15 +28,15 @@ class RolloutSettings:
     """Settings of a rollout.
 
     Attributes:
-        max_sequence_length: Most tokens of a trajectory, the engine's window at most.
-        concurrency: Trajectories in flight; with Lockstep the size of a batch.
-        sampling: Defaults; a prompt may override each. `stop` is for first turns whose prompt names none.
+        max_sequence_length: Maximum number of tokens per trajectory, not more than the engine's window.
+        concurrency: Maximum number of trajectories in flight; with Lockstep, the batch size.
+        sampling: Defaults that a prompt may override. `stop` applies to first turns whose prompt has none.
         generation_seconds: Time limit of one generation request.
-        turn_seconds: Time limit of one turn, its retries included, the wait for others in Lockstep not; None: none.
-        trajectory_seconds: Time limit of one trajectory; None: none.
-        foreign_policy: The policy has another interface behind it, which is not told `max_tokens` and may give no
-            log-probabilities: neither is demanded of it. A response that passes the window is kept whole and ends
-            its trajectory.
+        turn_seconds: Time limit of one turn, with retries, without the wait for others in Lockstep; None: no limit.
+        trajectory_seconds: Time limit of one trajectory; None: no limit.
+        foreign_policy: The policy has another interface behind it, which does not receive `max_tokens` and may return no
+            log-probabilities, so neither is checked. A response that exceeds the window is kept whole and ends its
+            trajectory.
     """
 
     max_turns: int
@@ -52,7 +52,7 @@ class RolloutSettings:
 
 
 def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> SamplingParameters:
-    """The sampling of one prompt: the job's settings with the row's over them; `greedy: true` is temperature 0."""
+    """Sampling of one prompt: the job's settings, overridden by the row's; `greedy: true` means temperature 0."""
     settings = dict(overrides)
     greedy = settings.pop("greedy", False)
     if "stop" in settings:

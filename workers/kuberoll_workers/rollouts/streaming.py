@@ -5,9 +5,9 @@
             train_on(group.kept)
     carry_over = stream.partials
 
-Nothing here starts an event loop. Leaving the `async with` stops whatever is in flight: its requests are aborted at
-the engine, its complete turns are in `partials`, and a sample that is given one of them (`Sample.partial`) goes on
-after it.
+Nothing here starts an event loop. Leaving the `async with` stops all trajectories in flight: their requests are aborted
+at the engine, and their complete turns are in `partials`. A sample with one of these as `Sample.partial` resumes after
+it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _Item = TypeVar("_Item")
 
 
 class _End:
-    """Stands in the buffer after the last item."""
+    """Marks the end of the buffer."""
 
 
 class RolloutStream(Generic[_Item]):
-    """What a rollout yields, in the order in which it completes; read it with `async for`, inside its `async with`.
+    """Results of a rollout in the order in which they complete; read it with `async for`, inside its `async with`.
 
     Attributes:
-        tail: Kept against dropped trajectories so far.
-        partials: After the `async with`: the complete turns of what was in flight, and of what waited for its group.
-        unread: After the `async with`: items that were complete but not read.
+        tail: Comparison of kept and dropped trajectories so far.
+        partials: After the `async with`: complete turns of trajectories that were in flight or waited for their group.
+        unread: After the `async with`: results that were complete but not read.
     """
 
     def __init__(self, buffer: int) -> None:
@@ -64,23 +64,23 @@ class RolloutStream(Generic[_Item]):
         raise StopAsyncIteration
 
     def drain(self) -> None:
-        """Begin nothing more; the stream ends when what is in flight has ended."""
+        """Start no more trajectories; the stream ends when those in flight have ended."""
         self.drain_event.set()
 
     async def put(self, item: _Item) -> None:
-        """Hand one item to the reader; waits while the buffer is full, with its place in the rollout taken."""
+        """Pass one item to the reader; waits while the buffer is full, and keeps its slot in the rollout meanwhile."""
         await self._buffer.put(item)
 
     @asynccontextmanager
     async def feed(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """Do the work that puts the items while the body runs; stopped with it."""
+        """Run the coroutine that puts the items while the body runs; it is cancelled when the body ends."""
         task = asyncio.create_task(self._run(work))
         try:
             yield
         finally:
             task.cancel()
             await asyncio.wait((task,))
-            # A task that was stopped before its first step has not begun the work.
+            # A task that is cancelled before its first step never awaits the coroutine.
             work.close()
             self._over = True
             while not self._buffer.empty():
@@ -100,16 +100,16 @@ class RolloutStream(Generic[_Item]):
 async def stream_trajectories(
     rollout: Rollout, samples: Iterable[Sample] | AsyncIterable[Sample], *, buffer: int | None = None
 ) -> AsyncIterator[RolloutStream[TrajectoryRecord | FailureRecord]]:
-    """Run samples, each for itself; yields each as it ends, finished or given up.
+    """Run samples independently; yields each result as its trajectory finishes or fails permanently.
 
-    At most `concurrency` trajectories are in flight and `buffer` results wait to be read (None: as many as in
-    flight): a reader that is slow slows the rollout down instead of filling the memory.
+    At most `concurrency` trajectories are in flight and `buffer` results wait to be read (None: `concurrency`): a
+    slow reader slows the rollout down instead of filling the memory.
 
     Args:
-        samples: Taken one by one; an endless source is fine.
+        samples: Taken one by one; may be endless.
 
     Raises:
-        Exception: To the reader, what `samples` raised, or KeyError for a task name without an environment.
+        Exception: Raised to the reader: what `samples` raised, or KeyError for a task name without an environment.
     """
     size = rollout.settings.concurrency if buffer is None else buffer
     stream: RolloutStream[TrajectoryRecord | FailureRecord] = RolloutStream(size)
@@ -131,17 +131,17 @@ async def stream_groups(
     policy: GroupPolicy | None = None,
     buffer: int | None = None,
 ) -> AsyncIterator[RolloutStream[GroupResult]]:
-    """Run prompt groups; yields each when it is complete, or cannot be completed any more.
+    """Run prompt groups; yields each when it is complete or can no longer be completed.
 
-    A group that the policy's filter dropped is yielded too, with nothing in `kept`. Concurrency and buffer are those
-    of `stream_trajectories`, the buffer counting groups.
+    A group that the policy's filter dropped is yielded too, with an empty `kept`. Concurrency and buffer are those of
+    `stream_trajectories`; the buffer counts groups.
 
     Args:
-        groups: Taken one by one; an endless source is fine.
-        policy: Oversampled groups need none: a group is complete with its `keep` first finishers.
+        groups: Taken one by one; may be endless.
+        policy: Not needed for oversampling: a group is complete with its first `keep` finished trajectories.
 
     Raises:
-        Exception: To the reader, what `groups` raised, or KeyError for a task name without an environment.
+        Exception: Raised to the reader: what `groups` raised, or KeyError for a task name without an environment.
     """
     size = rollout.settings.concurrency if buffer is None else buffer
     stream: RolloutStream[GroupResult] = RolloutStream(size)

@@ -1,4 +1,4 @@
-"""The metrics of a rollout, under NeMo RL's names and with definitions that hold."""
+"""Metrics of a rollout, with NeMo RL's names and exact definitions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kuberoll_workers.data.record import FailureRecord, StopReason, TrajectoryRe
 
 
 def summarize(results: Sequence[TrajectoryRecord | FailureRecord]) -> dict[str, Any]:
-    """Metrics of trajectories that are over.
+    """Compute the metrics of trajectories that have ended.
 
-    Rates are fractions of all samples, each of which ended in exactly one way, so that they add up to 1. Everything
-    else, except what is named `failed`, is of the finished samples alone: a failed one has no reward and no length.
-    Tokens are those that the rollout added; prompts are not counted. Without samples, or without finished ones, means,
+    Rates are fractions of all samples; each sample ended in exactly one way, so they add up to 1. All other values,
+    except those named `failed`, cover finished samples only: a failed one has no reward and no length. Token counts
+    are of the tokens that the rollout added, without prompts. Without samples, or without finished ones, means,
     extremes of rewards and percentiles are NaN, sums and other maxima are 0.
 
     Returns:
@@ -62,19 +62,19 @@ def summarize(results: Sequence[TrajectoryRecord | FailureRecord]) -> dict[str, 
 
 
 def nearest_rank(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least so many percent of the values do not exceed; NaN of nothing."""
+    """Percentile by the nearest-rank method; NaN without values."""
     if not values:
         return math.nan
     return float(sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)])
 
 
 def responses(messages: Sequence[Message]) -> list[Message]:
-    """What the policy wrote, turn by turn: the first message of each turn."""
-    found: list[Message] = []
+    """The policy's responses: the first message of each turn."""
+    first: list[Message] = []
     for message in messages:
-        if message.turn == len(found) + 1:
-            found.append(message)
-    return found
+        if message.turn == len(first) + 1:
+            first.append(message)
+    return first
 
 
 def _by_turn(finished: Sequence[TrajectoryRecord]) -> list[int]:

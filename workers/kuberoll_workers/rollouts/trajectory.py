@@ -1,4 +1,4 @@
-"""One trajectory in flight: its messages, its context, its counts. Changes only through its own methods."""
+"""One trajectory: its messages, context and counts, changed only through its own methods."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.seeds import turn_seed
 from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
 
-# A plain float: compared with NumPy's, a sum is cast to float32 first, with a warning where it does not fit.
+# A plain float: compared with NumPy's, a sum is first cast to float32, with a warning if it does not fit.
 _FLOAT32_MAX = float(numpy.finfo(numpy.float32).max)
 
 
 class PrefixBroken(Exception):
-    """A trajectory's context is no longer the concatenation of its messages: somebody changed what was sampled."""
+    """A trajectory's context is not the concatenation of its messages: sampled tokens were changed."""
 
 
 def _rewards_fit_float32(partial: Partial) -> bool:
-    """Whether the rewards of a partial add up to a number; older versions stored others."""
+    """True if the running reward of a partial fits float32; older versions did not check that."""
     total = 0.0
     for turn in partial.turns:
         total += turn.reward
@@ -48,13 +48,13 @@ def _rewards_fit_float32(partial: Partial) -> bool:
 
 
 class Trajectory:
-    """A trajectory from its prompt to its end; nothing in it is shared with another one.
+    """A trajectory from its prompt to its end; it shares no mutable state with another one.
 
     Attributes:
-        context: All token ids so far, the next prompt: it only ever grows, so that what was sampled is what the
-            policy sees, and a turn costs no more than its own new tokens.
-        chat: The same messages as environments see them, role and content.
-        stop_reason: How it ended; None while it goes on.
+        context: All token ids so far, which are the next prompt. It is only appended to, so the policy sees exactly
+            what was sampled, and a turn costs no more than its new tokens.
+        chat: The messages as environments see them, role and content.
+        stop_reason: Why it ended; None while it runs.
     """
 
     __slots__ = (
@@ -111,7 +111,7 @@ class Trajectory:
                 self._replay(turn)
 
     def _replay(self, turn: TurnRecord) -> None:
-        """Take over a turn that was made before; the rules are those of a turn made now."""
+        """Append a stored turn, by the same rules as a new one."""
         response, observation = turn.messages
         if turn.turn != self.turn + 1 or self.stop_reason is not None:
             raise ValueError(f"trajectory {tuple(self.sample.key)}: turn {turn.turn} does not follow turn {self.turn}")
@@ -148,7 +148,7 @@ class Trajectory:
         return self.sample.prompt.task_name
 
     def next_request(self, attempt: int) -> GenerationRequest:
-        """The request of the next turn; `attempt` counts its tries from 0."""
+        """The generation request of the next turn; `attempt` counts from 0."""
         sample, base = self.sample, self._sampling
         turn = self.turn + 1
         session = f"{sample.prompt.task_index}-{sample.rollout_index}-{sample.attempt}"
@@ -161,14 +161,14 @@ class Trajectory:
                 max_tokens=rules.generation_room(
                     len(self.context), base.max_tokens, self._settings.max_sequence_length
                 ),
-                # The same seed for every try: a retried turn is the same turn.
+                # The same seed for every attempt: a retry repeats the turn.
                 seed=None if sample.seed is None else turn_seed(sample.seed, turn),
                 stop=self.stop_strings or (),
             ),
         )
 
     def add_response(self, result: GenerationResult, text: str, seconds: float) -> None:
-        """Append what the policy generated in this turn."""
+        """Append the policy's response of this turn, and the seconds that it took."""
         self.turn += 1
         self._response_truncated = result.finish_reason == "length"
         self.messages.append(
@@ -189,10 +189,11 @@ class Trajectory:
         self._reencoded.append(not result.exact)
 
     def add_step(self, outcome: StepOutcome, observation: array[int], seconds: float) -> None:
-        """Append what the environment answered in this turn, and see whether the trajectory goes on.
+        """Append the environment's observation and reward of this turn; sets `stop_reason` if the trajectory ends.
 
         Args:
-            observation: Token ids of the outcome's content, not yet cut to the window.
+            observation: Token ids of the outcome's content, not yet truncated to the window.
+            seconds: Wall seconds of the step.
         """
         kept, context_truncated = rules.observation_room(
             len(self.context), 0, len(observation), self._settings.max_sequence_length
@@ -226,36 +227,36 @@ class Trajectory:
         )
 
     def continues_after(self, outcome: StepOutcome) -> bool:
-        """Whether the policy will answer this outcome's observation, if there is room for that."""
+        """True if the policy responds to this outcome's observation, provided the window has room."""
         over = outcome.terminated or self._response_truncated or self.turn >= self._settings.max_turns
         return not over
 
     def check_step(self, outcome: StepOutcome) -> None:
-        """See whether the turn's reward can be added to those before it.
+        """Check that the total reward with this turn's fits float32.
 
         Raises:
-            StepInvalid: Their sum is beyond what float32 holds.
+            StepInvalid: It does not.
         """
         total = float(self.total_reward) + outcome.reward
-        # Far from the bound how a float32 is rounded makes no difference.
+        # Far from the limit the rounding of float32 makes no difference.
         if not -1e38 < total < 1e38:
             total = float(self.total_reward) + float(numpy.float32(outcome.reward))
             check_reward(total, f"the sum of the rewards of {self.turn} turns")
 
     def _add_reward(self, outcome: StepOutcome) -> None:
         self.rewards.append(outcome.reward)
-        # float32, as trainers add rewards up (rule 5 of the design).
+        # float32, as trainers sum rewards.
         self.total_reward += numpy.float32(outcome.reward)
         for name in dict.fromkeys((*self.reward_parts, *outcome.reward_parts)):
-            # A part that this turn or an earlier one does not name was 0 there.
+            # A part that a turn does not name is 0 in that turn.
             values = self.reward_parts.setdefault(name, [0.0] * (self.turn - 1))
             values.append(outcome.reward_parts.get(name, 0.0))
 
     def check_prefix(self) -> None:
-        """Assert that the next prompt begins with everything that was sent and sampled so far; costs no copy.
+        """Check that the context has as many tokens as were sent and sampled so far; makes no copy.
 
         Raises:
-            PrefixBroken: Its length is not the sum of its parts.
+            PrefixBroken: It has not.
         """
         parts = len(self.sample.prompt.token_ids) + self.generated_tokens + self.environment_tokens
         if len(self.context) != parts:
@@ -264,14 +265,14 @@ class Trajectory:
             )
 
     def check_tokens(self) -> None:
-        """Assert, once the trajectory has ended, that its context is its messages' tokens one after the other.
+        """Check, once the trajectory has ended, that its context is the concatenation of its messages' tokens.
 
         Raises:
-            PrefixBroken: Names the first message that differs.
+            PrefixBroken: It is not; the message names the first message that differs.
         """
         at = len(self.sample.prompt.token_ids)
         if self.context[:at] != self.sample.prompt.token_ids:
-            raise PrefixBroken("the context does not begin with the prompt any more")
+            raise PrefixBroken("the context does not begin with the prompt")
         for number, message in enumerate(self.messages[len(self.sample.prompt.messages) :]):
             end = at + len(message.token_ids)
             if self.context[at:end] != message.token_ids:
@@ -279,11 +280,11 @@ class Trajectory:
             at = end
 
     def turn_record(self) -> TurnRecord:
-        """The newest complete turn."""
+        """The newest complete turn as it is journaled."""
         return self._turn_record(len(self.rewards) - 1, newest=True)
 
     def partial(self) -> Partial | None:
-        """The complete turns so far; None where there are none."""
+        """The complete turns so far; None if there are none."""
         complete = len(self.rewards)
         turns = [self._turn_record(index, newest=index == complete - 1) for index in range(complete)]
         return Partial(turns) if turns else None
@@ -298,7 +299,7 @@ class Trajectory:
             messages=self.messages[first : first + 2],
             reward=self.rewards[index],
             reward_parts={name: values[index] for name, values in self.reward_parts.items()},
-            # Of earlier turns neither is needed to go on: None keeps the old state and clears the stop strings.
+            # Resuming needs both from the newest turn only: None keeps the old state and clears the stop strings.
             metadata=self.metadata if newest else None,
             stop_strings=list(self.stop_strings) if newest and self.stop_strings else None,
             answer=self.answer if newest else None,
@@ -309,7 +310,11 @@ class Trajectory:
         )
 
     def record(self) -> TrajectoryRecord:
-        """The finished trajectory as it is stored."""
+        """The record of a finished trajectory.
+
+        Raises:
+            RuntimeError: It has not ended.
+        """
         if self.stop_reason is None:
             raise RuntimeError("the trajectory has not ended")
         prompt = self.sample.prompt
@@ -336,7 +341,7 @@ class Trajectory:
         )
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:
-        """The trajectory as it is stored when it is not wanted: its complete turns."""
+        """The record of a dropped trajectory: its complete turns."""
         prompt = self.sample.prompt
         complete = len(self.rewards)
         messages = self.messages[: len(prompt.messages) + 2 * complete]
@@ -363,7 +368,7 @@ class Trajectory:
         )
 
     def failure_record(self, failure: TrajectoryFailed) -> FailureRecord:
-        """The trajectory as it is stored when it was given up."""
+        """The record of a trajectory that failed permanently."""
         prompt = self.sample.prompt
         return FailureRecord(
             task_index=prompt.task_index,
