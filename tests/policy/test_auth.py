@@ -54,7 +54,7 @@ def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("Bearer sample-1234", "this needs the job's token of scope weights; the one shown is of scope generate"),
+        ("Bearer sample-1234", "this needs the job's token of scope weights; the given one is of scope generate"),
         ("Bearer nothing", "the Authorization header must be: Bearer and one of the job's tokens"),
     ],
 )

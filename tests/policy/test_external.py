@@ -211,7 +211,7 @@ async def test_texts_without_ids_are_encoded_and_marked(tokenizer: HuggingFaceTo
     # What it does not know it is not asked again.
     assert ["return_token_ids" in body for body in server.bodies("/v1/completions")] == [True, False, False]
     async with serving(server.handle) as url, opened(url, window=100) as client:
-        with pytest.raises(PolicyRefused, match="tells no token ids"):
+        with pytest.raises(PolicyRefused, match="returns no token ids"):
             await client.generate(request())
 
 

@@ -1,1 +1,1 @@
-"""A worker's way to the policy: the interface, the client of the Serve app, routing, and endpoints of others."""
+"""A worker's access to the policy: the interface, the client of the Serve app, routing, external endpoints."""

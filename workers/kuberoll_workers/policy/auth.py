@@ -1,4 +1,4 @@
-"""The tokens of a policy, one for each scope, and who may ask for what."""
+"""Tokens of a policy, one for each scope, and the authorization of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from kuberoll_api.contract import SCOPES, Scope, token_variable
 
-# Whoever may sample or publish may look, too; nobody may do both with one token.
+# Tokens for sampling and for publishing also open the read scope; no token opens both of the others.
 _ACCEPTED_SCOPES: Final[Mapping[Scope, frozenset[Scope]]] = {
     "generate": frozenset({"generate"}),
     "weights": frozenset({"weights"}),
@@ -31,15 +31,15 @@ class Tokens(msgspec.Struct, kw_only=True, frozen=True):
         return str(getattr(self, scope))
 
     def variables(self) -> dict[str, str]:
-        """Environment variables for a program that takes them by `take_tokens`."""
+        """Environment variables from which `take_tokens` reads them."""
         return {token_variable(scope): self.for_scope(scope) for scope in SCOPES}
 
 
 class AccessDenied(Exception):
-    """A request that its token does not open.
+    """A request that is not authorized.
 
     Attributes:
-        status: 401 where no known token was shown, 403 where one of another scope was.
+        status: HTTP status: 401 without a valid token, 403 with a token of another scope.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -48,37 +48,37 @@ class AccessDenied(Exception):
 
 
 def authorize(authorization: str | None, tokens: Tokens | None, scope: Scope) -> None:
-    """Let a request of a scope pass; how long the decision takes says nothing of the tokens.
+    """Check that a request may use a scope, in time that does not depend on the tokens.
 
     Args:
         authorization: Its Authorization header.
-        tokens: Those that are known; None: everybody may do everything.
+        tokens: The valid tokens; None: every request is allowed.
 
     Raises:
-        AccessDenied: It may not pass.
+        AccessDenied: It may not.
     """
     if tokens is None:
         return
     scheme, _, text = (authorization or "").partition(" ")
     shown = text.strip().encode()
-    # With every token, whether one has matched already or not.
+    # Compare with every token, even after a match.
     matches = [known for known in SCOPES if hmac.compare_digest(shown, tokens.for_scope(known).encode())]
     if not matches or scheme.lower() != _SCHEME:
         raise AccessDenied(401, "the Authorization header must be: Bearer and one of the job's tokens")
     if _ACCEPTED_SCOPES[scope].isdisjoint(matches):
-        raise AccessDenied(403, f"this needs the job's token of scope {scope}; the one shown is of scope {matches[0]}")
+        raise AccessDenied(403, f"this needs the job's token of scope {scope}; the given one is of scope {matches[0]}")
 
 
 def take_token(environment: MutableMapping[str, str], scope: Scope) -> str | None:
-    """The token of one scope out of environment variables, where it is not left; None: there is none."""
+    """Remove the token of one scope from environment variables and return it; None if it is not set."""
     return environment.pop(token_variable(scope), None) or None
 
 
 def take_tokens(environment: MutableMapping[str, str]) -> Tokens | None:
-    """All tokens out of environment variables, where they are not left; None: there is none of them.
+    """Remove all tokens from environment variables and return them; None if none is set.
 
     Raises:
-        ValueError: Some are there and others are not; names the missing variables.
+        ValueError: Only some are set; the message names the missing variables.
     """
     found = {scope: take_token(environment, scope) for scope in SCOPES}
     missing = [token_variable(scope) for scope, token in found.items() if token is None]

@@ -24,7 +24,7 @@ SESSION_HEADER = "x-session-id"
 """Requests with the same value go to the same replica, where their prefix is cached."""
 
 LOAD_HEADER = "x-kuberoll-load"
-"""In an answer: requests that the replica was working on besides this one."""
+"""Response header: the number of other requests that the replica was working on."""
 
 _CONNECT_SECONDS = 10.0
 _HEALTH_SECONDS = 10.0
@@ -32,10 +32,10 @@ _MESSAGE_CHARACTERS = 2000
 
 
 class Overloaded(PolicyUnavailable):
-    """An answer that says "not now": nothing is wrong with the endpoint, and nothing was generated.
+    """The endpoint is overloaded: it works, and generated nothing for this request.
 
     Attributes:
-        retry_after: Seconds after which to come again, where it said so.
+        retry_after: Seconds after which to retry; None if the response does not say.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
@@ -44,7 +44,7 @@ class Overloaded(PolicyUnavailable):
 
 
 class Unreachable(PolicyUnavailable):
-    """There was no connection, so nothing was sent."""
+    """The endpoint could not be connected to; nothing was sent."""
 
 
 class ServeClient:
@@ -54,7 +54,7 @@ class ServeClient:
     cancelling a call closes its connection, which aborts the generation.
 
     Attributes:
-        load: Requests that the endpoint was working on besides the newest answered one; None where it does not say.
+        load: Number of other requests at the endpoint when it sent its newest response; None if unknown.
     """
 
     def __init__(self, url: str, *, limit: int, token: str | None = None) -> None:
@@ -71,7 +71,7 @@ class ServeClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self._headers,
             auto_decompress=False,
-            # The only cookies are a load balancer's, and affinity goes by header here.
+            # The only cookies are a load balancer's, and session affinity is by header here.
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
@@ -86,10 +86,10 @@ class ServeClient:
         """Continue one sequence.
 
         Raises:
-            Overloaded: An answer of 429, or a 503 that does not come from the engine.
+            Overloaded: Status 429, or a 503 that does not come from the engine.
             Unreachable: No connection.
-            PolicyUnavailable: A broken connection, an answer of 5xx, or one that is not a result.
-            PolicyRefused: An answer of 4xx.
+            PolicyUnavailable: A broken connection, status 5xx, or a body that is not a result.
+            PolicyRefused: Another status 4xx.
         """
         answer = await self._send(
             "POST",
@@ -107,7 +107,7 @@ class ServeClient:
         raise _refusal(self._url, answer)
 
     async def healthy(self) -> bool:
-        """Whether the endpoint says that it can generate."""
+        """True if the endpoint reports that it can generate."""
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
                 return (await self._send("GET", "/healthz")).status == 200
@@ -115,10 +115,10 @@ class ServeClient:
             return False
 
     async def info(self) -> EngineInfo:
-        """What the endpoint serves.
+        """Get the model and limits of the endpoint.
 
         Raises:
-            PolicyUnavailable: It does not say.
+            PolicyUnavailable: It does not answer as KubeRoll's endpoints do.
         """
         answer = await self._send("GET", "/info")
         try:
@@ -129,10 +129,10 @@ class ServeClient:
         raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
     async def replicas(self) -> list[tuple[str, str]]:
-        """Names and base URLs of the replicas behind the endpoint; empty where it cannot tell.
+        """Names and base URLs of the replicas behind the endpoint; empty if it has no such route.
 
         Raises:
-            PolicyUnavailable: No answer, or none that is understood.
+            PolicyUnavailable: No response, or a malformed one.
         """
         answer = await self._send("GET", "/replicas")
         if answer.status == 404:
@@ -151,10 +151,10 @@ class ServeClient:
         """Wait until the endpoint can generate.
 
         Args:
-            trouble: Told meanwhile why it cannot.
+            trouble: Called with the reason while it cannot.
 
         Raises:
-            PolicyUnavailable: It could not within so many seconds; says what it answered last.
+            PolicyUnavailable: It was not ready in time; the message has the last reason.
         """
         return await wait_until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
 
@@ -203,15 +203,15 @@ def _refusal(url: str, answer: _Answer) -> PolicyRefused | PolicyUnavailable:
     except (msgspec.DecodeError, KeyError, TypeError):
         message, ours = body.decode(errors="replace").strip(), False
     text = f"{url} answered {status}: {message[:_MESSAGE_CHARACTERS]}"
-    # What the engine says of itself has our form; a proxy without a replica, and a replica with a full queue, has not.
+    # Errors of the engine have our format; those of a proxy without a replica, or of a full queue, do not.
     if status == 429 or (status == 503 and not ours):
         return Overloaded(text, retry_after=_seconds(answer.headers.get("retry-after")))
-    # Serve knows no route while the application is being deployed anew.
+    # Serve has no route while the application is being redeployed.
     if status in (408, 429) or (status == 404 and not ours):
         return PolicyUnavailable(text)
     return PolicyRefused(text) if 400 <= status < 500 else PolicyUnavailable(text)
 
 
 def _seconds(value: str | None) -> float | None:
-    # It may be a date too, which nobody sends here.
+    # It may be a date, too, which no server here sends.
     return float(value) if value is not None and value.strip().isdecimal() else None

@@ -1,4 +1,4 @@
-"""What the loop asks of a policy: token ids in, token ids and their log-probabilities out."""
+"""The interface of a policy: token ids in, token ids and their log-probabilities out."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
-# Beyond these an engine's own arithmetic fails, and with it all requests in its batch.
+# Larger values make an engine's arithmetic fail, and with it all requests in its batch.
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 1e6
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one response is sampled; as it travels, too, where the bounds are checked.
+    """Sampling parameters of one response, in memory and on the wire, where the bounds are checked.
 
-    Stop strings belong to this request alone and are included in the output. `temperature` 0 is greedy.
+    Stop strings apply to this request only and are included in the output. `temperature` 0 is greedy.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -39,8 +39,8 @@ class GenerationRequest:
 
     Attributes:
         request_id: Unique per attempt at a turn.
-        session_id: The same for all turns of a trajectory, so that they can stay where their prefix is cached.
-        token_ids: The whole prompt, `array("i")`. It grows with the trajectory: to keep it, copy it.
+        session_id: The same for all turns of a trajectory, so that they can go to the replica with their prefix cached.
+        token_ids: The whole prompt, `array("i")`. It grows with the trajectory: copy it to keep it.
     """
 
     request_id: str
@@ -54,14 +54,14 @@ class GenerationResult:
     """One continuation.
 
     Attributes:
-        token_ids: Sampled ids, the ones of a stop string or end-of-sequence token included, `array("i")`.
-        logprobs: Log-probability of each of them under the distribution it was sampled from, `array("f")`;
-            empty only from policies of another interface, which may give none.
+        token_ids: Sampled ids, with those of a stop string or end-of-sequence token, `array("i")`.
+        logprobs: Log-probability of each id under the distribution it was sampled from, `array("f")`; empty only
+            from policies of another interface that return none.
         finish_reason: `stop` (stop string or token), `length` (max_tokens or the engine's window) or `abort`.
         cached_tokens: Prompt tokens whose key-value cache was reused.
         policy_versions: Spans `(version, start, end)` over `token_ids`, end exclusive.
-        exact: `token_ids` are the sampled ones; False: the server told the text alone, and they are its encoding,
-            which may be of other tokens, and of more than were asked for.
+        exact: `token_ids` are the sampled ones; False: the server returned only text, and they are its encoding,
+            which may have other tokens, and more than the requested maximum.
     """
 
     token_ids: array[int]
@@ -74,7 +74,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What a policy endpoint serves.
+    """Model, limits and load of a policy endpoint.
 
     Attributes:
         engine: Its name and version.
@@ -82,7 +82,7 @@ class EngineInfo:
         policy_version: Of the weights that it answers with now.
         ongoing_requests: Requests that it works on now.
         max_ongoing_requests: How many one replica takes at once; 0: unknown.
-        kv_cache_tokens: For how many tokens of context one replica has room; 0: unknown.
+        kv_cache_tokens: Capacity of one replica's key-value cache in tokens; 0: unknown.
     """
 
     model: str
@@ -100,15 +100,15 @@ class PolicyError(Exception):
 
 
 class PolicyUnavailable(PolicyError):
-    """The endpoint is at fault (down, overloaded, broken): worth another try."""
+    """The endpoint is at fault (down, overloaded, broken): a retry may succeed."""
 
 
 class PolicyRefused(PolicyError):
-    """The request itself is at fault: another try would be refused too."""
+    """The request is at fault: a retry would be refused, too."""
 
 
 class FatalRequest(PolicyRefused):
-    """The request itself ends the engine: it is not sent to another one."""
+    """The request kills engines, so it is not sent to another one."""
 
 
 class Policy(Protocol):
@@ -118,7 +118,7 @@ class Policy(Protocol):
         """Continue one sequence; cancelling the call aborts the generation.
 
         Raises:
-            PolicyUnavailable: The endpoint did not answer properly.
+            PolicyUnavailable: The endpoint did not respond properly.
             PolicyRefused: The request is invalid.
         """
         ...

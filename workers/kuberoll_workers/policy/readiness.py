@@ -1,4 +1,4 @@
-"""Waiting for an endpoint, and telling meanwhile what keeps it."""
+"""Waiting until an endpoint is ready, with reports of the reason why it is not."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Final
 from kuberoll_workers.policy.interface import EngineInfo, PolicyUnavailable
 
 CHANGE_SECONDS: Final = 5.0
-"""The least between two different troubles that are told."""
+"""Minimum seconds between reports of different troubles."""
 REPEAT_SECONDS: Final = 30.0
-"""After which the same trouble is told again."""
+"""Seconds after which an unchanged trouble is reported again."""
 
 
 class TroubleReports:
-    """Decides what of a stream of troubles is news: the first, another one, and once in a while the same again."""
+    """Limits reports of troubles: the first one, changes, and from time to time the same one again."""
 
-    def __init__(self, tell: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
         self._clock = clock
-        self._told: str | None = None
+        self._last: str | None = None
         self._at = 0.0
 
     def add(self, trouble: str) -> None:
-        """There is trouble now."""
+        """Report a trouble, unless it was reported recently."""
         since = self._clock() - self._at
-        if self._told is None or since >= (REPEAT_SECONDS if trouble == self._told else CHANGE_SECONDS):
-            self._told, self._at = trouble, self._clock()
-            self._tell(trouble)
+        if self._last is None or since >= (REPEAT_SECONDS if trouble == self._last else CHANGE_SECONDS):
+            self._last, self._at = trouble, self._clock()
+            self._report(trouble)
 
 
 async def wait_until_ready(
@@ -40,16 +40,16 @@ async def wait_until_ready(
     interval: float,
     trouble: Callable[[str], None] | None = None,
 ) -> EngineInfo:
-    """Ask again and again until there is an answer.
+    """Poll an endpoint until it is ready; return its description.
 
     Args:
-        ask: Raises PolicyUnavailable while it has none.
-        seconds: To wait at most.
-        interval: Seconds between two times.
-        trouble: Told why there is none, from the first time on.
+        ask: Raises PolicyUnavailable while the endpoint is not ready.
+        seconds: Maximum time to wait.
+        interval: Seconds between two attempts.
+        trouble: Called with the reason while the endpoint is not ready.
 
     Raises:
-        PolicyUnavailable: There was none within so many seconds; says why at last.
+        PolicyUnavailable: It was not ready in time; the message has the last reason.
     """
     last = "no answer"
     troubles = TroubleReports(trouble or (lambda _: None))

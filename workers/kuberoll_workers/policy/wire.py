@@ -1,8 +1,8 @@
-"""How requests and results travel: msgpack with packed arrays, or plain JSON.
+"""Encoding of requests and results: msgpack with packed arrays, or plain JSON.
 
 In msgpack, token ids are binary little-endian int32 and log-probabilities binary little-endian float32: exact, small,
-and copied instead of converted. In JSON (and in msgpack too, if a caller likes) they are lists. Field names are those
-of vLLM's `/inference/v1/generate`, where it has them.
+and copied instead of converted. In JSON, and optionally in msgpack, they are lists. Field names are those of
+vLLM's `/inference/v1/generate` where it has them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _encode = {MSGPACK: msgspec.msgpack.Encoder().encode, JSON: msgspec.json.Encoder
 
 
 class WireError(ValueError):
-    """A body that is not what it should be."""
+    """A malformed body."""
 
 
 def media_type(content_type: str | None) -> str:
-    """The codec of a Content-Type header; JSON where there is none.
+    """Media type of a Content-Type header, as the codecs are named; JSON without a header.
 
     Raises:
         WireError: There is no codec for it.
@@ -63,7 +63,7 @@ def media_type(content_type: str | None) -> str:
     name = (content_type or JSON).partition(";")[0].strip().lower()
     if name in ("application/x-msgpack", "application/vnd.msgpack"):
         return MSGPACK
-    # What curl -d sends when nobody tells it otherwise.
+    # The default of curl -d.
     if name == "application/x-www-form-urlencoded":
         return JSON
     if name not in _encode:
@@ -72,7 +72,7 @@ def media_type(content_type: str | None) -> str:
 
 
 def encode_request(request: GenerationRequest, media: str = MSGPACK) -> bytes:
-    """The body of a request."""
+    """Encode a request."""
     return _encode[media](
         {
             "request_id": request.request_id,
@@ -84,10 +84,10 @@ def encode_request(request: GenerationRequest, media: str = MSGPACK) -> bytes:
 
 
 def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
-    """Parse and check a request's body.
+    """Decode and check a request.
 
     Raises:
-        PolicyRefused: Names the field that is wrong.
+        PolicyRefused: It is malformed; the message names the field.
     """
     try:
         raw = _decode_request[media](body)
@@ -96,7 +96,7 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
         raise PolicyRefused(f"the request is not understood: {error}") from error
     if not token_ids:
         raise PolicyRefused("token_ids is empty: there is nothing to continue")
-    # As numpy looks at it, for the replica does this with every prompt.
+    # With NumPy, because the replica checks every prompt.
     if (lowest := int(np.frombuffer(token_ids, np.int32).min())) < 0:
         raise PolicyRefused(f"token_ids holds {lowest}; token ids are not negative")
     return GenerationRequest(
@@ -108,7 +108,7 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
 
 
 def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:
-    """The body of a response."""
+    """Encode a result."""
     return _encode[media](
         {
             "token_ids": _packed(result.token_ids, media),
@@ -121,10 +121,10 @@ def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:
 
 
 def decode_result(body: bytes, media: str = MSGPACK) -> GenerationResult:
-    """Parse and check a response's body.
+    """Decode and check a result.
 
     Raises:
-        WireError: It is torn or not a result.
+        WireError: It is truncated or not a result.
     """
     try:
         raw = _decode_result[media](body)

@@ -34,9 +34,9 @@ class RolloutSettings:
         generation_seconds: Time limit of one generation request.
         turn_seconds: Time limit of one turn, with retries, without the wait for others in Lockstep; None: no limit.
         trajectory_seconds: Time limit of one trajectory; None: no limit.
-        foreign_policy: The policy has another interface behind it, which does not receive `max_tokens` and may return no
-            log-probabilities, so neither is checked. A response that exceeds the window is kept whole and ends its
-            trajectory.
+        foreign_policy: The policy has another interface behind it, which does not receive `max_tokens` and may return
+            no log-probabilities, so neither is checked. A response that exceeds the window is kept whole and ends
+            its trajectory.
     """
 
     max_turns: int

@@ -1,4 +1,4 @@
-"""Policies that somebody else serves: KubeRoll's own endpoints, SGLang, and any OpenAI-compatible server."""
+"""Externally managed policies: KubeRoll's own endpoints, SGLang, and any OpenAI-compatible server."""
 
 from kuberoll_workers.policy.external.client import ExternalClient, open_external
 

@@ -1,4 +1,4 @@
-"""The client of an endpoint that somebody else keeps, whatever it speaks."""
+"""Client of an externally managed endpoint; it detects the protocol."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ Api = Literal["Auto", "KubeRoll", "OpenAI"]
 _CONNECT_SECONDS = 10.0
 _ASKING_SECONDS = 30.0
 _MESSAGE_CHARACTERS = 2000
-# "Not now": nothing is wrong with the server, and nothing was generated.
+# The server works, and generated nothing for this request.
 _OVERLOADED = (429, 503, 529)
-# What servers answer to a field that they do not know, and to much else.
+# Statuses for unknown fields, and for other errors.
 _NOT_UNDERSTOOD = (400, 422)
-# Where servers list how long a context may be.
+# Fields with the length of the context window, in the order of preference.
 _WINDOWS = ("max_model_len", "context_length", "context_window")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Server:
-    """What a server was found to be.
+    """The detected properties of a server.
 
     Attributes:
-        engine: Its kind, in words.
+        engine: Name for messages.
+        window: Context window in tokens.
         native: It is SGLang, with its own route.
-        dialect: What its completions are asked for.
-        proven: It has answered in that dialect, so that what it refuses now is the request.
+        dialect: The fields that its completions are requested with.
+        proven: It has answered in that dialect, so a later refusal is of the request itself.
     """
 
     model: str
@@ -71,7 +72,7 @@ class _Answer(NamedTuple):
     body: bytes
 
     def json(self) -> Any:
-        """The body; None where it is not JSON."""
+        """Decode the body; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -79,9 +80,9 @@ class _Answer(NamedTuple):
 
 
 class ExternalClient:
-    """Generates at one endpoint that somebody else keeps; an async context manager.
+    """Generates at one externally managed endpoint; an async context manager.
 
-    What it speaks is asked when it is first used: KubeRoll's own protocol, SGLang's, or OpenAI's completions. Time
+    Its protocol is detected on first use: KubeRoll's own, SGLang's, or OpenAI's completions. Time
     limits and retries are the caller's: cancelling a call closes its connection, which ends the generation there.
     """
 
@@ -97,16 +98,16 @@ class ExternalClient:
         window: int | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """A client that has asked nothing yet.
+        """Store the settings; nothing is sent before the first use.
 
         Args:
             url: With or without the `/v1` that OpenAI's clients are given.
             model: Its name at an OpenAI-compatible server; None: the first that it lists.
             api_key: Sent as a bearer token.
-            limit: Requests at once.
-            tokenizer: Encodes the texts of servers that tell no ids; None: those are refused.
-            window: Tokens of context, where the server does not say how many it takes.
-            vocabulary: Token ids that there are; None: not known.
+            limit: Maximum number of concurrent requests.
+            tokenizer: Encodes the texts of servers that return no token ids; None: such servers are refused.
+            window: Context window in tokens, for servers that do not report it.
+            vocabulary: Number of token ids; None: unknown.
         """
         self._url = url.rstrip("/").removesuffix("/v1")
         self._api = api
@@ -124,7 +125,7 @@ class ExternalClient:
 
     @property
     def load(self) -> int | None:
-        """Requests that it was working on besides the newest answered one; None where it does not say."""
+        """Number of other requests at the endpoint when it sent its newest response; None if unknown."""
         return None if self._serve_client is None else self._serve_client.load
 
     async def __aenter__(self) -> Self:
@@ -144,13 +145,13 @@ class ExternalClient:
         await self._stack.aclose()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one sequence; `exact` is False where the server does not tell which tokens it sampled.
+        """Continue one sequence; `exact` is False if the server does not return the sampled token ids.
 
         Raises:
-            Overloaded: An answer of 429, 503 or 529.
+            Overloaded: Status 429, 503 or 529.
             Unreachable: No connection.
-            PolicyUnavailable: A broken connection, an answer of another 5xx, or one that is no result.
-            PolicyRefused: An answer of another 4xx, or a request that the server cannot serve.
+            PolicyUnavailable: A broken connection, another status 5xx, or a body that is not a result.
+            PolicyRefused: Another status 4xx, or a request that the server cannot serve.
         """
         found = await self._resolved()
         if isinstance(found, ServeClient):
@@ -183,7 +184,7 @@ class ExternalClient:
             answer = await self._post("/v1/completions", request, body)
             if answer.status not in _NOT_UNDERSTOOD or server.proven or dialect == BARE:
                 break
-            # It may be a field that is not OpenAI's; the server is asked for less, until it has once understood.
+            # It may be a field that is not OpenAI's: use fewer fields, until the server has answered once.
             dialect += 1
         if answer.status != 200:
             raise _refusal(self._url, answer)
@@ -192,7 +193,7 @@ class ExternalClient:
             return completion_result(answer.body, stop=request.sampling.stop, tokenizer=self._tokenizer)
 
     async def healthy(self) -> bool:
-        """Whether the endpoint says that it can generate."""
+        """True if the endpoint reports that it can generate."""
         try:
             async with asyncio.timeout(_ASKING_SECONDS):
                 found = await self._resolved()
@@ -206,11 +207,11 @@ class ExternalClient:
             return False
 
     async def info(self) -> EngineInfo:
-        """What the endpoint serves, as far as it says.
+        """Get the model and limits of the endpoint, as far as it reports them.
 
         Raises:
-            PolicyUnavailable: It does not answer, or not as any server that is known here.
-            PolicyRefused: It wants an API key, or something is left to be said by the job.
+            PolicyUnavailable: It does not respond, or its protocol is unknown.
+            PolicyRefused: It requires an API key, or the job lacks a setting; the message names it.
         """
         found = await self._resolved()
         if isinstance(found, ServeClient):
@@ -225,10 +226,10 @@ class ExternalClient:
         """Wait until the endpoint can generate.
 
         Args:
-            trouble: Told meanwhile why it cannot.
+            trouble: Called with the reason while it cannot.
 
         Raises:
-            PolicyUnavailable: It could not within so many seconds; says what it answered last.
+            PolicyUnavailable: It was not ready in time; the message has the last reason.
             PolicyRefused: Waiting would not help: see `info`.
         """
         return await wait_until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
@@ -236,7 +237,7 @@ class ExternalClient:
     async def _ready(self) -> EngineInfo:
         info = await self.info()
         if not await self.healthy():
-            raise PolicyUnavailable(f"{self._url}: it is not healthy")
+            raise PolicyUnavailable(f"{self._url}: not healthy")
         return info
 
     async def _resolved(self) -> ServeClient | _Server:
@@ -254,7 +255,7 @@ class ExternalClient:
             return found
 
     async def _probe(self) -> ServeClient | _Server:
-        """Find out what the endpoint speaks.
+        """Detect the protocol of the endpoint.
 
         Raises:
             PolicyUnavailable, PolicyRefused: See `info`.
@@ -269,7 +270,7 @@ class ExternalClient:
             )
         listed = _models(answer)
         if listed is None:
-            # Some servers list nothing; whoever says what they are is believed.
+            # Some servers list no models; with a protocol and a model in the job they are accepted.
             if not (self._api == "OpenAI" and self._model is not None and answer.status in (404, 405)):
                 raise PolicyUnavailable(f"{_refusal(self._url, answer)} (asked for /v1/models)")
             listed = []
@@ -301,11 +302,11 @@ class ExternalClient:
         return _Server(model=model, engine=engine, window=window, native=native)
 
     async def _is_sglang(self) -> bool:
-        # The second is what it was called before.
+        # The second is the older name.
         for path in ("/model_info", "/get_model_info"):
             answer = await self._send("GET", path)
-            said = answer.json() if answer.status == 200 else None
-            if isinstance(said, dict) and "model_path" in said and said.get("is_generation") is not False:
+            body = answer.json() if answer.status == 200 else None
+            if isinstance(body, dict) and "model_path" in body and body.get("is_generation") is not False:
                 return True
         return False
 
@@ -337,7 +338,7 @@ async def open_external(
     window: int | None = None,
     vocabulary: int | None = None,
 ) -> AsyncIterator[list[ExternalClient]]:
-    """Clients of the endpoints of one policy, in order; see `ExternalClient`."""
+    """Open the clients of the endpoints of one policy, in order; see `ExternalClient`."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
@@ -363,20 +364,20 @@ def _naming(url: str) -> Iterator[None]:
     except (PolicyUnavailable, PolicyRefused) as error:
         raise type(error)(f"{url}: {error}") from error
     except OverflowError as error:
-        raise PolicyUnavailable(f"{url}: the server told a token id that is none: {error}") from error
+        raise PolicyUnavailable(f"{url}: the server returned an invalid token id: {error}") from error
 
 
 def _models(answer: _Answer) -> list[dict[str, Any]] | None:
-    said = answer.json() if answer.status == 200 else None
-    cards = said.get("data") if isinstance(said, dict) else None
+    body = answer.json() if answer.status == 200 else None
+    cards = body.get("data") if isinstance(body, dict) else None
     if not isinstance(cards, list):
         return None
     return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
 
 
 def _refusal(url: str, answer: _Answer) -> PolicyRefused | PolicyUnavailable:
-    said = answer.json()
-    error = said.get("error", said) if isinstance(said, dict) else said
+    body = answer.json()
+    error = body.get("error", body) if isinstance(body, dict) else body
     words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     message = str(words) if words else answer.body.decode(errors="replace").strip()
     text = f"{url} answered {answer.status}: {message[:_MESSAGE_CHARACTERS]}"

@@ -1,4 +1,4 @@
-"""Generation by `POST /v1/completions` of an OpenAI-compatible server: its bodies, and what they mean."""
+"""Requests and responses of `POST /v1/completions` at an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kuberoll_workers.policy.interface import (
 )
 
 EXTENDED, PLAIN, BARE = range(3)
-"""What a server is asked for, from all to least: vLLM's fields too; OpenAI's; OpenAI's without log-probabilities."""
+"""Dialects of a request: with vLLM's fields; OpenAI's fields only; OpenAI's without log-probabilities."""
 
 _TOKEN_ID = "token_id:"
 _FINISHED: dict[str, FinishReason] = {
@@ -60,13 +60,14 @@ class _Completion(msgspec.Struct):
 
 
 def completion_body(request: GenerationRequest, *, model: str, room: int, dialect: int) -> dict[str, Any]:
-    """The body of a request.
+    """Make the body of a request.
 
     Args:
-        room: Tokens to generate at most.
+        room: Maximum number of tokens to generate.
+        dialect: `EXTENDED`, `PLAIN` or `BARE`.
 
     Raises:
-        PolicyRefused: The request needs what a server of this dialect does not know.
+        PolicyRefused: The request needs a field that this dialect lacks.
     """
     sampling = request.sampling
     body: dict[str, Any] = {
@@ -82,7 +83,7 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, dialec
         body["seed"] = sampling.seed
     if dialect == EXTENDED:
         return body | {
-            # The sampled token's own, and no others.
+            # The sampled token's only.
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -92,28 +93,28 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, dialec
     for name, given in (("topK", sampling.top_k > 0), ("stopTokenIds", bool(sampling.stop_token_ids))):
         if given:
             raise PolicyRefused(
-                f"spec.generation.sampling.{name}: the server takes OpenAI's own fields only; remove it"
+                f"spec.generation.sampling.{name}: the server accepts only OpenAI's own fields; remove it"
             )
     return body | {"logprobs": 1} if dialect == PLAIN else body
 
 
 def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer | None) -> GenerationResult:
-    """What a server answered.
+    """Read a response.
 
     Args:
         stop: The request's stop strings.
-        tokenizer: Encodes the text where the server does not tell its ids.
+        tokenizer: Encodes the text if the server returns no token ids.
 
     Raises:
-        PolicyUnavailable: It is not a completion, or one that was not finished.
-        PolicyRefused: The server did not want to complete this, or its ids are needed.
+        PolicyUnavailable: It is not a finished completion.
+        PolicyRefused: The server filtered it, or returns no token ids and there is no tokenizer.
     """
     try:
         completion = msgspec.json.decode(body, type=_Completion)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PolicyUnavailable(f"not a completion: {error}") from error
     if len(completion.choices) != 1:
-        raise PolicyUnavailable(f"the completion has {len(completion.choices)} choices, one was asked for")
+        raise PolicyUnavailable(f"the completion has {len(completion.choices)} choices; one was requested")
     choice = completion.choices[0]
     reason = finish_reason(choice.finish_reason)
     details = completion.usage.prompt_tokens_details if completion.usage is not None else None
@@ -137,11 +138,11 @@ def completion_result(body: bytes, *, stop: Sequence[str], tokenizer: Tokenizer 
 
 
 def finish_reason(given: str | None) -> FinishReason:
-    """What a server says, in our words.
+    """Translate a server's finish reason.
 
     Raises:
         PolicyUnavailable: The response was not finished.
-        PolicyRefused: The server did not want to finish it.
+        PolicyRefused: The server's content filter ended it.
     """
     if given == "content_filter":
         raise PolicyRefused("the server's content filter ended the response")
@@ -151,11 +152,11 @@ def finish_reason(given: str | None) -> FinishReason:
 
 
 def complete_logprobs(given: Sequence[float | None] | None, count: int) -> array[float]:
-    """The log-probabilities of so many sampled tokens.
+    """Check that there is a log-probability for each of `count` sampled tokens; return them as `array("f")`.
 
     Raises:
         PolicyUnavailable: Some are missing.
-        PolicyRefused: All are: the server does not tell them.
+        PolicyRefused: All are missing: the server does not return them.
     """
     known = [value for value in given or () if value is not None]
     if len(known) != count:
@@ -165,10 +166,10 @@ def complete_logprobs(given: Sequence[float | None] | None, count: int) -> array
 
 
 def check_ids(ids: array[int], vocabulary: int | None) -> None:
-    """Refuse token ids that are none, before anything is made of them.
+    """Check token ids from a server before they are used.
 
     Args:
-        vocabulary: How many the tokenizer knows; None: that is not known.
+        vocabulary: Number of token ids of the tokenizer; None: unknown.
 
     Raises:
         PolicyUnavailable: One is negative, or beyond the vocabulary.
@@ -177,10 +178,10 @@ def check_ids(ids: array[int], vocabulary: int | None) -> None:
         return
     lowest, highest = min(ids), max(ids)
     if lowest < 0:
-        raise PolicyUnavailable(f"the server says that it sampled the token id {lowest}; ids are not negative")
+        raise PolicyUnavailable(f"the server returned the token id {lowest}; ids are not negative")
     if vocabulary is not None and highest >= vocabulary:
         raise PolicyUnavailable(
-            f"the server says that it sampled the token id {highest}, and the tokenizer knows {vocabulary}; is "
+            f"the server returned the token id {highest}, but the tokenizer has only {vocabulary} ids; is "
             "spec.generation.model.tokenizer that of the server's model?"
         )
 
@@ -195,7 +196,7 @@ def _token_ids(choice: _Choice) -> array[int] | None:
 
 
 def _whole_text(choice: _Choice, stop: Sequence[str]) -> str:
-    """The text with its stop string, where the server cut that off and says which it was."""
+    """The text with its stop string, if the server cut that off and reports which it was."""
     text = choice.text or ""
     for word in (choice.stop_reason, choice.matched_stop):
         if isinstance(word, str) and word in stop and not text.endswith(word):
@@ -205,5 +206,5 @@ def _whole_text(choice: _Choice, stop: Sequence[str]) -> str:
 
 def _encoded(text: str, tokenizer: Tokenizer | None) -> array[int]:
     if tokenizer is None:
-        raise PolicyRefused("the server tells no token ids, and there is no tokenizer to encode its text with")
+        raise PolicyRefused("the server returns no token ids, and there is no tokenizer to encode its text with")
     return tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Fields of a request that vLLM and SGLang have by the same names, beyond OpenAI's own."""
+"""Request fields that vLLM and SGLang have beyond OpenAI's, under the same names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kuberoll_workers.policy.interface import SamplingParameters
 
 
 def extensions(sampling: SamplingParameters) -> dict[str, Any]:
-    """Sampling that OpenAI's API has no fields for.
+    """Sampling fields that OpenAI's API lacks.
 
-    All of it is there, at its default too: what is left out may be filled in from a model's generation_config.json or
-    a server's preferred parameters.
+    All are sent, even at their defaults: a server may fill in missing ones from a model's generation_config.json or
+    its own settings.
     """
     return {
         "top_k": sampling.top_k,

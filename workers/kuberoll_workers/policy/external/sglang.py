@@ -1,4 +1,4 @@
-"""Generation by SGLang's own `POST /generate`, which takes token ids and tells those that it sampled."""
+"""Requests and responses of SGLang's own `POST /generate`, which takes and returns token ids."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Generated(msgspec.Struct):
 
 
 def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
-    """The body of a request.
+    """Make the body of a request.
 
     Args:
-        room: Tokens to generate at most.
+        room: Maximum number of tokens to generate.
     """
     sampling = request.sampling
     parameters: dict[str, Any] = {
@@ -50,11 +50,11 @@ def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
 
 
 def generate_result(body: bytes) -> GenerationResult:
-    """What SGLang answered.
+    """Read a response.
 
     Raises:
-        PolicyUnavailable: It is not a result, or one that was not finished.
-        PolicyRefused: The request was at fault.
+        PolicyUnavailable: It is not a finished result.
+        PolicyRefused: The request is at fault, or the server returns no token ids.
     """
     try:
         meta = msgspec.json.decode(body, type=_Generated).meta_info
@@ -65,7 +65,7 @@ def generate_result(body: bytes) -> GenerationResult:
         raise PolicyRefused(f"the server refused the request: {finish.message}")
     reason = finish_reason(None if finish is None else finish.type)
     if meta.output_token_logprobs is None:
-        raise PolicyRefused("the server gave no output_token_logprobs, in which it tells the ids that it sampled")
+        raise PolicyRefused("the server returned no output_token_logprobs, which have the sampled token ids")
     sampled = meta.output_token_logprobs
     return GenerationResult(
         token_ids=token_array(token for _, token, _ in sampled),

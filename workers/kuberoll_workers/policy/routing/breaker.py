@@ -1,4 +1,4 @@
-"""A replica's circuit breaker: one that fails again and again is left alone until it has been seen to be well."""
+"""Circuit breaker of a replica: after repeated failures it gets no requests until a health probe succeeds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LONGEST_SECONDS = 30.0
 
 
 class Breaker:
-    """Closed: requests go there. Open: none do. Half-open: none do, and one probe is under way.
+    """Closed: requests are sent. Open: none are. Half-open: none are, and one probe is running.
 
     Attributes:
-        retry_at: When an open one is to be probed.
+        retry_at: Time at which an open breaker is probed.
     """
 
     __slots__ = ("_backoff", "_failures", "retry_at", "state")
@@ -31,19 +31,19 @@ class Breaker:
         return self.state == "closed"
 
     def record_success(self) -> None:
-        """A request was answered; one that was sent before the breaker opened says nothing of now."""
+        """Record a response; ignored while open, since the request was sent before the breaker opened."""
         if self.state == "closed":
             self._failures = 0
             self._backoff = FIRST_SECONDS
 
     def record_failure(self, now: float, *, fatally: bool = False) -> bool:
-        """A request failed.
+        """Record a failed request.
 
         Args:
-            fatally: It is known to be down: there is no need for more failures.
+            fatally: The replica is known to be down: open at once.
 
         Returns:
-            Whether the breaker opened by it.
+            True if this opened the breaker.
         """
         if self.state != "closed":
             return False
@@ -54,18 +54,18 @@ class Breaker:
         return True
 
     def begin_probe(self, now: float) -> bool:
-        """Whether a probe is due; if so, the caller makes it, and says how it went."""
+        """True if a probe is due; the caller then makes it and calls `record_probe`."""
         if self.state != "open" or now < self.retry_at:
             return False
         self.state = "half-open"
         return True
 
     def record_probe(self, healthy: bool, now: float) -> None:
-        """The probe's result."""
+        """Record the probe's result."""
         if self.state != "half-open":
             return
         if healthy:
-            # The backoff stays: health that is followed by failures is worth little.
+            # The backoff stays until a request succeeds: a healthy replica may still fail requests.
             self.state = "closed"
             self._failures = 0
         else:

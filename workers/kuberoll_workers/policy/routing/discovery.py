@@ -1,4 +1,4 @@
-"""Where the replicas are."""
+"""Discovery of replicas: from a list, from the Serve app, or by DNS."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SECONDS = 10.0
 
 
 class Discovery(Protocol):
-    """Knows the replicas that there are now."""
+    """A source of the current replicas."""
 
     async def addresses(self) -> Sequence[Address]:
-        """All that are to get requests; none: there is none now.
+        """List the replicas that get requests; empty if there are none now.
 
         Raises:
-            PolicyUnavailable: It could not be found out; what was known before still stands.
+            PolicyUnavailable: The list could not be read; the last one remains valid.
         """
         ...
 
 
 class StaticDiscovery:
-    """The replicas that somebody listed."""
+    """A fixed list of replicas."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._addresses = [Address(url, url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
@@ -37,27 +37,27 @@ class StaticDiscovery:
 
 
 class EndpointDiscovery:
-    """The replicas that the Serve app says it has; the endpoint itself where it cannot tell."""
+    """The replicas that the Serve app lists; the endpoint itself if it lists none."""
 
     def __init__(self, client: ServeClient, url: str) -> None:
-        """`client` asks at `url`, and is somebody else's to open and close."""
+        """`client` sends requests to `url`; the caller opens and closes it."""
         self._client = client
         self._itself = [Address(url.rstrip("/"), url.rstrip("/"))]
 
     async def addresses(self) -> Sequence[Address]:
         try:
             async with asyncio.timeout(_SECONDS):
-                found = await self._client.replicas()
+                replicas = await self._client.replicas()
         except TimeoutError as error:
             raise PolicyUnavailable(f"no list of replicas within {_SECONDS:g} s") from error
-        return [Address(name, url.rstrip("/")) for name, url in found] or self._itself
+        return [Address(name, url.rstrip("/")) for name, url in replicas] or self._itself
 
 
 class DnsDiscovery:
-    """The addresses of a name, each with one replica."""
+    """The addresses of a DNS name, one replica at each."""
 
     def __init__(self, host: str) -> None:
-        """Look at `host`, a name and a port, "name:8000".
+        """`host` is a name and a port, "name:8000".
 
         Raises:
             ValueError: It has no port.
@@ -73,9 +73,9 @@ class DnsDiscovery:
             async with asyncio.timeout(_SECONDS):
                 found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except TimeoutError as error:
-            raise PolicyUnavailable(f"{self._name}: no answer of DNS within {_SECONDS:g} s") from error
+            raise PolicyUnavailable(f"{self._name}: no response from DNS within {_SECONDS:g} s") from error
         except socket.gaierror as error:
-            # A headless Service without a ready pod has no name either.
+            # A headless Service without a ready pod has no DNS name.
             if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
                 return []
             raise PolicyUnavailable(f"{self._name}: {error}") from error

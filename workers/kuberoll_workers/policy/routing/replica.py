@@ -1,4 +1,4 @@
-"""What routing asks of a replica, and what it offers to the loop."""
+"""Interfaces of routing: a replica's client, and the sessions that it keeps for the loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, Gen
 
 
 class Address(NamedTuple):
-    """A replica's name, which no other replica has had before it, and its base URL."""
+    """A replica's id, which is never reused, and its base URL."""
 
     id: str
     url: str
@@ -16,39 +16,39 @@ class Address(NamedTuple):
 
 @runtime_checkable
 class SessionPolicy(Protocol):
-    """A policy that keeps something for each trajectory, and lets go of it when it is told."""
+    """A policy that keeps state for each trajectory until its session ends."""
 
     def end_session(self, session_id: str) -> None:
-        """The trajectory has ended, however it did; there is no further request of it."""
+        """Release the state of a trajectory, which sends no more requests."""
         ...
 
 
 class ReplicaClient(Protocol):
-    """One replica's client."""
+    """The client of one replica."""
 
     @property
     def load(self) -> int | None:
-        """Requests that it was working on besides the newest answered one; None where it does not say."""
+        """Number of other requests at the replica when it sent its newest response; None if unknown."""
         ...
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one sequence.
 
         Raises:
-            Overloaded, Unreachable: See `client`.
+            Overloaded, Unreachable: As in `policy.client`.
             PolicyUnavailable: The replica is at fault.
-            PolicyRefused: The request is.
+            PolicyRefused: The request is at fault.
         """
         ...
 
     async def healthy(self) -> bool:
-        """Whether it can generate now."""
+        """True if it can generate now."""
         ...
 
     async def info(self) -> EngineInfo:
-        """What it serves.
+        """Get its model and limits.
 
         Raises:
-            PolicyUnavailable: It does not say.
+            PolicyUnavailable: It does not respond properly.
         """
         ...

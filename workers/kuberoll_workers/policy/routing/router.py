@@ -1,4 +1,4 @@
-"""The policy over several replicas that come, go, break and are full."""
+"""A policy over several replicas, which may come, go, fail and be overloaded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kuberoll_workers.policy.routing.sessions import Session
 from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
 Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
-"""Makes the client of a replica from its base URL."""
+"""Creates the client of a replica from its base URL."""
 
 REFRESH_SECONDS: Final = 2.0
 TRIES: Final = 3
 SUSPICIOUS_DEATHS: Final = 2
-"""A trajectory whose requests were in flight when so many engines in a row died is suspected of it."""
+"""Engines that died in a row with a trajectory's request in flight before it is suspected of killing them."""
 
 _SEARCH_SECONDS = 0.25
 _CALM_SECONDS = 0.1
@@ -41,10 +41,10 @@ _log = logging.getLogger(__name__)
 
 
 class RoutedPolicy:
-    """Generates on whichever replica is best; an async context manager.
+    """Sends each request to the best replica; an async context manager.
 
-    A call waits, for as long as its caller lets it, while there is no replica, or none that takes more. What can be
-    done again elsewhere is, and costs the caller no try.
+    A call waits while there is no replica, or none takes more requests; the caller sets the time limit. Requests that
+    can be retried on another replica are, without using up the caller's attempts.
     """
 
     def __init__(
@@ -56,12 +56,11 @@ class RoutedPolicy:
         share: float = 1.0,
         metrics: RoutingMetrics | None = None,
     ) -> None:
-        """Nothing is asked before the context is entered.
+        """Store the parts; nothing is sent before the context is entered.
 
         Args:
-            sticky: Keep the turns of a trajectory, and as far as it costs nothing those of a prompt group, together.
-            share: Which part of each replica's key-value cache is for the trajectories of this process; 0: do not
-                keep to any bound.
+            sticky: Keep the turns of a trajectory on one replica, and a prompt group too, as far as load allows.
+            share: Fraction of each replica's key-value cache for the trajectories of this process; 0: no limit.
         """
         self._discovery = discovery
         self._connect = connect
@@ -73,13 +72,13 @@ class RoutedPolicy:
         self._joining: set[str] = set()
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._in_flight: defaultdict[str, set[Ticket]] = defaultdict(set)
-        # By replica, the trajectories that were there when it died and had seen another one die before.
+        # By replica: trajectories in flight at its death that had been in flight at another one's death, too.
         self._repeated: defaultdict[str, set[Session]] = defaultdict(set)
-        # Suspects are tried one at a time, until one is alone in it when an engine dies.
+        # Suspects are sent one at a time, so that an engine's death has one cause.
         self._quarantine = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
-        # By replica, and of all of them by "": what was said last.
+        # The last trouble by replica; that of discovery under "".
         self._troubles: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop
 
@@ -100,7 +99,7 @@ class RoutedPolicy:
             await stack.aclose()
 
     def state(self) -> RoutingState:
-        """What the metrics tell of this moment."""
+        """The state for the metrics."""
         replicas = self._admission.replicas.values()
         states = Counter(replica.breaker.state if replica.listed else "leaving" for replica in replicas)
         return RoutingState(
@@ -110,16 +109,16 @@ class RoutedPolicy:
         )
 
     def end_session(self, session_id: str) -> None:
-        """The trajectory has ended; its place is free."""
+        """Release a trajectory that has ended."""
         self._admission.end_session(session_id, self._loop.time())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one sequence.
 
         Raises:
-            PolicyUnavailable: It failed several times although the replicas say that they are well.
+            PolicyUnavailable: It failed several times although the replicas are healthy.
             PolicyRefused: The request is invalid.
-            FatalRequest: Engines died of it.
+            FatalRequest: It killed engines.
         """
         admission, metrics, time = self._admission, self._metrics, self._loop.time
         prompt = len(request.token_ids)
@@ -166,7 +165,7 @@ class RoutedPolicy:
                             await self._quarantine.acquire()
                             quarantined = True
                     broken += 1
-                    # What was generated is lost with its connection; should the engine still be at it, it is another.
+                    # The engine may still work on the old request, so the retry needs another id.
                     request = dataclasses.replace(request, request_id=f"{name}.{broken}")
                     continue
                 except BaseException:
@@ -207,31 +206,31 @@ class RoutedPolicy:
         session = ticket.session
         assert session is not None
         session.deaths += 1
-        # Of all that were in flight it is the only one that was so at an engine's death before.
+        # It is the only one in flight that was in flight at an earlier death, too.
         common = self._repeated[replica.id] == {session}
         if session.deaths >= SUSPICIOUS_DEATHS and (common or quarantined):
             raise FatalRequest(
-                f"this request was in flight when the engine died {session.deaths} times in a row, at last as the "
-                f"only one that had been so before, and is not sent again: {error}"
+                f"this request was in flight when the engine died {session.deaths} times in a row, the last time as "
+                f"the only such request, and is not sent again: {error}"
             ) from error
 
     async def _is_healthy(self, replica: Replica, client: ReplicaClient) -> bool:
-        """Whether a replica that failed a request answers; asked once for all requests that it failed together."""
+        """True if a replica that failed a request is healthy; checked once for all requests that failed together."""
         check = self._checks.get(replica.id)
         if check is None:
             flying = {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
             self._repeated[replica.id] |= {session for session in flying if session.deaths}
             check = self._checks[replica.id] = self._start(client.healthy())
             check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
-        # Whoever asked first may be cancelled; the others still want to know.
+        # The first caller may be cancelled while others still wait for the result.
         return await asyncio.shield(check)
 
     def _watch(self, replica: Replica, error: PolicyUnavailable | None = None) -> None:
-        """Look after a replica that has given trouble."""
+        """Start to probe a replica whose breaker is open."""
         if error is not None:
             self._wake.set()
         if replica.breaker.state == "open" and (name := f"revive {replica.id}") not in self._joining:
-            _log.warning("replica %s is left alone for now: %s", replica.id, error or "it is overloaded")
+            _log.warning("replica %s gets no requests for now: %s", replica.id, error or "it is overloaded")
             self._joining.add(name)
             self._start(self._revive(replica, name))
 
@@ -251,7 +250,7 @@ class RoutedPolicy:
         self._admission.dispatch(replica, self._loop.time())
 
     async def _refresh_replicas(self) -> None:
-        """Keep the list of replicas true, for as long as anybody needs it."""
+        """Refresh the list of replicas for as long as there are requests."""
         admission = self._admission
         while True:
             if admission.waiting or admission.in_flight or not admission.replicas:
@@ -282,7 +281,7 @@ class RoutedPolicy:
                 self._start(self._join(address))
 
     async def _join(self, address: Address) -> None:
-        """Take a replica in, once it answers; else the next look at the list comes back to it."""
+        """Add a replica if it responds; else the next refresh tries again."""
         stack = AsyncExitStack()
         try:
             client = await stack.enter_async_context(self._connect(address.url))
@@ -290,7 +289,7 @@ class RoutedPolicy:
                 info = await client.info()
                 budget, window = int(info.kv_cache_tokens * self._share), info.max_ongoing_requests or WINDOW
             except PolicyRefused as error:
-                # Whoever runs it has to change something, and may.
+                # Its operator has to change something, and may do so at any time.
                 self._log_trouble(address.id, str(error))
                 return
             except PolicyUnavailable as error:
@@ -298,7 +297,7 @@ class RoutedPolicy:
                 if not await client.healthy():
                     return
                 budget, window = 0, WINDOW
-            # One that left and came back may still have its former connections.
+            # A replica that left and came back may still have old connections.
             await self._disconnect(address.id)
             self._clients[address.id] = client
             self._connections[address.id] = stack.pop_all()
@@ -322,7 +321,7 @@ class RoutedPolicy:
             await stack.aclose()
 
     def _log_trouble(self, name: str, trouble: str) -> None:
-        """Log a trouble of a replica's, or of finding them, unless it was the last."""
+        """Log a trouble of a replica or of discovery, unless it was the last one logged."""
         if trouble and trouble != self._troubles.get(name):
             _log.warning("replicas: %s", trouble)
         self._troubles[name] = trouble

@@ -1,8 +1,8 @@
-"""Who may send a request now, where to, and who waits. Pure: time is given, and waiters are woken by being called.
+"""Scheduling of requests over replicas. Pure: the time is an argument, and waiting requests are woken by a callback.
 
-A turn goes to its trajectory's home, and waits there while the home takes no more. A new trajectory waits, first come
-first served, until a replica has room for one more request and for its context; a replica on which nothing is under way
-always has room for one, so that nobody waits for ever, whatever the others wait for.
+A turn goes to the replica of its trajectory, and waits there while that replica takes no more requests. A new
+trajectory waits, first come first served, until a replica has room for one more request and for its context. An idle
+replica always has room for one, so no request waits for ever.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from kuberoll_workers.policy.routing.sessions import (
 from kuberoll_workers.policy.routing.window import Window
 
 WINDOW = 1024
-"""Requests in flight at a replica that does not say how many it takes."""
+"""Requests in flight at a replica that does not report its limit."""
 
 _LASTING_REFUSALS = 8
 
 
 class Replica(ReplicaLoad):
-    """A replica as somewhere to send requests.
+    """A replica with its window, circuit breaker and queue.
 
     Attributes:
-        listed: Discovery knows it; one that left finishes what it has.
-        budget: For how many resident tokens it has room; 0: unknown.
+        listed: Discovery lists it; one that is no longer listed finishes its requests.
+        budget: Maximum number of resident tokens; 0: unknown.
+        queue: Requests of its trajectories that wait.
     """
 
     __slots__ = ("breaker", "budget", "listed", "queue", "window")
@@ -52,22 +53,22 @@ class Replica(ReplicaLoad):
         return self.listed and self.breaker.state == "closed"
 
     def accepts_request(self, now: float) -> bool:
-        """Whether it takes one more request of a trajectory that lives there."""
+        """True if it takes one more request now."""
         window = self.window
         return window.in_flight < window.limit and now >= window.resume_at
 
     def has_room(self, tokens: int) -> bool:
-        """Whether it has room for a new trajectory's context."""
+        """True if it has room for a new trajectory's context."""
         return not self.budget or not self.window.in_flight or self.resident + tokens <= self.budget
 
 
 class Ticket:
-    """One request that wants to be sent.
+    """One request to be sent.
 
     Attributes:
-        replica: Where to send it, once it may be sent.
-        avoid: Replicas that failed it.
-        wake: Called when it may be sent after it had to wait.
+        replica: The replica to send it to; None while it waits.
+        avoid: Ids of replicas that failed it.
+        wake: Called when it may be sent after waiting.
     """
 
     __slots__ = ("_epoch", "avoid", "replica", "session", "session_id", "tokens", "waiting", "wake")
@@ -84,7 +85,7 @@ class Ticket:
 
 
 class RequestScheduler:
-    """All replicas, all trajectories, and who waits for what."""
+    """The replicas, the trajectories and the waiting requests of a process."""
 
     def __init__(
         self,
@@ -94,12 +95,12 @@ class RequestScheduler:
         sessions: SessionTable | None = None,
         seed: int | None = None,
     ) -> None:
-        """Begin without a replica.
+        """Start without replicas.
 
         Args:
-            sticky: False: a trajectory has a home for as long as one request.
-            moved: Told of each trajectory that gets another home.
-            seed: Of the jitter of pauses; None: any.
+            sticky: Keep a trajectory on its replica between requests.
+            moved: Called for each trajectory that moves to another replica.
+            seed: Seed for the jitter of pauses; None: random.
         """
         self.replicas: dict[str, Replica] = {}
         self.sessions = sessions if sessions is not None else SessionTable()
@@ -108,7 +109,7 @@ class RequestScheduler:
         self._on_move = moved
         self._draw = random.Random(seed)
         self._usable: list[Replica] = []
-        # Turns of trajectories that have lost their home and find no other.
+        # Turns of trajectories that lost their replica and have no other yet.
         self._unassigned: deque[Ticket] = deque()
         self._new: deque[Ticket] = deque()
 
@@ -117,7 +118,7 @@ class RequestScheduler:
         return sum(replica.window.in_flight for replica in self.replicas.values())
 
     def submit(self, ticket: Ticket, now: float) -> bool:
-        """Whether a request may be sent, to `ticket.replica`, now; else it is woken later, or withdrawn."""
+        """True if a request may be sent to `ticket.replica` now; else it waits until it is woken or withdrawn."""
         session = self.sessions.find(ticket.session_id)
         ticket.session = session
         ticket.replica = None
@@ -134,18 +135,18 @@ class RequestScheduler:
         return self._wait(ticket, home.queue)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """A request that waits is not wanted any more."""
+        """Cancel a waiting request."""
         if ticket.waiting:
-            # It stays in its queue, to be passed over.
+            # It stays in its queue and is skipped there.
             ticket.waiting = False
             self.waiting -= 1
 
     def record_answer(self, ticket: Ticket, tokens: int, now: float, *, load: int | None = None) -> None:
-        """A request was answered.
+        """Record a response.
 
         Args:
-            tokens: Of the context, the answer included.
-            load: Requests that the replica had besides it, as it said.
+            tokens: Length of the context, with the response.
+            load: Number of other requests that the replica reported; None: it did not.
         """
         replica, session = self._end(ticket)
         replica.window.record_success()
@@ -159,13 +160,13 @@ class RequestScheduler:
         self.dispatch(replica, now)
 
     def record_failure(self, ticket: Ticket, now: float, *, blame: bool = True) -> bool:
-        """A request was not answered.
+        """Record a request without a response.
 
         Args:
-            blame: It is the replica's fault; else the request's own, or nobody's.
+            blame: Count it as a failure of the replica.
 
         Returns:
-            Whether the replica's breaker opened by it.
+            True if this opened the replica's breaker.
         """
         replica, _ = self._end(ticket)
         opened = blame and replica.breaker.record_failure(now)
@@ -178,7 +179,7 @@ class RequestScheduler:
         return opened
 
     def record_overload(self, ticket: Ticket, now: float, *, retry_after: float | None = None) -> float:
-        """A replica said "not now".
+        """Record an overload response.
 
         Returns:
             Seconds after which `pump` is to be called for it.
@@ -186,25 +187,25 @@ class RequestScheduler:
         replica, _ = self._end(ticket)
         window = replica.window
         pause = window.record_overload(ticket._epoch, now, retry_after=retry_after, draw=self._draw)
-        # Where there is another one: else everybody would only wait longer.
+        # Only with another usable replica: else all requests would just wait longer.
         if window.refusals >= _LASTING_REFUSALS and len(self._usable) > 1:
             self.mark_down(replica, now)
         return pause
 
     def abandon(self, ticket: Ticket, now: float) -> None:
-        """No more tries of a request; whoever calls this has said before how the last one ended."""
+        """End the retries of a request, after its last attempt was recorded."""
         if not self._sticky:
             self.end_session(ticket.session_id, now)
 
     def mark_down(self, replica: Replica, now: float) -> bool:
-        """A replica was seen to be down; whether its breaker opened by it."""
+        """Record that a replica is down; True if this opened its breaker."""
         opened = replica.breaker.record_failure(now, fatally=True)
         if opened:
             self._reroute(replica, now)
         return opened
 
     def end_session(self, session_id: str, now: float) -> None:
-        """A trajectory has ended."""
+        """Release a trajectory that has ended."""
         session = self.sessions.find(session_id)
         if session is not None:
             home = session.replica
@@ -213,16 +214,16 @@ class RequestScheduler:
             self._dispatch_new(now)
 
     def add_replica(self, replica: Replica, now: float) -> None:
-        """A replica is there."""
+        """Add a replica, which may get requests from now on."""
         self.replicas[replica.id] = replica
         self._refresh()
         self.dispatch(replica, now)
 
     def set_listed(self, names: Iterable[str], now: float) -> None:
-        """Exactly these of the replicas are to get requests."""
+        """Set the ids of the replicas that discovery lists; no others get new requests."""
         listed = set(names)
         changed = [replica for replica in self.replicas.values() if replica.listed != (replica.id in listed)]
-        # All of them first: what moves because of one is not to empty another that is about to be listed again.
+        # Update all of them first, so that no trajectory leaves a replica that is about to be listed again.
         for replica in changed:
             replica.listed = not replica.listed
         self._refresh()
@@ -235,12 +236,12 @@ class RequestScheduler:
             self._remove_if_unused(replica)
 
     def mark_recovered(self, replica: Replica, now: float) -> None:
-        """A replica's breaker was closed again."""
+        """Send requests to a replica whose breaker has closed."""
         self._refresh()
         self.dispatch(replica, now)
 
     def dispatch(self, replica: Replica, now: float) -> None:
-        """Wake those who may be sent since something changed at a replica."""
+        """Wake the requests that may be sent after a change at a replica."""
         queue = replica.queue
         while queue and replica.accepts_request(now):
             ticket = queue.popleft()
@@ -299,7 +300,7 @@ class RequestScheduler:
         return True
 
     def _home(self, ticket: Ticket, session: Session, now: float) -> Replica | None:
-        """Where a known trajectory's next request goes, moving it where it has to, or may; None: nowhere yet."""
+        """The replica for a known trajectory's next request, moving the trajectory if needed; None: none yet."""
         home, avoid = session.replica, ticket.avoid
         cause: MoveCause
         if not isinstance(home, Replica) or not home.listed:
@@ -314,7 +315,7 @@ class RequestScheduler:
             return home
         usable = [replica for replica in self._usable if avoid is None or replica.id not in avoid]
         if not usable:
-            # Better once more to one that failed than nowhere.
+            # Retry a replica that failed it rather than none.
             usable = self._usable
         taking: list[ReplicaLoad] = [replica for replica in usable if replica.accepts_request(now)]
         chosen = self.sessions.choose(ticket.session_id, session, taking or usable)
@@ -330,7 +331,7 @@ class RequestScheduler:
         if not taking:
             return None
         least = min([replica.load for replica in taking])
-        # Twice the margin of a first home, lest it move to and fro.
+        # Twice the margin of a first assignment, so that trajectories do not move back and forth.
         crowded = home.load - 1 > 2 * acceptable_load(least) - least
         if not crowded and home.accepts_request(now):
             return None
@@ -378,7 +379,7 @@ class RequestScheduler:
         return replica, session
 
     def _reroute(self, replica: Replica, now: float) -> None:
-        """A replica takes nothing any more: who waits there goes elsewhere."""
+        """Reassign the requests that wait for a replica that takes no more."""
         self._refresh()
         self._unassigned.extend(ticket for ticket in replica.queue if ticket.waiting)
         replica.queue.clear()
@@ -386,7 +387,7 @@ class RequestScheduler:
         self._dispatch_new(now)
 
     def _remove_if_unused(self, replica: ReplicaLoad | None) -> None:
-        """Forget a replica that is not listed and has nothing of ours any more."""
+        """Forget a replica that is not listed and has no trajectories or requests of ours."""
         if (
             isinstance(replica, Replica)
             and not replica.listed

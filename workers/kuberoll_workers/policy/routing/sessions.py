@@ -1,8 +1,8 @@
-"""Which trajectory lives on which replica. Pure: nothing here waits, sends or looks at a clock.
+"""Assignment of trajectories to replicas. Pure: nothing here waits, sends or reads a clock.
 
-The load of a replica is the number of our trajectories that live there, whether they are being answered or stepped, and
-of the requests that others have there: a trajectory whose environment is thinking comes back in a moment. A replica
-that is slow frees its places late and so gets fewer new ones.
+The load of a replica is the number of our trajectories assigned to it, whether they wait for generation or for their
+environment, and of requests of other workers there: a trajectory in its environment returns soon. A slow replica
+finishes trajectories later and so gets fewer new ones.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Iterable
 from typing import Literal
 
 MoveCause = Literal["gone", "broken", "failed", "overload"]
-"""Why a trajectory left its replica: that is no longer listed, its breaker is open, it failed a request, it has or
-takes so much less than the others."""
+"""Reason for a move to another replica: the old one is no longer listed, its breaker is open, it failed a request, or
+its load is much higher than that of others."""
 
 SHORT_CONTEXT_TOKENS = 1024
-"""Moving a shorter context costs little; a longer one stays, whatever the load."""
+"""Contexts shorter than this are cheap to move; longer ones stay, whatever the load."""
 
 _LARGEST = 1 << 16
 _MASK = (1 << 32) - 1
 
 
 class ReplicaLoad:
-    """A replica as somewhere to live.
+    """The load of a replica.
 
     Attributes:
-        sessions: Our trajectories there.
+        sessions: Number of our trajectories assigned to it.
         resident: Their tokens, as of their newest turns.
-        outside: Requests that others have there, as last heard.
+        outside: Requests of other workers there, as last reported.
     """
 
     __slots__ = ("_seed", "id", "outside", "resident", "sessions")
@@ -45,7 +45,7 @@ class ReplicaLoad:
         return self.sessions + self.outside
 
     def rank(self, draw: int) -> int:
-        """Rendezvous hashing: who ranks highest for a draw stays highest when others come and go."""
+        """Rank by rendezvous hashing: the replica that ranks highest for a draw stays so when others come and go."""
         mixed = (draw ^ self._seed) * 0x85EBCA6B & _MASK
         return (mixed ^ (mixed >> 13)) * 0xC2B2AE35 & _MASK
 
@@ -54,10 +54,10 @@ class Session:
     """One trajectory.
 
     Attributes:
-        replica: Where it lives; None while it has no home.
-        tokens: Its context as of its newest turn.
-        in_flight: Requests of it under way.
-        deaths: How many replicas in a row died with a request of it in flight.
+        replica: The replica that it is assigned to; None: none.
+        tokens: Length of its context as of its newest turn.
+        in_flight: Number of its requests in flight.
+        deaths: Number of replicas in a row that died with one of its requests in flight.
     """
 
     __slots__ = ("deaths", "group", "in_flight", "replica", "tokens")
@@ -84,14 +84,14 @@ def group_of(session_id: str) -> str:
 
 
 def acceptable_load(least: int) -> int:
-    """The highest load that is still as good as the least one: what a shared prefix is worth."""
+    """Highest load at which a shared prefix outweighs the least loaded replica."""
     return least + max(4, least // 4)
 
 
 class SessionTable:
-    """The trajectories that are alive.
+    """The active trajectories.
 
-    One that nobody ever says has ended is forgotten when it is among the oldest of 65,536.
+    With more than 65,536 of them, the oldest without a request in flight is forgotten.
     """
 
     def __init__(self, largest: int = _LARGEST) -> None:
@@ -106,7 +106,7 @@ class SessionTable:
         return self._sessions.get(session_id)
 
     def add(self, session_id: str) -> Session:
-        """Take a trajectory in; it has no home yet."""
+        """Add a trajectory, not yet assigned to a replica."""
         if len(self._sessions) >= self._largest:
             self._forget_one()
         session = self._sessions[session_id] = Session(group_of(session_id))
@@ -114,7 +114,7 @@ class SessionTable:
         return session
 
     def assign(self, session: Session, replica: ReplicaLoad, tokens: int) -> None:
-        """Give a trajectory a home, replacing the one it has."""
+        """Assign a trajectory to a replica, replacing its present one."""
         self.unassign(session)
         session.replica = replica
         session.tokens = tokens
@@ -123,7 +123,7 @@ class SessionTable:
         self._groups[session.group].replica = replica
 
     def unassign(self, session: Session) -> None:
-        """Take a trajectory's home from it."""
+        """Remove a trajectory from its replica."""
         replica = session.replica
         if replica is not None:
             replica.sessions -= 1
@@ -131,13 +131,13 @@ class SessionTable:
             session.replica = None
 
     def set_tokens(self, session: Session, tokens: int) -> None:
-        """A trajectory's context has so many tokens now."""
+        """Set the length of a trajectory's context."""
         if session.replica is not None:
             session.replica.resident += tokens - session.tokens
             session.tokens = tokens
 
     def release(self, session_id: str) -> bool:
-        """Forget a trajectory; whether it was known."""
+        """Forget a trajectory; True if it was known."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
@@ -149,28 +149,27 @@ class SessionTable:
         return True
 
     def choose(self, session_id: str, session: Session | None, candidates: Iterable[ReplicaLoad]) -> ReplicaLoad | None:
-        """The best new home among candidates; None if there are none.
+        """Choose a replica for a trajectory; None without candidates.
 
-        Where the newest of its prompt group lives, unless another has much less to do; else the least loaded. Of those
-        with the same load each prompt group has an order of its own, so that workers that know nothing of each other
-        do not all begin with the same one.
+        It is the replica of the newest trajectory of the prompt group, unless another one has much less load; else the
+        least loaded one. Ties are broken by prompt group, so that independent workers do not all choose the same one.
         """
-        found = list(candidates)
-        if not found:
+        replicas = list(candidates)
+        if not replicas:
             return None
-        if len(found) == 1:
-            return found[0]
+        if len(replicas) == 1:
+            return replicas[0]
         name = session.group if session is not None else group_of(session_id)
-        least = min([replica.load for replica in found])
+        least = min([replica.load for replica in replicas])
         group = self._groups.get(name)
         if (
             group is not None
-            and group.replica in found
+            and group.replica in replicas
             and group.replica is not None
             and group.replica.load <= acceptable_load(least)
         ):
             return group.replica
-        tied = [replica for replica in found if replica.load == least]
+        tied = [replica for replica in replicas if replica.load == least]
         if len(tied) == 1:
             return tied[0]
         draw = zlib.crc32(name.encode())
