@@ -281,6 +281,6 @@ def test_a_library_that_is_not_there_is_told_before_anything_starts(monkeypatch:
     monkeypatch.setattr(vllm_engine, "is_cpu_build", lambda: True)
     monkeypatch.setattr(vllm_engine, "_CPU_LIBRARY", "libnowhere.so.1")
     with pytest.raises(
-        JobRefused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not here: apt-get"
+        JobRefused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not installed: apt-get"
     ):
         check(job, base=EXAMPLES / "sliding-puzzle")

@@ -201,7 +201,7 @@ async def test_a_part_without_a_leader_says_so(tmp_path: Path) -> None:
     told["job"]["spec"]["startupDeadlineSeconds"] = 1
     async with generation_pod(tmp_path, told, group=place_in_group(address(), 1)) as follower:
         assert await follower.pod.end() == 1
-        assert "has not begun within 1 s" in follower.pod.text()
+        assert "has not started within 1 s" in follower.pod.text()
     async with generation_pod(tmp_path, config({}), None, place_in_group(address(), 1)) as follower:
         assert await follower.pod.end() == 78
         assert "the policy's token" in follower.pod.text()

@@ -405,8 +405,8 @@ async def test_many_first_requests_ask_once_what_it_is() -> None:
     ("ids", "logprobs", "words"),
     [
         ([355, -1], [-0.5, -0.25], "token id -1; ids are not negative"),
-        ([355, 999_999], [-0.5, -0.25], "token id 999999, and the tokenizer knows 512"),
-        ([355, 1 << 40], [-0.5, -0.25], "a token id that is none"),
+        ([355, 999_999], [-0.5, -0.25], "token id 999999, but the tokenizer has only 512"),
+        ([355, 1 << 40], [-0.5, -0.25], "an invalid token id"),
         ([355, 1], [-0.5], "2 token ids but 1 log-probabilities"),
         ([355, 1], [-0.5, None], "2 token ids but 1 log-probabilities"),
     ],

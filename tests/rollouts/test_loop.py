@@ -422,7 +422,7 @@ async def test_unknown_task_is_refused(scheduling: str) -> None:
         await roll([sample(task_name="chess")], scheduling=scheduling)
     error = caught.value
     inner = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-    assert "no environment is named 'chess'; there are env" in str(inner)
+    assert "no environment is named 'chess'; known ones are env" in str(inner)
 
 
 async def test_no_samples(scheduling: str) -> None:

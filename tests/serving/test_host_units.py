@@ -117,9 +117,9 @@ def test_an_engine_that_a_signal_ended_says_so() -> None:
     [
         (
             {"EngineCore": -9},
-            "EngineCore was killed by signal 9 (SIGKILL); most often that is the kernel, out of memory",
+            "EngineCore was killed by signal 9 (SIGKILL); most often by the kernel, out of memory",
         ),
-        ({"EngineCore": -4}, "signal 4 (SIGILL); this processor lacks an instruction"),
+        ({"EngineCore": -4}, "signal 4 (SIGILL); the processor lacks an instruction"),
         ({"EngineCore_DP0": -15, "EngineCore_DP1": -11}, "EngineCore_DP1 was killed by signal 11 (SIGSEGV)"),
         ({"EngineCore": -99}, "killed by signal 99"),
     ],
@@ -268,7 +268,7 @@ def test_without_haproxy_serve_s_own_proxy_is_used(tmp_path: Path) -> None:
     [
         (HAPROXY_OPEN_FILES, None),
         (resource.RLIM_INFINITY, None),
-        (1024, "processes may have 1,024 files open here, and HAProxy wants 10,276; raise the hard limit"),
+        (1024, "processes may open 1,024 files, and HAProxy needs 10,276; raise the hard limit"),
     ],
 )
 def test_haproxy_is_left_out_where_it_would_not_start(
@@ -344,7 +344,7 @@ def test_a_death_that_was_seen_is_the_cause_where_exceptions_follow_from_it() ->
     killed = {"VllmWorker-0": -signal.SIGKILL, "EngineCore": -signal.SIGSEGV}
     for log in (PEER_LOG, LOST_ACTOR_LOG, "nothing"):
         assert (root_cause([log], killed) or "").startswith(
-            "the engine's process VllmWorker-0 was killed by signal 9 (SIGKILL); most often that is the kernel"
+            "the engine's process VllmWorker-0 was killed by signal 9 (SIGKILL); most often by the kernel"
         )
     # Those that still live are killed when there is an exception.
     assert root_cause([ENGINE_LOG], killed) == "ValueError: No available memory for the cache blocks."
@@ -352,10 +352,10 @@ def test_a_death_that_was_seen_is_the_cause_where_exceptions_follow_from_it() ->
 
 def test_a_dead_actor_is_explained_where_nobody_saw_it_die() -> None:
     assert (root_cause([LOST_ACTOR_LOG]) or "").startswith(
-        "the process of ServeReplica:kuberoll:Generation ended without a word, as by SIGKILL; most often"
+        "the process of ServeReplica:kuberoll:Generation ended without a message, as by SIGKILL; most often"
     )
     assert root_cause([LOST_ACTOR_LOG, CRASH_LOG]) == (
         "the engine's process ServeReplica:kuberoll:Generation was killed by signal 11 (SIGSEGV)"
     )
     unknown = CRASH_LOG.replace("SIGSEGV", "SIGNONE")
-    assert "ended without a word" in (root_cause([LOST_ACTOR_LOG, unknown]) or "")
+    assert "ended without a message" in (root_cause([LOST_ACTOR_LOG, unknown]) or "")

@@ -250,9 +250,9 @@ async def test_weights_that_do_not_fit_change_nothing(engine: VLLMEngine, traine
     for path, why in [
         (small, f"{name} has the shape"),
         (partial, f"{name} is missing"),
-        (torn, "is it written completely"),
-        (empty, "holds no weights"),
-        (tmp_path / "nowhere", "is no directory here"),
+        (torn, "was it written completely"),
+        (empty, "has no weights"),
+        (tmp_path / "nowhere", "is not a directory"),
     ]:
         with pytest.raises(WeightsRefused, match=why):
             await engine.load_weights(str(path), "step-1")

@@ -64,11 +64,11 @@ def test_what_is_not_there_is_refused_and_leaves_nothing(bucket: str, tmp_path: 
     with pytest.raises(WeightsRefused, match=bucket):
         fetch(bucket, "1", tmp_path)
     put(bucket, README_md=b"soon")
-    with pytest.raises(WeightsRefused, match="holds no weights"):
+    with pytest.raises(WeightsRefused, match="has no weights"):
         fetch(bucket, "1", tmp_path)
     with pytest.raises(WeightsRefused, match="nosuch"):
         fetch("nosuch://bucket/step-1", "1", tmp_path)
-    with pytest.raises(WeightsRefused, match="is no directory here"):
+    with pytest.raises(WeightsRefused, match="is not a directory"):
         fetch(str(tmp_path / "nowhere"), "1")
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
     put(bucket, model_safetensors=b"1")

@@ -94,7 +94,7 @@ def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable
         end.files += end.aggregates.write_beside(run)
     if end.aggregates is None:
         # It is made of the numbers.
-        end.unmade["report"] = end.unmade["aggregation"]
+        end.failed_steps["report"] = end.failed_steps["aggregation"]
         return end
     with end._step("report"):
         page = make_report(end.aggregates, sample.complete(), location=run.location).page

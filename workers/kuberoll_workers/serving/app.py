@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 REPLICA_HEADER = "x-kuberoll-replica"
-"""Of an answer: the id of the replica that gave it."""
+"""Response header: the id of the replica."""
 
 _log = logging.getLogger("ray.serve")
 
@@ -51,11 +51,11 @@ _GPU_RESOURCE = "nvidia.com/gpu"
 # Serve replaces a replica after the third failure in a row.
 _HEALTH_PERIOD_SECONDS = 2.0
 _HEALTH_TIMEOUT_SECONDS = 120.0
-# A replica that is to go looks so often whether its last request is answered.
+# Interval at which a stopping replica checks for requests in flight.
 _DRAIN_LOOK_SECONDS = 0.5
 _ASK_REPLICAS_SECONDS = 10.0
 _MAX_WEIGHTS_BYTES = 64 << 10
-# A body of so many bytes is parsed at once; a longer one is for a thread.
+# Longer bodies are parsed in a thread.
 _SHORT_BYTES = 256 << 10
 
 
@@ -63,16 +63,16 @@ _ARGS: Final = TypeAdapter(ServeArgs)
 
 
 def read_args(args: Mapping[str, Any]) -> ServeArgs:
-    """The application's arguments out of Serve's configuration.
+    """Parse the application's arguments from Serve's configuration.
 
     Raises:
-        ValidationError: They are not what `ServeArgs` has.
+        ValidationError: They do not match `ServeArgs`.
     """
     return _ARGS.validate_python(dict(args))
 
 
 def requested_gpus(generation: Generation) -> float | None:
-    """GPUs of one replica as the job has them; None: as many as the engine's arguments spread the model over."""
+    """GPUs of one replica as the job sets them; None: as the engine's arguments imply."""
     if generation.gpus_per_replica is not None:
         return generation.gpus_per_replica
     gpus = generation.resources.limits.get(_GPU_RESOURCE)
@@ -83,8 +83,8 @@ class GenerationServer:
     """One replica: an engine behind a few routes.
 
     `POST /v1/generate` continues one sequence (see `wire` for the bodies); `GET /healthz` is 200 only when the engine
-    can generate; `GET /info` is an `EngineInfo`; `GET /replicas` lists the replicas; `/v1/weights` says and changes
-    what weights all of them have. Other paths below `/v1/` are OpenAI's. Errors have the body
+    can generate; `GET /info` is an `EngineInfo`; `GET /replicas` lists the replicas; `/v1/weights` reads and changes
+    the weights of all of them. Other paths below `/v1/` are OpenAI's. Errors have the body
     `{"error": {"type", "message"}}`.
     """
 
@@ -92,10 +92,10 @@ class GenerationServer:
         self._args = read_args(args)
         limit_headers()
         controller.bind_to_loopback()
-        # Before the engine: the processes that it starts need none.
+        # Before the engine starts: its processes need no tokens.
         self._tokens = take_tokens(os.environ)
         if self._tokens is None and self._args.tokens_required:
-            raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, and this policy is to ask for tokens")
+            raise ValueError(f"{', '.join(map(token_variable, SCOPES))}: not set, but this policy requires tokens")
         self._id = controller.current_replica_id()
         self._engine = ENGINES[self._args.engine].make(self._args)
         self._weights = LiveWeights(self._engine)
@@ -117,22 +117,22 @@ class GenerationServer:
         await self._engine.start()
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Called by Serve with the `user_config`: before a new replica is ready, and whenever it changes."""
+        """Apply the `user_config`; Serve calls this before a new replica is ready, and at each change."""
         wanted = wanted_weights(config)
         if self._begun:
-            # Serve lists no replica that it waits for, and would end one that refuses: the old weights still serve.
+            # Serve does not list a replica while this call runs, and stops it on an error: load in the background.
             self._weights.set_wanted(wanted)
         else:
             await self._weights.load_initial(wanted)
 
     async def check_health(self) -> None:
-        """Asked by Serve; a replica that raises is replaced."""
-        # First asked when all that comes before being ready is done.
+        """Check the engine; Serve replaces a replica that raises."""
+        # Serve calls this only after the replica is initialized.
         self._begun = True
         await self._engine.check_health()
 
     async def weights_state(self) -> dict[str, Any]:
-        """What the replica serves, told to the others; `problem` is why it is not what is wanted."""
+        """The replica's id, the version that it serves, and the problem with the wanted one, for other replicas."""
         return {"id": self._id, "version": self._weights.served_version, "problem": self._weights.problem}
 
     async def __call__(self, request: Request) -> Response:
@@ -206,7 +206,7 @@ class GenerationServer:
                 application, DEPLOYMENT, "weights_state", seconds=_ASK_REPLICAS_SECONDS
             )
         except TimeoutError:
-            return _error(503, "PolicyUnavailable", "a replica does not say which weights it has")
+            return _error(503, "PolicyUnavailable", "a replica did not report its weights in time")
         weights = ServeWeights(
             wanted=version_of(wanted),
             replicas={**silent, **{state["id"]: state["version"] for state in states}},
@@ -225,15 +225,17 @@ class GenerationServer:
         now = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
         wanted = WeightsSource(uri=given.uri, version=given.version)
         if given.version == OWN_VERSION:
-            return _error(400, "BadRequest", f"version {OWN_VERSION} is the model's own; give these another")
+            return _error(
+                400, "BadRequest", f"version {OWN_VERSION} is the model's own; use another version for these weights"
+            )
         if now is not None and now.version == wanted.version and now != wanted:
-            message = f"version {now.version} is {now.uri} already; give other weights another version"
+            message = f"version {now.version} is already {now.uri}; use another version for other weights"
             return _error(409, "Conflict", message)
         if now != wanted:
             try:
                 await controller.set_user_config(application, DEPLOYMENT, user_config(wanted))
             except TimeoutError:
-                return _error(503, "PolicyUnavailable", "Serve's controller does not answer; send it again")
+                return _error(503, "PolicyUnavailable", "Serve's controller does not respond; retry later")
         return _json(202, {"version": wanted.version})
 
     async def __del__(self) -> None:
@@ -243,7 +245,7 @@ class GenerationServer:
 
 
 def _scope(method: str, path: str) -> Scope:
-    """The scope that a request needs."""
+    """The token scope that a request needs."""
     if method in ("GET", "HEAD"):
         return "read"
     return "weights" if path == "/v1/weights" else "generate"
@@ -260,11 +262,10 @@ def _error(status: int, kind: str, message: str) -> Response:
 
 
 def replica_gpus(args: ServeArgs, *, on_gpus: bool) -> float:
-    """GPUs that one replica takes, in all its pods.
+    """Number of GPUs of one replica, in all its pods.
 
     Args:
-        on_gpus: Whether the engine computes on GPUs here; else it takes none, whatever the job says of the cluster it
-            was written for.
+        on_gpus: Whether the engine computes on GPUs on this machine; else it takes none, whatever the job requests.
     """
     if not on_gpus:
         return 0
@@ -274,32 +275,32 @@ def replica_gpus(args: ServeArgs, *, on_gpus: bool) -> float:
 
 
 def max_replicas(args: ServeArgs) -> int:
-    """How many there can be at once."""
+    """Maximum number of replicas."""
     return args.replicas if args.autoscaling is None else int(args.autoscaling["max_replicas"])
 
 
 def deployment_options(args: ServeArgs, *, gpus: float) -> dict[str, Any]:
-    """Serve's options of the deployment; a pure function of the arguments.
+    """Serve's options for the deployment; a pure function of the arguments.
 
     Args:
-        gpus: Of one replica.
+        gpus: GPUs of one replica.
     """
     return {
         "name": DEPLOYMENT,
         **_scale(args),
         "max_ongoing_requests": args.max_ongoing_requests,
-        # The workers bound what can ever wait here; a refusal would only come back later, having cost one of the
-        # tries that are meant for real trouble.
+        # The workers limit how many requests can wait here; a refusal would only use up attempts that are meant for
+        # real failures.
         "max_queued_requests": -1,
         "health_check_period_s": _HEALTH_PERIOD_SECONDS,
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_SECONDS,
-        # As long as a turn may take: Serve's default would cut off most of them.
+        # As long as a turn may take: Serve's default would abort most turns.
         "graceful_shutdown_timeout_s": args.drain_seconds,
-        # One line a request is much for turns that may take a millisecond, and the worker has metrics of each.
+        # A log line per request costs too much for turns of a millisecond, and the worker has metrics of each.
         "logging_config": {"enable_access_log": False},
         **_place(args, gpus),
-        # Always one, for a new replica to be told of its weights before it is ready.
+        # Always set, so that a new replica gets its weights before it is ready.
         "user_config": user_config(args.weights),
     }
 
@@ -307,7 +308,7 @@ def deployment_options(args: ServeArgs, *, gpus: float) -> dict[str, Any]:
 def _scale(args: ServeArgs) -> dict[str, Any]:
     if args.autoscaling is None:
         return {"num_replicas": args.replicas}
-    # What was asked for during the delay decides, and not of half a minute before it.
+    # Only the load during the delay counts, not that of the half minute before.
     look_back = max(2.0, min(30.0, float(args.autoscaling.get("upscale_delay_s", 30.0))))
     return {"autoscaling_config": {"look_back_period_s": look_back, **args.autoscaling}}
 
@@ -316,7 +317,7 @@ def _place(args: ServeArgs, gpus: float) -> dict[str, Any]:
     if args.bundles is None or gpus == 0:
         return {"ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
     return {
-        # The engine's workers take the GPUs, one in each bundle; the first bundle has room for the replica too.
+        # The engine's workers take the GPUs, one in each bundle; the first bundle has a CPU for the replica, too.
         "ray_actor_options": {"num_cpus": 1, "num_gpus": 0},
         "placement_group_bundles": args.bundles,
         "placement_group_strategy": "PACK",
@@ -324,7 +325,7 @@ def _place(args: ServeArgs, gpus: float) -> dict[str, Any]:
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The Serve application; `args` are `ServeArgs` as plain JSON."""
+    """Build the Serve application; `args` are `ServeArgs` as plain JSON."""
     from ray import serve
 
     parsed = read_args(args)

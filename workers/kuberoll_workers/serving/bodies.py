@@ -1,4 +1,4 @@
-"""The bodies of requests, read within limits of size and time."""
+"""Request bodies, read within limits of size and time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 MAX_BODY_BYTES: Final = 16 << 20
-"""A prompt of a million token ids as JSON is half of it."""
+"""A prompt of a million token ids as JSON takes half of this."""
 
 BODY_SECONDS: Final = 60.0
-"""Within which the whole of a body must come."""
+"""Time limit for a whole body, seconds."""
 
 
 class BodyRefused(Exception):
-    """A body that is too large, or comes too slowly.
+    """A body that is too large or arrives too slowly.
 
     Attributes:
-        status: 413 or 408.
+        status: HTTP status, 413 or 408.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -28,11 +28,11 @@ class BodyRefused(Exception):
 
 
 async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES, seconds: float = BODY_SECONDS) -> bytes:
-    """The whole body of a request.
+    """Read the whole body of a request.
 
     Raises:
-        BodyRefused: It has more than `max_bytes` bytes, or was not there within so many seconds.
-        starlette.requests.ClientDisconnect: The caller is gone.
+        BodyRefused: It has more than `max_bytes` bytes, or did not arrive within `seconds`.
+        starlette.requests.ClientDisconnect: The client has disconnected.
     """
     too_large = BodyRefused(413, f"the body has more than {max_bytes:,} bytes")
     length = request.headers.get("content-length", "")
@@ -47,5 +47,5 @@ async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES, second
                     raise too_large
                 parts.append(part)
     except TimeoutError as error:
-        raise BodyRefused(408, f"the body was not there within {seconds:g} s") from error
+        raise BodyRefused(408, f"the body did not arrive within {seconds:g} s") from error
     return b"".join(parts)

@@ -1,7 +1,7 @@
-"""What Ray Serve's controller knows and is told.
+"""Access to Ray Serve's controller: replicas and `user_config`.
 
-Serve has no public way to ask for the ports of its replicas, nor to change the `user_config` of a running deployment
-and nothing else. All that KubeRoll uses of its private parts is here; a test goes through it with a real Serve.
+Serve has no public way to list the ports of its replicas, nor to change only the `user_config` of a running deployment.
+All private parts of Serve that KubeRoll uses are in this module, which is tested with a real Serve.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RunningReplica(msgspec.Struct, kw_only=True, frozen=True):
     """A replica that takes requests.
 
     Attributes:
-        id: Never another's, even if that one is gone.
-        url: Its own address, past every proxy.
+        id: Never reused.
+        url: Its own address, not a proxy's.
     """
 
     id: str
@@ -32,16 +32,16 @@ class RunningReplica(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def current_replica_id() -> str:
-    """The id of the replica that this process is."""
+    """The id of the replica in this process."""
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def bind_to_loopback() -> None:
-    """Have the port at which this replica answers other deployments on loopback, where all of its Ray is.
+    """Bind this replica's port for other deployments to loopback, if all of Ray is on this machine.
 
-    Serve has no setting for it, and binds it at all addresses. To be called while the replica is constructed.
+    Serve has no setting for it and binds it to all addresses. Call it while the replica is constructed.
     """
     from ray._private.ray_constants import ENABLE_RAY_CLUSTER
     from ray.serve._private import replica
@@ -52,13 +52,13 @@ def bind_to_loopback() -> None:
 
 
 async def running_replicas(application: str) -> list[RunningReplica]:
-    """The replicas of an application; none where Serve gives them no ports, which is without HAProxy."""
+    """The replicas of an application; empty if Serve gives them no ports, as without HAProxy."""
     from ray.serve._private.constants import RAY_SERVE_ENABLE_DIRECT_INGRESS
 
     if not RAY_SERVE_ENABLE_DIRECT_INGRESS:
         return []
     groups = await _controller().get_target_groups.remote(application, from_proxy_manager=True)
-    # Replicas listen where the proxy does: at the node's address only if that is at all of them.
+    # Replicas listen at the proxy's address; they are at the node's address only if that is all addresses.
     host = (await _controller().get_http_config.remote()).host
     return [
         RunningReplica(
@@ -71,9 +71,9 @@ async def running_replicas(application: str) -> list[RunningReplica]:
 
 
 async def serving_replicas(application: str, deployment: str) -> dict[str, bool]:
-    """Ids of all that take requests, and whether Serve is telling one of a changed `user_config`.
+    """Ids of all replicas that take requests, with True for those that are being given a changed `user_config`.
 
-    Meanwhile Serve neither lists such a replica nor asks it anything, though it answers as before.
+    Serve neither lists nor calls such a replica meanwhile, although it responds as before.
     """
     details = await _controller().get_serve_instance_details.remote()
     found = details["applications"].get(application, {}).get("deployments", {}).get(deployment, {})
@@ -85,7 +85,7 @@ async def serving_replicas(application: str, deployment: str) -> dict[str, bool]
 
 
 async def get_user_config(application: str, deployment: str) -> Mapping[str, Any] | None:
-    """The `user_config` that all replicas are to have."""
+    """The `user_config` that is set for all replicas; None if there is no such deployment."""
     from ray.serve._private.common import DeploymentID
 
     config = await _controller().get_deployment_config.remote(DeploymentID(name=deployment, app_name=application))
@@ -93,10 +93,10 @@ async def get_user_config(application: str, deployment: str) -> Mapping[str, Any
 
 
 async def set_user_config(application: str, deployment: str, user_config: Mapping[str, Any]) -> None:
-    """Change it for the replicas that run and for those to come, and nothing else of the deployment.
+    """Change the `user_config` for running and future replicas, and nothing else of the deployment.
 
     Raises:
-        TimeoutError: Serve did not take it over.
+        TimeoutError: Serve did not accept it in time.
     """
     configs = await _controller().get_app_configs.remote()
     if application in configs:
@@ -109,14 +109,14 @@ async def set_user_config(application: str, deployment: str, user_config: Mappin
 
 
 async def call_each_replica(application: str, deployment: str, method: str, *, seconds: float) -> list[Any]:
-    """What a method answers on each of the running replicas, however many requests they have.
+    """Call a method on each running replica, whatever its load; return the results.
 
     Raises:
-        TimeoutError: One did not answer in time.
+        TimeoutError: A replica did not respond in time.
     """
     from ray import serve
 
-    # Made anew at each call it would not know the replicas yet; Serve keeps it.
+    # A new handle would not know the replicas yet; Serve caches this one.
     handle = serve.get_deployment_handle(deployment, application)
     async with asyncio.timeout(seconds):
         return list(await handle.broadcast(method).results_async())
@@ -128,11 +128,11 @@ def replica_id(actor_name: str) -> str:
 
 
 async def _apply(configs: Mapping[str, Any], application: str, deployment: str, user_config: Mapping[str, Any]) -> None:
-    """As by its REST interface, which is how an application got there that has a configuration."""
+    """Change an application that was deployed by Serve's REST interface, in the same way."""
     from ray.serve.schema import ServeDeploySchema
 
     details = await _controller().get_serve_instance_details.remote()
-    # All of them: what is not named is deleted.
+    # All applications: those that are not named are deleted.
     plain = {name: config.model_dump(exclude_unset=True) for name, config in configs.items()}
     changed = plain[application]
     deployments = changed.setdefault("deployments", [])
@@ -148,7 +148,7 @@ async def _apply(configs: Mapping[str, Any], application: str, deployment: str, 
 
 
 async def _deploy_again(application: str, deployment: str, user_config: Mapping[str, Any]) -> None:
-    """As `serve.run` does, with the same code under the same version, so that no replica is started anew."""
+    """Deploy as `serve.run` does, with the same code and version, so that no replica is restarted."""
     import ray
     from ray.serve._private.config import DeploymentConfig
     from ray.serve.generated.serve_pb2 import ApplicationArgs, DeploymentArgs, DeploymentRoute

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up an event loop, as many and as long as is said."""
+"""A bounded thread pool for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _Value = TypeVar("_Value")
 class BoundedExecutor:
     """A few threads with a queue of bounded length.
 
-    A thread cannot be stopped: what is handed over must end by itself, which is why its input has limits of size. What
-    still waits when its caller goes away or has waited too long is never begun, and its place is free at once.
+    A thread cannot be stopped, so each call must end by itself; the size of its input is limited for that. A call that
+    still waits when its caller is cancelled or times out never starts, and its place is free at once.
     """
 
     def __init__(
         self, *, threads: int = THREADS, max_waiting: int = MAX_WAITING, seconds: float = WORK_SECONDS
     ) -> None:
-        """Nothing is started before it is needed.
+        """Threads are started when they are needed.
 
         Args:
-            max_waiting: Pieces of work that may be there at once, running ones included.
-            seconds: Within which a piece of work must be done, its waiting included.
+            max_waiting: Maximum number of calls that wait or run.
+            seconds: Time limit of one call, waiting included.
         """
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kuberoll-requests")
         self._most, self._seconds = max_waiting, seconds
@@ -40,19 +40,19 @@ class BoundedExecutor:
 
     @property
     def pending(self) -> int:
-        """Pieces of work that wait or run."""
+        """Number of calls that wait or run."""
         return self._pending
 
     async def run(
         self, function: Callable[_Arguments, _Value], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Value:
-        """What the function returns or raises.
+        """Call the function in a thread; return or raise what it does.
 
         Raises:
-            PolicyUnavailable: Too much waits already, or it was not done in time.
+            PolicyUnavailable: Too many calls wait already, or it timed out.
         """
         if self._pending >= self._most:
-            raise PolicyUnavailable(f"{self._pending} requests are being prepared already; send it again later")
+            raise PolicyUnavailable(f"{self._pending} requests are being prepared already; retry later")
         loop = asyncio.get_running_loop()
         self._pending += 1
         work = self._pool.submit(functools.partial(function, *args, **kwargs))
@@ -64,11 +64,11 @@ class BoundedExecutor:
             raise PolicyUnavailable(f"the request was not prepared within {self._seconds:g} s") from error
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Cancel waiting calls and start no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _left(self, loop: asyncio.AbstractEventLoop, _: Future[_Value]) -> None:
-        # In the thread that did it, whose loop may have been closed meanwhile.
+        # Runs in the worker thread, when the loop may already be closed.
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._free)
 

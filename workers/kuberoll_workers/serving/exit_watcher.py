@@ -1,7 +1,7 @@
-"""How the processes below this one ended, whosever children they are.
+"""Exit codes of all descendants of this process.
 
-Ray starts a replica, the replica starts vLLM's engine, the engine its workers. Each learns the exit status of its own
-children only, and neither Ray nor vLLM passes on all that it learns.
+Ray starts a replica, the replica starts vLLM's engine, and the engine its workers. A process learns the exit codes of
+its own children only, and neither Ray nor vLLM reports all of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 
 
 class ExitWatcher:
-    """Follows all descendants of this process from a thread, and keeps which of them signals ended.
+    """Watches all descendants of this process from a thread, and records those killed by signals.
 
-    On Linux before 6.15 an exit status can be read only until the parent has taken it, so that some are missed there;
-    elsewhere all are.
+    Before Linux 6.15 an exit status can be read only until the parent has reaped the process, so that some are missed.
+    On other systems all are.
     """
 
     def __init__(self) -> None:
@@ -37,17 +37,17 @@ class ExitWatcher:
         self._killed: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopped = False
-        # The thread ends when the one side is closed.
+        # The thread ends when the other end of this pipe is closed.
         self._end, self._ending = os.pipe()
         self._thread = threading.Thread(target=self._run, name="kuberoll-exit-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin; does nothing where the system has no handles of processes."""
+        """Start the thread; does nothing on systems without pidfds."""
         if hasattr(os, "pidfd_open"):
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what it knows stays."""
+        """End the thread; recorded exit codes stay available."""
         self._stopped = True
         os.close(self._ending)
         if self._thread.ident is not None:
@@ -58,10 +58,10 @@ class ExitWatcher:
         self._watched.clear()
 
     def scan(self) -> None:
-        """Follow those too that have been started since the last look."""
+        """Watch the processes that were started since the last scan."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
-                # Titles change: a worker of Ray has none until it is given an actor.
+                # Titles change: a worker of Ray has none until it runs an actor.
                 name = _name(process)
                 with self._lock:
                     if (watched := self._watched.get(process.pid)) is None:
@@ -70,7 +70,7 @@ class ExitWatcher:
                         watched.name = name
 
     def signal_exits(self) -> dict[str, int]:
-        """Exit codes of those that signals ended, negative numbers of signals, by name, the first to die first."""
+        """Exit codes of processes killed by signals (negative signal numbers), by name, in order of death."""
         if not self._stopped:
             self._take(0)
         with self._lock:
@@ -81,7 +81,7 @@ class ExitWatcher:
             self.scan()
 
     def _take(self, seconds: float) -> bool:
-        """Wait for deaths and note them; whether it is to end."""
+        """Wait for processes to end and record their exit codes; True if the thread should end."""
         with self._lock:
             handles = {watched.handle: pid for pid, watched in self._watched.items()}
         poll = select.poll()
@@ -105,7 +105,7 @@ class ExitWatcher:
 
 
 class _WatchedProcess:
-    """A process that lives; `handle` is a file descriptor that becomes readable at its end."""
+    """A running process; `handle` is a pidfd, which becomes readable when it exits."""
 
     def __init__(self, handle: int, name: str) -> None:
         self.handle = handle
@@ -113,8 +113,8 @@ class _WatchedProcess:
 
 
 def _exit_code(pid: int, handle: int) -> int | None:
-    """Of a process that has ended, as `subprocess` has it; None: nobody says."""
-    # First, because its parent is about to take it.
+    """Exit code of a process that has ended, as in `subprocess`; None if unknown."""
+    # First, because the parent is about to reap it.
     with contextlib.suppress(OSError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
@@ -129,7 +129,7 @@ def _exit_code(pid: int, handle: int) -> int | None:
 
 
 def _name(process: psutil.Process) -> str:
-    """The title without what Ray and vLLM put around it (`ray::Actor.method`, `VLLM::EngineCore`), or the program."""
+    """Process title without Ray's and vLLM's additions (`ray::Actor.method`, `VLLM::EngineCore`), or the program."""
     program = (process.cmdline() or [process.name()])[0]
     title = program.rpartition("::")[2]
     return title.partition(".")[0] if title != program else PurePath(program).name

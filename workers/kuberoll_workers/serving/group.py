@@ -1,7 +1,7 @@
-"""A replica that spans pods: the Ray of its leader, which the other pods of the group join with what they have.
+"""A replica that spans a group of pods: the leader runs Ray, and the other pods join it with their GPUs.
 
-LeaderWorkerSet tells every container of a group where its leader is. The leader starts Ray, waits until all are there,
-and runs the Serve app as a pod of its own does; the others lend their GPUs, and end when it ends.
+LeaderWorkerSet tells every container of a group the address of its leader. The leader starts Ray, waits for the other
+pods, and runs the Serve app as a single pod does; the others end when it ends.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ INDEX_VARIABLE: Final = "LWS_WORKER_INDEX"
 ADDRESS_VARIABLE: Final = "POD_IP"
 
 RAY_PORT: Final = 6379
-# Trajectories do not pass through it.
+# Trajectories do not go through the object store.
 OBJECT_STORE_BYTES: Final = 100 << 20
 
 _LOOK_SECONDS: Final = 1.0
 
 
 class LeaderLost(Exception):
-    """The leader's Ray cannot be joined, or is gone."""
+    """The leader's Ray cannot be joined or has ended."""
 
 
 class PodGroup(msgspec.Struct, kw_only=True, frozen=True):
-    """A pod's place in its group.
+    """A pod's group, and its index in it.
 
     Attributes:
         leader: Address of the leader.
-        size: Pods of the group, the leader among them.
-        index: Which of them this one is; the leader is 0.
-        address: Of this pod, at which the others reach its Ray.
-        token: What the parts of this Ray show each other.
+        size: Number of pods of the group, with the leader.
+        index: Index of this pod; the leader's is 0.
+        address: Address of this pod, at which the others reach its Ray.
+        token: Token that the parts of this Ray authenticate with.
     """
 
     leader: str
@@ -55,13 +55,13 @@ class PodGroup(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def pod_group(environment: Mapping[str, str], secret: str | None) -> PodGroup | None:
-    """The group of this pod; None: it is a replica by itself.
+    """The group of this pod; None if it is a replica by itself.
 
     Args:
-        secret: What all pods of the policy know and no worker does; the group's token is made of it.
+        secret: A secret of the policy's pods that workers do not have; the group's token is derived from it.
 
     Raises:
-        ValueError: The group cannot be made out.
+        ValueError: Variables of the group are missing or invalid.
     """
     leader = environment.get(LEADER_VARIABLE)
     if leader is None:
@@ -71,24 +71,24 @@ def pod_group(environment: Mapping[str, str], secret: str | None) -> PodGroup | 
         address = environment[ADDRESS_VARIABLE]
     except (KeyError, ValueError) as error:
         names = ", ".join((SIZE_VARIABLE, INDEX_VARIABLE, ADDRESS_VARIABLE))
-        raise ValueError(f"{LEADER_VARIABLE} is set, and {names} tell of no group: {error}") from error
+        raise ValueError(f"{LEADER_VARIABLE} is set, but {names} do not describe a group: {error}") from error
     if size < 2 and index == 0:
         return None
     if secret is None:
-        raise ValueError("the pods of a group know each other by the policy's token, and there is none")
+        raise ValueError("the pods of a group need the policy's token to authenticate, and it is not set")
     token = hmac.new(secret.encode(), b"ray", "sha256").hexdigest()
     return PodGroup(leader=leader, size=size, index=index, address=address, token=token)
 
 
 def start_leader(group: PodGroup, sessions: Path, *, cpus: int) -> None:
-    """Start this pod's Ray, for the others to join; it goes on below this process.
+    """Start the Ray that the other pods join; its processes are descendants of this one.
 
     Args:
         sessions: Directory in which Ray keeps its sessions.
-        cpus: Logical ones.
+        cpus: Number of logical CPUs.
 
     Raises:
-        RuntimeError: Ray does not start; with its words.
+        RuntimeError: Ray does not start; the message is its output.
     """
     command = _ray_start(
         "--head",
@@ -104,45 +104,45 @@ def start_leader(group: PodGroup, sessions: Path, *, cpus: int) -> None:
 
 
 def wait_for_group(group: PodGroup, *, seconds: float) -> None:
-    """Return when all pods of the group have joined the Ray that this process is connected to.
+    """Wait until all pods of the group have joined the Ray that this process is connected to.
 
     Raises:
-        RuntimeError: They have not in time.
+        RuntimeError: They have not joined in time.
     """
     import ray
 
     deadline = time.monotonic() + seconds
-    while (there := sum(node["Alive"] for node in ray.nodes())) < group.size:
+    while (joined := sum(node["Alive"] for node in ray.nodes())) < group.size:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{there} of the {group.size} pods of this replica have come within {seconds:.0f} s")
+            raise RuntimeError(f"{joined} of the {group.size} pods of this replica have joined within {seconds:.0f} s")
         time.sleep(_LOOK_SECONDS)
-    _log.info("all %d pods of this replica are here", group.size)
+    _log.info("all %d pods of this replica have joined", group.size)
 
 
 def follow(group: PodGroup, *, seconds: float) -> None:
     """Lend this pod's GPUs to the leader's Ray until a signal ends this process.
 
     Args:
-        seconds: That the leader has to begin.
+        seconds: Time for the leader to start.
 
     Raises:
-        LeaderLost: It did not begin, or its Ray is gone.
+        LeaderLost: It did not start in time, or its Ray has ended.
     """
     deadline = time.monotonic() + seconds
     while not _answers(group.leader):
         if time.monotonic() > deadline:
-            raise LeaderLost(f"the leader of this replica, {group.leader}, has not begun within {seconds:.0f} s")
+            raise LeaderLost(f"the leader of this replica, {group.leader}, has not started within {seconds:.0f} s")
         time.sleep(_LOOK_SECONDS)
     command = _ray_start(
         f"--address={group.leader}:{RAY_PORT}",
         f"--node-ip-address={group.address}",
-        # The replica, and all that Serve runs, are on the leader.
+        # The replica and all of Serve run on the leader.
         "--num-cpus=0",
         "--block",
     )
     _log.info("joining the Ray of %s", group.leader)
     code = subprocess.run(command, check=False).returncode
-    raise LeaderLost(f"the Ray of this replica's leader, {group.leader}, is gone (exit code {code})")
+    raise LeaderLost(f"the Ray of this replica's leader, {group.leader}, has ended (exit code {code})")
 
 
 def _ray_start(*options: str) -> list[str]:

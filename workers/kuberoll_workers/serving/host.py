@@ -1,11 +1,11 @@
-"""Runs the Serve app on this machine, under a Ray of its own, for as long as its standard input is open.
+"""The Serve app on this machine, under its own Ray, for as long as standard input is open.
 
     python -m kuberoll_workers.serving.host --config FILE
 
 Events go to standard output, one JSON object a line: `{"event": "phase", "name", "seconds"}` as parts of the start are
 done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed",
-"message"}`. Ray's and the engine's words go to standard error. It ends on SIGTERM, or when its standard input closes
-because its parent is gone, and every process that it started ends with it.
+"message"}`. Ray's and the engine's output goes to standard error. It ends on SIGTERM, or when its standard input closes
+because its parent has ended, and so does every process that it started.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class HostConfig(msgspec.Struct, kw_only=True):
-    """What the host is told.
+    """Configuration of the host.
 
     Attributes:
-        scratch: A directory for Ray's and the proxy's files; its path has at most 25 characters, for below it are
-            sockets with long names.
+        scratch: Directory for Ray's and the proxy's files; a path of at most 25 characters, because sockets with long
+            names are below it.
         routing: `Session` keeps a trajectory's turns on one replica.
-        address: Where generation is served; 0.0.0.0: at all addresses of the machine.
-        port: 0: any free one.
-        tokens: What callers must show; None: nothing.
-        group: The pods that the one replica spans, of which this is the leader; None: it is on this machine alone.
-        patience: Seconds that the others have to come.
+        address: Address to serve at; 0.0.0.0: all addresses of the machine.
+        port: Port to serve at; 0: any free one.
+        tokens: Tokens that callers must present; None: no authorization.
+        group: The pods that the one replica spans, led by this one; None: it is on this machine only.
+        patience: Seconds for the other pods to join.
     """
 
     app: ServeArgs
@@ -88,7 +88,7 @@ class Host:
         self._exit_watcher = ExitWatcher()
 
     def start(self) -> None:
-        """Start everything and say so; raises what Ray or Serve raised."""
+        """Start Ray, Serve and the app, and report each phase; raises what Ray or Serve raised."""
         config = self._config
         free, *others = free_ports(4)
         port = config.port or free
@@ -104,12 +104,12 @@ class Host:
         tokens = {} if config.tokens is None else config.tokens.variables()
         os.environ.update(tokens)
         try:
-            # What it starts has the variables of this moment, replicas among them.
+            # Processes that Ray starts later, replicas among them, inherit the environment of this moment.
             self._start_ray()
         finally:
             for name in tokens:
                 os.environ.pop(name, None)
-        # Not before: what a failed start of Ray leaves is killed, and that is no death of an engine.
+        # Not earlier: processes of a failed start of Ray are killed, which is not the death of an engine.
         self._exit_watcher.start()
         began = self._phase("ray", began)
 
@@ -134,7 +134,7 @@ class Host:
         args = self._config.app
         replicas = max_replicas(args)
         cores = os.cpu_count() or 1
-        # Logical: replicas, Serve's own actors, and the machine's cores where there are more.
+        # Logical CPUs: for replicas and Serve's own actors, or the machine's cores if there are more.
         cpus = max(cores, replicas + 2)
         common: dict[str, Any] = {"log_to_driver": True, "configure_logging": False, "namespace": "kuberoll"}
         group, sessions = self._config.group, self._scratch / "ray"
@@ -144,7 +144,7 @@ class Host:
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": str(sessions),
-                # Not the address of a network, which a laptop changes while the run goes on.
+                # Not a network address, which may change on a laptop during the run.
                 "_node_ip_address": "127.0.0.1",
             }
             start_in_attempts(lambda: ray.init(**alone, **common), end_descendants, sessions)
@@ -152,33 +152,33 @@ class Host:
             start_in_attempts(lambda: start_leader(group, sessions, cpus=cpus), end_descendants, sessions)
             ray.init(address=f"{group.address}:{RAY_PORT}", _node_ip_address=group.address, **common)
             wait_for_group(group, seconds=self._config.patience)
-        # Ray has put a handler of its own in the place of ours.
+        # Ray has replaced our handler by its own.
         signal.signal(signal.SIGTERM, exit_on_signal)
-        # Serve would wait for them for ever.
+        # Serve would wait for missing GPUs for ever.
         needed = replica_gpus(args, on_gpus=ENGINES[args.engine].on_gpus()) * replicas
-        here = ray.cluster_resources().get("GPU", 0)
-        if needed > here:
+        available = ray.cluster_resources().get("GPU", 0)
+        if needed > available:
             raise RuntimeError(
-                f"generation needs {needed:g} GPUs for {replicas} replicas and this machine has {here:g}; "
+                f"generation needs {needed:g} GPUs for {replicas} replicas, but this machine has {available:g}; "
                 "lower spec.generation.replicas or engineArgs.tensor_parallel_size"
             )
 
     def drain(self, seconds: float) -> None:
-        """Take no more connections, and wait so long for the requests that are under way."""
+        """Accept no more connections, and wait up to `seconds` for requests in flight."""
         proxies = [process for process in psutil.Process().children(recursive=True) if _is_haproxy(process)]
         for proxy in proxies:
             with contextlib.suppress(psutil.NoSuchProcess):
-                # Its soft stop: it ends when the last answer is given.
+                # HAProxy's soft stop: it exits after its last response.
                 proxy.send_signal(signal.SIGUSR1)
         psutil.wait_procs(proxies, timeout=seconds)
 
     def stop(self) -> None:
-        """Stop whatever was started; nothing that it started is left."""
+        """Stop everything that was started, including all descendants."""
         with contextlib.suppress(Exception):
             import ray
             from ray import serve
 
-            # What has not begun to serve has nothing to finish.
+            # An app that is not ready has no requests to finish.
             if self._ready:
                 serve.shutdown()
             ray.shutdown()
@@ -186,18 +186,18 @@ class Host:
         end_descendants()
 
     def failure(self, error: BaseException) -> str:
-        """The reason for a failed start, in the engine's own words if they can be found."""
+        """The reason of a failed start, from the engine's logs if they have one."""
         logs = [
             path.read_text(errors="replace") for path in (self._scratch / "ray").glob("session_*/logs/worker-*.err")
         ]
-        # Serve's controller has the exception of the engine's constructor; what kills a process below the engine is
-        # only in the log of that process.
+        # Serve's controller logs the exception of the engine's constructor; the reason why a process of the engine died
+        # is only in the log of that process.
         logs.sort(key=lambda log: ":actor_name:ServeController" not in log)
         cause = root_cause([*logs, "".join(traceback.format_exception(error))], self._exit_watcher.signal_exits())
         return cause or f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
     def report_failure(self, message: str) -> None:
-        """Tell the parent that there will be no generation."""
+        """Report to the parent that generation has failed."""
         self._emit({"event": "failed", "message": message})
 
     def _phase(self, name: str, began: float) -> float:
@@ -206,17 +206,17 @@ class Host:
         return now
 
     def _emit(self, event: Mapping[str, Any]) -> None:
-        # A parent that is gone hears nothing, and needs to hear nothing.
+        # The parent may have ended.
         with contextlib.suppress(BrokenPipeError):
             self._events.write(msgspec.json.encode(event).decode() + "\n")
             self._events.flush()
 
 
 def metrics_port(address: str | None = None) -> int | None:
-    """Where this machine's Ray has its metrics; None: nowhere.
+    """Port of the metrics of this machine's Ray; None if it serves none.
 
     Args:
-        address: Of this machine among several; None: it is the only one.
+        address: Address of this machine among several; None: it is the only one.
     """
     import ray
 
@@ -239,13 +239,13 @@ def _is_haproxy(process: psutil.Process) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be found at the end (Linux)."""
+    """Become the parent of descendants whose parent ends, so that they can be ended too (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants() -> None:
-    """Kill all processes below this one, those too that they start meanwhile."""
+    """Kill all descendants of this process, including those started meanwhile."""
     kill_all(lambda: psutil.Process().children(recursive=True))
 
 
@@ -253,7 +253,7 @@ def _end_with_parent() -> None:
     """Send this process a SIGTERM when its standard input closes."""
 
     def read() -> None:
-        # Not through `sys.stdin`, whose lock this thread would hold when the interpreter wants to close it.
+        # Not `sys.stdin`: this thread would hold its lock when the interpreter closes it.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -262,8 +262,8 @@ def _end_with_parent() -> None:
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
-    """Leave by SystemExit; a signal's handler."""
-    # Once is enough; stopping is not to be interrupted by the second.
+    """Signal handler that raises SystemExit."""
+    # A second signal must not interrupt the shutdown.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)
 
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a HostConfig")
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config.read_bytes(), type=HostConfig)
-    # Standard output is for events alone: Ray and Serve print to it.
+    # Keep standard output for events: Ray and Serve print to it.
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     adopt_orphans()

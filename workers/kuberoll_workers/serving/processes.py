@@ -1,4 +1,4 @@
-"""Ending processes that may start others while they are ended."""
+"""Killing processes that may start others meanwhile."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _WAIT_SECONDS = 5
 
 
 def kill_all(find: Callable[[], Iterable[psutil.Process]]) -> None:
-    """Kill what `find` finds until it finds nothing, a bounded number of times."""
+    """Kill the processes that `find` returns until it returns none, at most 10 times."""
     for _ in range(_ROUNDS):
-        found = list(find())
-        if not found:
+        processes = list(find())
+        if not processes:
             return
-        for process in found:
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, timeout=_WAIT_SECONDS)
+        psutil.wait_procs(processes, timeout=_WAIT_SECONDS)

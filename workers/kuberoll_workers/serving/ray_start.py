@@ -1,7 +1,7 @@
-"""Attempts to start Ray.
+"""Repeated attempts to start Ray.
 
-Ray has fixed time limits for its own parts, which a busy machine makes them miss: the raylet ends itself when the
-agent beside it has not opened its port 15 seconds after it was started, and takes the start with it after 30.
+Ray has fixed time limits for its own parts, which they may miss on a busy machine: the raylet exits when its agent has
+not opened its port within 15 seconds, and the start fails after 30.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _log = logging.getLogger(__name__)
 ATTEMPTS: Final = 3
 _CAUSE_CHARACTERS = 400
 
-# A line of Ray's C++ parts at one of the levels that end the process, without what Ray says of all of them.
+# A line of Ray's C++ parts at a level that ends the process, without the prefix that all such lines have.
 _FATAL = re.compile(r"^\[[^\]]* [CF] \d+ \d+\] \(\w+\) \S+ +(.+)$", re.MULTILINE)
 _PREAMBLE = re.compile(r"^.*?Check failed: (?:\S+ )?")
 
 
 def start_in_attempts(start: Callable[[], object], clear: Callable[[], None], scratch: Path) -> None:
-    """Start Ray, and where that fails end what is left of it and start it again.
+    """Start Ray; after a failure, clean up and retry.
 
     Args:
-        start: Raises where Ray does not start.
-        clear: Ends all that a failed start has left.
+        start: Raises if Ray does not start.
+        clear: Ends the processes that a failed start has left.
         scratch: Directory in which Ray keeps its sessions.
 
     Raises:
-        RuntimeError: No attempt succeeded; with the reason that Ray's own logs give for the last.
+        RuntimeError: No attempt succeeded; the message has the reason of the last one, from Ray's logs if possible.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -45,7 +45,7 @@ def start_in_attempts(start: Callable[[], object], clear: Callable[[], None], sc
 
 
 def fatal_line(scratch: Path) -> str | None:
-    """The words with which a part of Ray's newest session ended itself; None: none did."""
+    """The message with which a part of Ray's newest session exited; None: none did."""
     sessions = sorted(path for path in scratch.glob("session_2*") if path.is_dir())
     for path in sorted((sessions[-1] / "logs").glob("*.err")) if sessions else ():
         if (found := _FATAL.search(path.read_text(errors="replace"))) is not None:

@@ -1,4 +1,4 @@
-"""The list of a policy's replicas, for those who go to them directly."""
+"""The list of a policy's replicas, for clients that connect to them directly."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _SECONDS = 1.0
 def known_replicas(
     before: Mapping[str, RunningReplica], now: Iterable[RunningReplica], busy: Iterable[str]
 ) -> dict[str, RunningReplica]:
-    """The replicas by id, in order: those that are listed, and those that were and are only busy.
+    """The replicas by id, sorted: those that are listed, and those of the last list that are only busy.
 
     Args:
         before: The last list.
-        now: What Serve lists.
-        busy: Ids of those that Serve leaves out, though they take requests.
+        now: The replicas that Serve lists.
+        busy: Ids of replicas that Serve leaves out, although they take requests.
     """
-    found = {replica.id: replica for replica in now}
-    for known in busy:
-        if known in before:
-            found.setdefault(known, before[known])
-    return dict(sorted(found.items()))
+    replicas = {replica.id: replica for replica in now}
+    for replica_id in busy:
+        if replica_id in before:
+            replicas.setdefault(replica_id, before[replica_id])
+    return dict(sorted(replicas.items()))
 
 
 class ReplicaList:
-    """Asks for the replicas when somebody wants to know, at most once a second."""
+    """The list of replicas, read on demand and cached for a second."""
 
     def __init__(
         self,
@@ -39,7 +39,10 @@ class ReplicaList:
         seconds: float = _SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`busy` is asked only when one that was listed is not: which are there, and whether busy."""
+        """`listed` reads the list; `busy` maps running replicas to whether they are busy.
+
+        `busy` is called only when a replica of the last list is missing.
+        """
         self._listed = listed
         self._busy = busy
         self._seconds = seconds

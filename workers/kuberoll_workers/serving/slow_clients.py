@@ -1,7 +1,7 @@
-"""Connections whose request does not come: closed after a while, in HAProxy and in replicas.
+"""Time limits for the headers of requests, in HAProxy and in replicas.
 
-Neither Ray Serve nor uvicorn, which replicas listen with, has a setting for it, and without one a few thousand half
-requests keep everybody else out.
+Neither Ray Serve nor uvicorn, which replicas listen with, has a setting for it, and without a limit a few thousand
+unfinished requests would block all others.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 HEADER_SECONDS: Final = 30.0
-"""Within which the head of a request must come, from the connection's first moment or the head's first byte."""
+"""Time limit for the headers of a request, from the start of the connection or the first byte of the request."""
 
 
 def limit_headers(seconds: float = HEADER_SECONDS) -> None:
-    """Have this process's HTTP servers close connections on which no whole head of a request comes in time."""
+    """Make this process's HTTP servers close connections whose request headers do not arrive in time."""
     import uvicorn.protocols.http.auto as auto
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -51,7 +51,7 @@ def _watch(connection: Any, seconds: float) -> None:
     if not _awaits_head(connection):
         _stop(connection)
     elif getattr(connection, "kuberoll_head", None) is None and not connection.transport.is_closing():
-        # Not begun anew with each byte: a byte every few seconds is what it is for.
+        # The timer is not restarted with each byte, so that a byte every few seconds does not keep the connection.
         connection.kuberoll_head = connection.loop.call_later(seconds, _close, connection)
 
 
@@ -73,12 +73,12 @@ def _close(connection: Any) -> None:
 
 
 def write_haproxy_launcher(path: Path, program: str, *, local_ports: tuple[int, ...]) -> Path:
-    """A program to start HAProxy by, which adds to the configuration what Serve has no settings for.
+    """Write a launcher for HAProxy, which adds settings to the configuration that Serve does not offer.
 
     Args:
-        path: Where to write it.
-        program: HAProxy itself.
-        local_ports: Ports of listeners that Serve binds at all addresses and that are for this machine alone.
+        path: File to write.
+        program: Path of HAProxy.
+        local_ports: Ports that Serve binds to all addresses and that should be bound to loopback.
     """
     edits = [rf"s/^\( *\)timeout client .*/&\n\1timeout http-request {HEADER_SECONDS:g}s/"]
     edits += [rf"s/^\( *\)bind \**:{port} *$/\1bind 127.0.0.1:{port}/" for port in local_ports]

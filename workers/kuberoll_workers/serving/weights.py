@@ -1,4 +1,4 @@
-"""Keeps one engine at the weights that are wanted of it, which may change at any time."""
+"""Loading of the weights that one engine is to serve, which may change at any time."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 
 def wanted_weights(config: Mapping[str, Any] | None) -> WeightsSource | None:
-    """The weights that a `user_config` asks for; None: the model's own.
+    """The weights that a `user_config` names; None: the model's own.
 
     Raises:
-        ValueError: It is not what `user_config` makes.
+        ValueError: It is malformed.
     """
     given = (config or {}).get("weights")
     return None if given is None else msgspec.convert(given, WeightsSource)
 
 
 def version_of(weights: WeightsSource | None) -> str:
-    """What the trajectories call them."""
+    """The version of weights as trajectories record it."""
     return OWN_VERSION if weights is None else weights.version
 
 
 class LiveWeights:
-    """Has an engine follow what is wanted.
+    """Loads the wanted weights into an engine.
 
-    Weights that cannot be used leave the engine with those it has, and are tried again, until they can be or others
-    are wanted: a trainer may have named them before it had written them.
+    If they cannot be used, the engine keeps its present ones, and loading is retried until it succeeds or others are
+    wanted: a trainer may publish weights before it has written them.
 
     Attributes:
-        problem: Why the wanted ones are not served; None: they are, or are being loaded.
+        problem: Why the wanted weights are not served; None: they are served or being loaded.
     """
 
     def __init__(self, engine: Engine, *, first_wait: float = _FIRST_WAIT_SECONDS) -> None:
@@ -58,24 +58,24 @@ class LiveWeights:
         return self._engine.info().policy_version
 
     async def load_initial(self, wanted: WeightsSource | None) -> None:
-        """Load what a new replica is to serve, before it serves anything.
+        """Load the weights of a new replica, before it serves requests.
 
         Raises:
-            WeightsRefused, PolicyUnavailable: It cannot serve that, and is not to serve anything else.
+            WeightsRefused, PolicyUnavailable: They cannot be loaded; the replica must not serve others instead.
         """
         self._wanted = wanted
         if version_of(wanted) != self.served_version:
             await self._load(wanted)
 
     def set_wanted(self, wanted: WeightsSource | None) -> None:
-        """Change the weights soon, without waiting for it."""
+        """Set the wanted weights; they are loaded in the background."""
         self._wanted = wanted
         self._changed.set()
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
-        """Change them no more."""
+        """Stop loading."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -98,7 +98,7 @@ class LiveWeights:
                 self.problem = str(error)
                 _log.warning("the weights %s cannot be used: %s", version_of(wanted), error)
             except Exception as error:
-                # The engine's health says so too, and Serve replaces the replica.
+                # The engine's health check fails too, and Serve replaces the replica.
                 self.problem = f"{type(error).__name__}: {error}"
                 _log.exception("the weights %s broke the engine", version_of(wanted))
                 return

@@ -182,7 +182,7 @@ class RequestScheduler:
         """Record an overload response.
 
         Returns:
-            Seconds after which `pump` is to be called for it.
+            Seconds after which to call `dispatch` for the replica.
         """
         replica, _ = self._end(ticket)
         window = replica.window

@@ -1,4 +1,4 @@
-"""Whether a directory holds weights that fit a model, judged by what the files say of themselves."""
+"""Checks that the weights in a directory fit a model, from the headers of their files."""
 
 from __future__ import annotations
 
@@ -12,62 +12,63 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _TENSORS = "*.safetensors"
 _OTHERS = ("*.bin", "*.pt", "*.pth")
-# A model whose output layer is its embedding may be saved with or without it.
+# A model whose output layer shares the embedding may be saved with or without it.
 _TIED = "lm_head.weight"
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a directory has files of weights."""
+    """True if a directory has files with weights."""
     return any(any(path.glob(pattern)) for pattern in (_TENSORS, *_OTHERS))
 
 
 def read_shapes(path: Path) -> Shapes | None:
-    """The tensors of a directory's files; None where they are in a format that does not say.
+    """Read the shapes of the tensors in a directory; None if the format has no header with them.
 
     Raises:
-        WeightsRefused: A file is torn.
+        WeightsRefused: A file is truncated or unreadable.
     """
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    shapes = {}
     for file in sorted(path.glob(_TENSORS)):
         try:
             with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    found[name] = tuple(tensors.get_slice(name).get_shape())
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
-            raise WeightsRefused(f"{file}: {error}; is it written completely?") from error
-    return found or None
+            raise WeightsRefused(f"{file}: {error}; was it written completely?") from error
+    return shapes or None
 
 
 def mismatch(new: Shapes, own: Shapes) -> str | None:
-    """Why tensors are not those of a model; None: they are, or they are named by another scheme.
+    """The first difference between tensors and those of a model; None: they match, or have another naming scheme.
 
     Args:
-        own: The tensors that the model was started with.
+        new: The shapes to check.
+        own: The shapes of the model's own tensors.
     """
     shared = new.keys() & own.keys()
     if not shared:
         return None
     for name in sorted(shared):
         if new[name] != own[name]:
-            return f"{name} has the shape {new[name]}, in the model it is {own[name]}"
+            return f"{name} has the shape {new[name]}, but {own[name]} in the model"
     if missing := sorted(own.keys() - new.keys() - {_TIED}):
         return f"{missing[0]} is missing" + (f", and {len(missing) - 1} others are" if len(missing) > 1 else "")
     return None
 
 
 def check_fit(path: Path, own: Path | None) -> None:
-    """Refuse a directory whose weights are not those of a model.
+    """Check that the weights in a directory fit a model.
 
     Args:
-        own: Where the model's own are; None: nobody knows, so that only the engine can tell.
+        own: Directory of the model's own weights; None: unknown, so only the engine can check.
 
     Raises:
-        WeightsRefused: Says what does not fit.
+        WeightsRefused: They do not fit; the message names the first difference.
     """
     if not has_weights(path):
-        raise WeightsRefused(f"{path} holds no weights ({_TENSORS}); name the directory of a saved model")
+        raise WeightsRefused(f"{path} has no weights ({_TENSORS}); give the directory of a saved model")
     new = read_shapes(path)
     known = None if own is None else read_shapes(own)
     if new is not None and known is not None and (why := mismatch(new, known)) is not None:

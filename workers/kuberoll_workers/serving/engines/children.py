@@ -1,4 +1,4 @@
-"""Processes that a library starts by `multiprocessing` and whose exit codes it does not pass on."""
+"""Exit codes of processes that a library starts by `multiprocessing` and does not report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_SECONDS = 0.05
 
 @contextmanager
 def started_children() -> Iterator[list[BaseProcess]]:
-    """Children of this process that are started meanwhile; the list grows while they are."""
+    """Collect the children that this process starts while the context lasts; the list grows meanwhile."""
     before = set(multiprocessing.active_children())
     children: list[BaseProcess] = []
 
@@ -39,11 +39,10 @@ def started_children() -> Iterator[list[BaseProcess]]:
 
 
 def exit_codes(children: Sequence[BaseProcess], *, seconds: float = 0.0) -> dict[str, int | None]:
-    """By name, as `multiprocessing` has them: a signal's number is negative, None is of one that runs.
+    """Exit codes by process name, as in `multiprocessing`: negative numbers are signals, None is a running process.
 
     Args:
-        seconds: To wait for each that runs. The pipe by which its parent hears of its end closes before there is an
-            exit code.
+        seconds: Time to wait for each running process: the pipe to its parent closes before there is an exit code.
     """
     for child in children:
         if seconds:

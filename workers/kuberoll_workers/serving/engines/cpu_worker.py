@@ -1,4 +1,4 @@
-"""What vLLM's own workers lack on a CPU; vLLM mixes this class into theirs by its name."""
+"""Extension of vLLM's workers on CPUs; vLLM mixes this class into theirs by its name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class CPUWorkerExtension:
-    """Has an output layer that shares the embedding's weights follow them."""
+    """Reloads weights, including those of an output layer that shares the embedding."""
 
     def kuberoll_reload_weights(self: Any, weights_path: str) -> None:
         """vLLM's `reload_weights`, with nothing left of the old weights.
 
-        On CPUs layers multiply by packed copies of their weights. vLLM 0.32 packs anew what a checkpoint names, and a
-        shared output layer is not named: it would go on with the embedding of before, silently.
+        On CPUs layers multiply by packed copies of their weights. vLLM 0.32 repacks only the weights that a checkpoint
+        names, and a shared output layer is not named: it would silently keep the old embedding.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -1,4 +1,4 @@
-"""Weights that lie elsewhere, brought to this machine: once, however many replicas it has."""
+"""Downloads of remote weights to this machine, once for all its replicas."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _DESCRIPTIONS = ".json"
 
 
 def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
-    """A directory with the weights: the one that is named, or a copy of what lies behind a URI.
+    """Return a directory with the weights: the given one, or a local copy of a URI.
 
-    Copies are whole or not there, and only the newest two are kept.
+    A copy appears only when it is complete, and only the newest two are kept.
 
     Args:
-        version: Other versions behind the same URI are other weights.
-        scratch: Where copies are kept; the same for all processes of a machine.
+        version: Another version of the same URI is downloaded separately.
+        scratch: Directory of the copies, the same for all processes of a machine; None: in the temporary directory.
 
     Raises:
-        WeightsRefused: There is nothing there, or it cannot be read.
+        WeightsRefused: There are no weights, or they cannot be read.
     """
     if not is_remote(uri):
         path = Path(uri.removeprefix("file://"))
         if not path.is_dir():
-            raise WeightsRefused(f"{uri} is no directory here; the generation pods must have it mounted")
+            raise WeightsRefused(f"{uri} is not a directory on this machine; mount it in the generation pods")
         return path
     from filelock import FileLock
 
@@ -53,12 +53,12 @@ def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
 
 
 def is_remote(uri: str) -> bool:
-    """Whether it is no path of this machine."""
+    """True if it is not a path on this machine."""
     return "://" in uri and not uri.startswith("file://")
 
 
 def wanted_files(names: list[str]) -> list[str]:
-    """Those of a saved model's files that an engine reads; what a trainer keeps beside them may be larger."""
+    """Select the files of a saved model that an engine reads, without a trainer's other files, which may be larger."""
     tensors = [name for name in names if name.endswith(_TENSORS)]
     weights = tensors or [name for name in names if name.endswith(_OTHERS)]
     return weights and [*weights, *(name for name in names if name.endswith(_DESCRIPTIONS))]
@@ -67,12 +67,12 @@ def wanted_files(names: list[str]) -> list[str]:
 def _copy(uri: str, part: Path) -> None:
     filesystem, root = _filesystem(uri)
     try:
-        # The same directory may have been looked at when it was empty.
+        # The directory may have been listed when it was empty.
         filesystem.invalidate_cache()
-        found = {str(entry["name"]): entry for entry in filesystem.ls(root, detail=True) if entry["type"] == "file"}
-        files = wanted_files(sorted(found))
+        entries = [entry for entry in filesystem.ls(root, detail=True) if entry["type"] == "file"]
+        files = wanted_files(sorted(str(entry["name"]) for entry in entries))
         if not files:
-            raise WeightsRefused(f"{uri} holds no weights (*{_TENSORS}); name the directory of a saved model")
+            raise WeightsRefused(f"{uri} has no weights (*{_TENSORS}); give the directory of a saved model")
         part.mkdir(parents=True)
         filesystem.get(files, [str(part / name.rpartition("/")[2]) for name in files])
     except WeightsRefused:

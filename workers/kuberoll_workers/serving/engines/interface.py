@@ -1,4 +1,4 @@
-"""What the Serve app asks of an engine."""
+"""The interface of an engine behind the Serve app."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ OWN_VERSION = "0"
 
 
 class WeightsRefused(Exception):
-    """Weights cannot be used, and none of them were: the engine goes on with those it has."""
+    """Weights cannot be used, and none were loaded: the engine keeps its present ones."""
 
 
 class Engine(Protocol):
-    """Generates, many sequences at once."""
+    """An inference engine that generates many sequences concurrently."""
 
     async def start(self) -> None:
-        """Load the model and get ready, so that the first generation takes no longer than the later ones.
+        """Load the model and warm up, so that the first generation takes no longer than later ones.
 
         Raises:
-            Exception: The engine's own, when it cannot.
+            Exception: The engine's own, if it cannot start.
         """
         ...
 
@@ -30,23 +30,22 @@ class Engine(Protocol):
 
         Raises:
             PolicyUnavailable: The engine is at fault.
-            PolicyRefused: The request is.
+            PolicyRefused: The request is at fault.
         """
         ...
 
     async def load_weights(self, uri: str | None, version: str) -> None:
-        """Go on with other weights; never called twice at once.
+        """Switch to other weights; never called concurrently.
 
-        Sequences under way stop between two tokens, and go on with the new weights and nothing kept of the old ones
-        but their tokens.
+        Sequences in flight pause between two tokens and continue with the new weights; only their tokens are kept.
 
         Args:
-            uri: A directory of this machine, or a URI; None: the model's own.
-            version: What the tokens made with them are marked with.
+            uri: A directory of this machine, or a URI; None: the model's own weights.
+            version: Version that the tokens generated with them are marked with.
 
         Raises:
-            WeightsRefused: They cannot be used; the old ones are.
-            PolicyUnavailable: The engine is broken: some may be the new ones, and it generates no more.
+            WeightsRefused: They cannot be used; the engine keeps the old ones.
+            PolicyUnavailable: The engine is broken: some weights may be new, and it no longer generates.
         """
         ...
 
@@ -54,14 +53,14 @@ class Engine(Protocol):
         """Return only when the engine can generate.
 
         Raises:
-            PolicyUnavailable: It cannot; says why.
+            PolicyUnavailable: It cannot; the message has the reason.
         """
         ...
 
     def info(self) -> EngineInfo:
-        """What it serves; after `start`."""
+        """Describe model, limits and load; call it after `start`."""
         ...
 
     async def shutdown(self) -> None:
-        """Stop what was started."""
+        """Stop the engine and its processes."""
         ...

@@ -21,16 +21,16 @@ class EngineKind(Protocol):
     """An engine that jobs can name."""
 
     def make(self, args: ServeArgs) -> Engine:
-        """The engine that the arguments ask for, not yet started."""
+        """Create the engine with these arguments; it is not started."""
 
     def missing(self) -> str | None:
-        """What this machine lacks to run the engine, and how to get it; None: nothing."""
+        """What this machine lacks to run the engine, and how to install it; None: nothing."""
 
     def on_gpus(self) -> bool:
-        """Whether the engine, as it is installed here, computes on GPUs."""
+        """True if the engine, as installed on this machine, computes on GPUs."""
 
     def world_size(self, engine_args: Mapping[str, Any]) -> int:
-        """Devices that one replica with these arguments spreads the model over."""
+        """Number of devices that one replica with these arguments uses."""
 
 
 class SimulatedKind:
@@ -51,7 +51,7 @@ class SimulatedKind:
         return False
 
     def world_size(self, engine_args: Mapping[str, Any]) -> int:
-        # It takes the arguments of the engine that it stands for.
+        # It takes vLLM's arguments.
         return vllm_engine.world_size(engine_args)
 
 
@@ -66,7 +66,7 @@ class VLLMKind:
     def missing(self) -> str | None:
         if importlib.util.find_spec("vllm") is None:
             return (
-                "vLLM is not installed here. Install it with `pip install 'kuberoll[gpu]'` or, without a GPU, "
+                "vLLM is not installed. Install it with `pip install 'kuberoll[gpu]'` or, without a GPU, "
                 "`make install`; or set engine: Simulated for a dry run"
             )
         return vllm_engine.missing_library()
@@ -82,11 +82,11 @@ ENGINES: Final[Mapping[str, EngineKind]] = {"VLLM": VLLMKind(), "Simulated": Sim
 
 
 def placed_engine_args(args: ServeArgs) -> dict[str, Any]:
-    """vLLM's arguments with what follows from where it is placed; what the user set comes first."""
+    """vLLM's arguments with those that its placement implies; the user's take precedence."""
     placed: dict[str, Any] = {}
     if args.bundles is not None:
         placed["distributed_executor_backend"] = "ray"
-    # 0 of them: a pod without GPUs.
+    # 0: a pod without GPUs.
     if args.gpus is not None and 0 < args.gpus < 1:
         placed["gpu_memory_utilization"] = round(_GPU_MEMORY_PART * args.gpus, 4)
     return {**placed, **args.engine_args}

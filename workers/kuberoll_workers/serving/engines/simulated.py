@@ -1,4 +1,4 @@
-"""A latency and batching model in an engine's place: dry runs, tests, benchmarks of everything but the GPU."""
+"""A simulation of an engine's latency and batching, for dry runs, tests, and benchmarks without a GPU."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _KEPT_VERSIONS = 16
 
 
 class Simulated:
-    """The Simulated engine: what it answers depends on the request's seed (or id) and prompt alone.
+    """The Simulated engine: its responses depend on the request's prompt and seed (or id) only.
 
-    Its log-probabilities are true to what it does: a scripted response is certain given the draw, 0; a random token
-    is one of the vocabulary, all alike.
+    Its log-probabilities are exact: 0 for the tokens of a scripted response, which is certain given the draw; that of
+    a uniform distribution over the vocabulary for random tokens.
     """
 
     def __init__(
         self, *, model: str, tokenizer: str, settings: SimulatedEngine, engine_args: Mapping[str, Any]
     ) -> None:
-        """`engine_args` are vLLM's; only `max_model_len` is looked at."""
+        """`engine_args` are vLLM's; only `max_model_len` is used."""
         self._model = model
         self._tokenizer_source = tokenizer
         self._settings = settings
@@ -48,7 +48,7 @@ class Simulated:
         self._window = int(engine_args.get("max_model_len") or config.get("max_position_embeddings") or _DEFAULT_WINDOW)
         self._vocabulary = int(config.get("vocab_size") or _DEFAULT_VOCABULARY)
         self._places = asyncio.Semaphore(settings.max_batch)
-        # Versions of the weights that it pretends to have had, and since when.
+        # Versions of the weights with the times from which they were served.
         self._versions: list[tuple[float, str]] = [(0.0, OWN_VERSION)]
         self.in_flight = 0
 
@@ -73,7 +73,7 @@ class Simulated:
             policy_versions=version_spans(self._versions, began, _now(), len(ids)),
         )
 
-    async def load_weights(self, uri: str | None, version: str) -> None:  # noqa: ARG002 - no weights decide anything
+    async def load_weights(self, uri: str | None, version: str) -> None:  # noqa: ARG002 - there are no weights
         self._versions.append((_now(), version))
         del self._versions[:-_KEPT_VERSIONS]
 
@@ -118,10 +118,10 @@ class Simulated:
 def version_spans(
     versions: Sequence[tuple[float, str]], began: float, ended: float, tokens: int
 ) -> tuple[tuple[str, int, int], ...]:
-    """The spans of a response whose tokens came evenly between two moments.
+    """Policy version spans of a response whose tokens were generated evenly between two times.
 
     Args:
-        versions: Each with the moment from which on it was the one, in order; the first was it before, too.
+        versions: Pairs of time and version served from then on, in order; the first one was served before, too.
     """
     spans: list[tuple[str, int, int]] = []
     for number, (since, version) in enumerate(versions):
@@ -145,7 +145,7 @@ def _now() -> float:
 
 def _draw_seed(request: GenerationRequest) -> bytes:
     seed = request.sampling.seed
-    # The request's id holds its try; without a seed a retried turn is drawn anew, as a real engine would.
+    # The request's id has its attempt; without a seed a retry draws another response, as with a real engine.
     identity = request.request_id if seed is None else str(seed)
     return hashlib.blake2b(request.token_ids.tobytes(), key=identity.encode()[:64], digest_size=16).digest()
 

@@ -45,9 +45,9 @@ _CPU_LIBRARY = "libnuma.so.1"
 _CPU_ENVIRONMENT = {
     # More threads than idle cores make each decoding step 10 to 70 times slower.
     "OMP_NUM_THREADS": "1",
-    # The sampler's logprobs are behind torch.compile: 2 to 23 s at the first request, for nothing on a CPU.
+    # torch.compile of the sampler's logprobs takes 2 to 23 s at the first request and gains nothing on a CPU.
     "TORCHDYNAMO_DISABLE": "1",
-    # Permits the in-process executor on CPUs, one process less that imports all of vLLM.
+    # Allows the in-process executor on CPUs, which saves a process that imports all of vLLM.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -58,16 +58,16 @@ _CPU_ARGUMENTS = {
     "worker_extension_cls": _CPU_EXTENSION,
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
-    # Prefixes are cached in whole blocks. The CPU's own default of 128 tokens would keep most short prompts out.
+    # Prefixes are cached in whole blocks. With the CPU's default of 128 tokens most short prompts would not be cached.
     "block_size": 32,
     "kv_cache_memory_bytes": 1 << 30,
-    # vLLM 0.32 takes back the random draw of a prompt's first parts by rewinding the request's generator, which only
-    # those of GPUs can: on a CPU a seeded prompt processed in parts kills the engine, and all requests with it.
+    # With chunked prefill vLLM 0.32 rewinds the request's random generator, which only those of GPUs support: on a CPU
+    # a seeded prompt processed in chunks would kill the engine, and all requests with it.
     "enable_chunked_prefill": False,
 }
 
 _ARGUMENTS = {
-    # What the trainer needs: under the distribution that was sampled from, not the model's raw one.
+    # The trainer needs log-probabilities of the distribution that was sampled from, not of the model's raw one.
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
     "disable_log_stats": True,
@@ -82,18 +82,18 @@ _END_SECONDS = 5.0
 def engine_arguments(
     given: Mapping[str, Any], *, model: str, tokenizer: str, revision: str | None, cpu: bool
 ) -> dict[str, Any]:
-    """The arguments for vLLM: what the user set, over what this engine needs, over what a CPU needs."""
+    """Merge the arguments for vLLM: the user's override those for CPUs, which override this engine's defaults."""
     arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
     if cpu:
         arguments.update(_CPU_ARGUMENTS)
     if world_size(given) > 1:
-        # Within a Ray actor vLLM may choose Ray for its workers, which needs GPUs that the actor has not taken.
+        # Inside a Ray actor vLLM may choose Ray for its workers, which needs GPUs that the actor did not reserve.
         arguments["distributed_executor_backend"] = "mp"
     return {**arguments, **given}
 
 
 def _stat_loggers() -> list[Any]:
-    """What counts the engine's work: `ray_vllm_*` on Ray's metrics endpoint, where there is a Ray to have one."""
+    """vLLM's metrics loggers: `ray_vllm_*` on Ray's metrics endpoint; empty without Ray."""
     import ray
 
     if not ray.is_initialized():
@@ -104,15 +104,15 @@ def _stat_loggers() -> list[Any]:
 
 
 def world_size(given: Mapping[str, Any]) -> int:
-    """Devices that one engine with these arguments spreads the model over."""
+    """Number of devices that one engine with these arguments uses."""
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
 
 
 def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse misspelled arguments before the engine spends its start-up on them.
+    """Check the names of arguments before the engine starts.
 
     Raises:
-        ValueError: Names the argument and the nearest one that exists.
+        ValueError: One is unknown; the message names it and the nearest known one.
     """
     for name in given:
         if name not in known:
@@ -122,7 +122,7 @@ def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the CPU one."""
+    """True if the installed vLLM is the build for CPUs."""
     try:
         importlib.metadata.version(_CPU_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -131,15 +131,15 @@ def is_cpu_build() -> bool:
 
 
 def missing_library() -> str | None:
-    """What vLLM's CPU build needs of the system and does not bring along; None: all is there.
+    """The system library that vLLM's CPU build needs and that is missing, with how to install it; None: none is.
 
-    Without it the engine starts, and ends with words about an operation that nobody knows.
+    Without it the engine starts and then fails with a message about an unknown operation.
     """
     if is_cpu_build():
         try:
             ctypes.CDLL(_CPU_LIBRARY)
         except OSError:
-            return f"vLLM's build for CPUs needs {_CPU_LIBRARY}, which is not here: apt-get install libnuma1"
+            return f"vLLM's build for CPUs needs {_CPU_LIBRARY}, which is not installed: apt-get install libnuma1"
     return None
 
 
@@ -186,11 +186,11 @@ class VLLMEngine:
         if self._spans_machines:
             from ray.util import get_current_placement_group
 
-            # The engine looks for it in a process of its own, which is no part of it.
+            # The engine would look for it in its own process, which is not part of the placement group.
             settings.parallel_config.placement_group = get_current_placement_group()
         extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
         self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
-        # Kept: when one dies vLLM forgets them, and with them what they died of.
+        # Keep them: when one dies vLLM drops them, and with them their exit codes.
         with started_children() as self._processes:
             try:
                 self._engine = AsyncLLM.from_vllm_config(
@@ -206,7 +206,7 @@ class VLLMEngine:
         self._window = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
         self._room = int(getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
-        # The first request pays for what is compiled or allocated lazily; with log-probabilities, as all will be.
+        # The first request triggers lazy compilation and allocation; it has log-probabilities as all later ones.
         await self._probe()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -223,7 +223,7 @@ class VLLMEngine:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
-        # The engine's ids must not repeat while one is in flight; a caller's retry may.
+        # The engine's ids must be unique while in flight; those of a caller's retries may repeat.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         final = None
         version = self._version
@@ -240,7 +240,7 @@ class VLLMEngine:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # A dead engine, a full queue, an engine's bug: all worth another try elsewhere or later.
+            # A dead engine, a full queue, a bug of the engine: a retry elsewhere or later may succeed.
             raise PolicyUnavailable(self._death() or f"{type(error).__name__}: {error}") from error
         finally:
             self._in_flight -= 1
@@ -254,8 +254,8 @@ class VLLMEngine:
         path = await asyncio.to_thread(self._prepare_weights, uri, version)
         self._loading = True
         try:
-            # Without clearing the cache, a prefix computed with the old weights would be continued with the new ones,
-            # and nothing would say so: resetting it afterwards does nothing while requests are under way.
+            # Without clearing the cache, a prefix computed with the old weights would silently be continued with the
+            # new ones: resetting it afterwards has no effect while requests are in flight.
             await engine.pause_generation(mode="keep", clear_cache=True)
             await engine.collective_rpc(self._reload, kwargs={"weights_path": path})
             await engine.update_weight_version(version)
@@ -263,7 +263,7 @@ class VLLMEngine:
             await engine.resume_generation()
         except BaseException as error:
             self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
-            # Those who wait for it go elsewhere at once.
+            # Abort the waiting requests, so that they are retried elsewhere at once.
             with contextlib.suppress(Exception):
                 await engine.pause_generation(mode="abort")
             if isinstance(error, Exception):
@@ -277,7 +277,7 @@ class VLLMEngine:
         if uri is None:
             return self._model if own is None else str(own)
         if self._spans_machines and is_remote(uri):
-            raise WeightsRefused(f"{uri}: a replica over several pods needs a directory that all of them have mounted")
+            raise WeightsRefused(f"{uri}: a replica that spans pods needs a directory that is mounted in all of them")
         path = fetch(uri, version)
         check_fit(path, own)
         return str(path)
@@ -290,7 +290,7 @@ class VLLMEngine:
             await engine.check_health()
         except Exception as error:
             raise PolicyUnavailable(self._death() or f"the engine is dead: {type(error).__name__}: {error}") from error
-        # A busy engine shows by its results that it lives, and a probe would have to queue behind its work.
+        # A busy engine proves its health by its results, and a probe would queue behind its requests.
         idle = asyncio.get_running_loop().time() - self._last_result
         if self._in_flight == 0 and idle > _IDLE_SECONDS and not self._loading:
             await self._probe()
@@ -329,9 +329,9 @@ class VLLMEngine:
                 await asyncio.to_thread(engine.shutdown)
 
     async def _unless_dead(self, work: Coroutine[Any, Any, GenerationResult]) -> None:
-        """Wait for an answer, and no longer than the engine's process lives.
+        """Wait for a result until the engine's process dies.
 
-        vLLM tells a dead engine to the requests that it has; one that is being handed over then waits for ever.
+        vLLM fails the requests that a dead engine has; one that is just being submitted would wait for ever.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -352,7 +352,7 @@ class VLLMEngine:
 
 
 def _directory_of(model: str, revision: str | None) -> Path | None:
-    """Where a model lies on this machine, if it does."""
+    """The directory of a model on this machine; None if it is not there."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -376,10 +376,10 @@ def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
         seed=sampling.seed,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        # The sampled token's log-probability, and no others.
+        # The sampled token's log-probability only.
         logprobs=0,
         flat_logprobs=True,
-        # Text is needed to find stop strings and for nothing else.
+        # Text is needed only to find stop strings.
         detokenize=bool(sampling.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
@@ -388,12 +388,16 @@ def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
 
 
 def _result(output: CompletionOutput, cached_tokens: int, version: str | None) -> GenerationResult:
-    """`version` is that of all tokens if the engine does not say of each; None: they may be of two."""
+    """Convert vLLM's output.
+
+    Args:
+        version: Version of all tokens if the engine does not report it for each; None: they may be of two versions.
+    """
     ids = token_array(output.token_ids)
     flat: Any = output.logprobs
     logprobs = array(LOGPROB_TYPE, [flat.logprobs[index] for index in flat.start_indices] if flat else [])
     if len(logprobs) != len(ids) or not math.isfinite(sum(logprobs)):
-        raise PolicyUnavailable(f"the engine gave {len(logprobs)} usable log-probabilities for {len(ids)} tokens")
+        raise PolicyUnavailable(f"the engine returned {len(logprobs)} usable log-probabilities for {len(ids)} tokens")
     if output.finish_reason == "stop":
         reason: Any = "stop"
     elif output.finish_reason == "length":
@@ -404,7 +408,7 @@ def _result(output: CompletionOutput, cached_tokens: int, version: str | None) -
     versions = tuple((str(span.version), span.start, span.end) for span in spans)
     if len(ids) and not versions:
         if version is None:
-            raise PolicyUnavailable("the weights changed, and this vLLM does not say which tokens are of which")
+            raise PolicyUnavailable("the weights changed, and this vLLM does not report the weights of each token")
         versions = ((version, 0, len(ids)),)
     return GenerationResult(
         token_ids=ids,

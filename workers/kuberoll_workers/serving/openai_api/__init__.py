@@ -1,4 +1,4 @@
-"""The OpenAI-compatible surface of the Serve app: chat completions, completions, models."""
+"""The OpenAI-compatible API of the Serve app: chat completions, completions, models."""
 
 from kuberoll_workers.serving.openai_api.routes import OpenAIRoutes
 

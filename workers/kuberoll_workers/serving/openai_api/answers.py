@@ -1,4 +1,4 @@
-"""Bodies of answers, in OpenAI's form; token ids where vLLM has them."""
+"""Response bodies in OpenAI's format, with token ids in vLLM's fields."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Choice:
     """One generated sequence.
 
     Attributes:
-        prompt: Number of its prompt.
-        text: Without special tokens and the stop string, unless they were asked for.
-        pieces: The text of each token; None: log-probabilities were not asked for.
+        prompt: Index of its prompt.
+        text: Without special tokens and the stop string, unless they were requested.
+        pieces: The text of each token; None if log-probabilities were not requested.
     """
 
     prompt: int
@@ -31,7 +31,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All that was generated for a request, choices in order of their prompts."""
+    """The results of a request, choices in the order of their prompts."""
 
     identity: str
     created: int
@@ -41,7 +41,7 @@ class Answer:
     token_ids: bool
 
     def usage(self) -> dict[str, Any]:
-        """Tokens that were read and generated; a prompt counts once, however many samples it has."""
+        """Token counts; a prompt counts once, however many samples it has."""
         read = sum(len(prompt) for prompt in self.prompts)
         generated = sum(len(choice.result.token_ids) for choice in self.choices)
         cached = {choice.prompt: choice.result.cached_tokens for choice in reversed(self.choices)}
@@ -54,14 +54,14 @@ class Answer:
 
 
 def chat_body(answer: Answer) -> dict[str, Any]:
-    """Of a chat completion."""
+    """The body of a chat completion."""
     return _body(answer, "chat.completion", [_chat_choice(answer, number) for number in range(len(answer.choices))]) | (
         {"prompt_token_ids": answer.prompts[0].tolist()} if answer.token_ids else {}
     )
 
 
 def completion_body(answer: Answer) -> dict[str, Any]:
-    """Of a completion."""
+    """The body of a completion."""
     return _body(answer, "text_completion", [_text_choice(answer, number) for number in range(len(answer.choices))])
 
 
@@ -123,7 +123,7 @@ def _tokens(answer: Answer, choice: Choice) -> dict[str, Any]:
 
 
 def _bytes(piece: str) -> list[int] | None:
-    # Of a token that ends in the middle of a character the text does not tell the bytes.
+    # The bytes of a token that ends inside a character cannot be derived from its text.
     return None if "\ufffd" in piece else list(piece.encode())
 
 
@@ -150,7 +150,7 @@ def completion_chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def events(body: dict[str, Any], chunks: Iterator[dict[str, Any]], *, usage: bool) -> Iterator[bytes]:
-    """Server-sent events: the chunks, the usage if it was asked for, and the end."""
+    """Server-sent events: the chunks, the usage if it was requested, and the end marker."""
     for chunk in chunks:
         yield _event(msgspec.json.encode({**chunk, "usage": None} if usage else chunk))
         last = chunk

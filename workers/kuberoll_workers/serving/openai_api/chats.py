@@ -1,4 +1,4 @@
-"""Chats as token ids: the model's template and tokenizer, and a memory that keeps later turns token-exact."""
+"""Conversion of chats to token ids, with a memory that keeps later turns token-exact."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class ChatFormat:
         continued: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """A chat as the model's template writes it.
+        """Render a chat with the model's template.
 
         Args:
-            continued: Leave the last message open, to be continued.
-            variables: Further ones of the template.
+            continued: Leave the last message open for generation.
+            variables: Further variables of the template.
 
         Raises:
-            InvalidRequest: There is no template, or it refuses the messages.
+            InvalidRequest: There is no template, or it rejects the messages.
         """
         from jinja2.exceptions import TemplateError
 
@@ -65,44 +65,44 @@ class ChatFormat:
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise InvalidRequest(
-                f"messages: the model's chat template does not take them: {error}", param="messages"
+                f"messages: the model's chat template rejects them: {error}", param="messages"
             ) from error
         return str(text)
 
     def encode(self, text: str, *, special_tokens: bool = False) -> array[int]:
-        """Ids of a text.
+        """Encode a text.
 
         Args:
-            special_tokens: Add those that the tokenizer puts around a text.
+            special_tokens: Add the special tokens that the tokenizer puts around a text.
         """
         if special_tokens:
             return token_array(self._tokenizer.encode(text, add_special_tokens=True))
         return self._plain.encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of ids."""
+        """Decode token ids."""
         if skip_special_tokens:
             return self._plain.decode(ids)
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class ChatMemory:
-    """What was generated in chats, so that the next turn of one begins with the very ids that were sampled.
+    """A cache of generated chats, so that the next turn of a chat begins with the sampled token ids.
 
-    A chat comes back as text, and text encodes to one sequence of ids where the model may have sampled another. Where a
-    chat's text begins with one that is remembered, its ids begin with the remembered ones. What is forgotten (the
-    oldest sessions, beyond some 32 million characters) is encoded like any text.
+    Clients send a chat back as text, which may encode to other ids than were sampled. If a chat's text begins with a
+    remembered one, its ids begin with the remembered ids. The oldest sessions beyond some 32 million characters are
+    forgotten, and their chats are encoded like any text.
     """
 
     def __init__(self, *, characters: int = _CHARACTERS, entries: int = _SESSION_ENTRIES) -> None:
-        """`entries` are of one session."""
+        """Set the limits: characters of all sessions together, entries of each session."""
         self._sessions: OrderedDict[str, OrderedDict[str, array[int]]] = OrderedDict()
         self._most_characters = characters
         self._most_entries = entries
         self.characters = 0
 
     def remember(self, session: str, text: str, ids: array[int]) -> None:
-        """Keep the ids that stand for a text, which is a chat up to the end of a response."""
+        """Store the ids of a text, which is a chat up to the end of a response."""
         texts = self._sessions.setdefault(session, OrderedDict())
         self._sessions.move_to_end(session)
         if text not in texts:
@@ -118,7 +118,7 @@ class ChatMemory:
                 del self._sessions[oldest]
 
     def longest_prefix(self, session: str, text: str) -> tuple[int, array[int]]:
-        """The longest remembered beginning of a text: its characters and its ids; 0 and none where there is none."""
+        """Find the longest remembered prefix of a text; return its length in characters, 0 if none, and its ids."""
         length, ids = 0, token_array()
         for known, known_ids in self._sessions.get(session, {}).items():
             if len(known) > length and text.startswith(known):

@@ -1,4 +1,4 @@
-"""What callers of the OpenAI-compatible surface ask for, checked."""
+"""Parsing and validation of requests to the OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_SEQUENCES = 128
 """Sequences that one request may ask for: its prompts times `n`."""
 
 MAX_CHARACTERS: Final = 4 << 20
-"""Of a request's texts together, and of a chat as the template writes it: about a million tokens."""
+"""Maximum characters of a request's texts together, and of a rendered chat: about a million tokens."""
 
 MAX_MESSAGES: Final = 10_000
 MAX_TOOLS: Final = 1_000
 
-# What a chat template is rendered by, and with: a caller who says something else of these is another author of it.
+# Names that the rendering of a chat template uses itself, so callers must not set them.
 _RESERVED_VARIABLES: Final = frozenset(
     {
-        # Of transformers' apply_chat_template.
+        # Parameters of transformers' apply_chat_template.
         "add_generation_prompt",
         "chat_template",
         "continue_final_message",
@@ -38,7 +38,7 @@ _RESERVED_VARIABLES: Final = frozenset(
         "tokenizer_kwargs",
         "tools",
         "truncation",
-        # Of the environment that it renders in.
+        # Globals of the Jinja environment.
         "cycler",
         "dict",
         "joiner",
@@ -56,8 +56,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Word = Annotated[str, msgspec.Meta(min_length=1)]
 
-# Fields that would change what is generated and that no engine is asked for here: what a caller may say of each all
-# the same, because it asks for nothing. All else that is not known is about other things, and clients send a lot.
+# Unsupported fields that would change what is generated, with the values that are accepted because they have no effect.
+# Other unknown fields are ignored, since clients send many that do not matter here.
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -89,7 +89,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class InvalidRequest(Exception):
-    """A request that cannot be answered, in OpenAI's terms."""
+    """An invalid request, with the fields of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -99,13 +99,13 @@ class InvalidRequest(Exception):
 
 
 class StreamOptions(msgspec.Struct):
-    """How an answer is streamed."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    # Clients send null for what they leave to the server.
+    # Clients send null for fields that they leave to the server.
     model: str | None = None
     max_tokens: _Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
@@ -125,7 +125,7 @@ class _Common(msgspec.Struct, kw_only=True):
 
     @property
     def samples(self) -> int:
-        """Of each prompt."""
+        """Number of samples of each prompt."""
         return self.n or 1
 
     @property
@@ -135,21 +135,21 @@ class _Common(msgspec.Struct, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def limit(self, room: int) -> int:
-        """Tokens to generate at most, of the `room` that the prompt leaves."""
+        """Maximum number of tokens to generate, of the `room` that the prompt leaves."""
         raise NotImplementedError
 
     def sampling(self, sample: int, room: int) -> SamplingParameters:
-        """Of one sample; with a seed each has its own.
+        """Sampling parameters of one sample; with a seed each sample has its own.
 
         Args:
-            sample: Its number among those of its prompt.
-            room: Tokens that the window has left after the prompt.
+            sample: Index of the sample among those of its prompt.
+            room: Number of tokens that the window has left after the prompt.
         """
         return SamplingParameters(
             max_tokens=self.limit(room),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            # 0 is how some clients say that all tokens are candidates.
+            # Some clients send 0 for all tokens.
             top_k=self.top_k or -1,
             seed=None if self.seed is None else (self.seed + sample) & MAX_SEED,
             stop=self.stop_strings,
@@ -162,7 +162,7 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(_Common, kw_only=True):
-    """The body of `POST /v1/chat/completions`, as far as it is honored."""
+    """The supported fields of the body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Count | None = None
@@ -174,8 +174,8 @@ class ChatRequest(_Common, kw_only=True):
     continue_final_message: bool | None = None
 
     def limit(self, room: int) -> int:
-        asked = self.max_completion_tokens or self.max_tokens
-        return room if asked is None else min(asked, room)
+        requested = self.max_completion_tokens or self.max_tokens
+        return room if requested is None else min(requested, room)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -183,7 +183,7 @@ class ChatRequest(_Common, kw_only=True):
 
 
 class CompletionRequest(_Common, kw_only=True):
-    """The body of `POST /v1/completions`, as far as it is honored."""
+    """The supported fields of the body of `POST /v1/completions`."""
 
     prompt: str | list[Any]
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -197,10 +197,10 @@ class CompletionRequest(_Common, kw_only=True):
         return self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
-        """One or many, texts or token ids.
+        """The prompts, texts or token ids, as a list.
 
         Raises:
-            InvalidRequest: It is none of these.
+            InvalidRequest: `prompt` has another type or is empty.
         """
         given = self.prompt
         if isinstance(given, str):
@@ -222,7 +222,7 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
     """Parse and check a body.
 
     Raises:
-        InvalidRequest: Names the field that is wrong, or that asks for what is not done here.
+        InvalidRequest: A field is wrong or not supported; the message names it.
     """
     try:
         raw = msgspec.json.decode(body)
@@ -246,12 +246,12 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
 def _check_logprobs(request: ChatRequest | CompletionRequest) -> None:
     chat = isinstance(request, ChatRequest)
     alternatives = request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs
-    # In completions 1 is what callers send who want the sampled token's own.
+    # In completions, callers send 1 to get the sampled token's log-probability.
     if (alternatives or 0) > (0 if chat else 1):
         name = "top_logprobs" if chat else "logprobs"
         raise InvalidRequest(
-            f"{name}: {alternatives} asks for other tokens than the sampled one, and only that one's log-probability "
-            f"is known here; set {name} to 0",
+            f"{name}: {alternatives} requests log-probabilities of other tokens, but only that of the sampled token "
+            f"is available; set {name} to 0",
             param=name,
         )
 
@@ -260,8 +260,8 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
     for name in variables:
         if name in _RESERVED_VARIABLES or not name.isidentifier():
             raise InvalidRequest(
-                f"chat_template_kwargs.{name[:100]}: not a variable that callers may set; the model's own template is "
-                "used, and what it is rendered with has fields of its own (tools, add_generation_prompt)",
+                f"chat_template_kwargs.{name[:100]}: callers may not set this variable; the model's own template is "
+                "used, and some of its variables are fields of the request (tools, add_generation_prompt)",
                 param="chat_template_kwargs",
             )
 
@@ -275,7 +275,7 @@ def _are_tokens(item: object) -> bool:
 
 
 def _field(message: str) -> str | None:
-    """The field that msgspec's message is about: `… - at `$.messages[0]`` or `… missing required field `prompt``."""
+    """Extract the field from msgspec's message: `… - at `$.messages[0]`` or `… missing required field `prompt``."""
     _, found, path = message.partition("`$.")
     if found:
         return path.rstrip("`")
@@ -284,27 +284,25 @@ def _field(message: str) -> str | None:
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them.
-
-    Parts of text become one text, and the arguments of tool calls, which travel as JSON, objects.
+    """Convert messages for chat templates: text parts are joined, and JSON arguments of tool calls are decoded.
 
     Raises:
-        InvalidRequest: A message has no role, or parts that are not text; or together they are too long.
+        InvalidRequest: A message has no role, or parts that are not text, or the messages together are too long.
     """
-    found = [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    check_characters(sum(len(message["content"]) for message in found), "messages")
-    return found
+    converted = [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    check_characters(sum(len(message["content"]) for message in converted), "messages")
+    return converted
 
 
 def check_characters(count: int, param: str) -> None:
-    """Refuse what is too long to be worth encoding.
+    """Check the length of a text before it is encoded.
 
     Raises:
-        InvalidRequest: It is.
+        InvalidRequest: It has more than `MAX_CHARACTERS` characters.
     """
     if count > MAX_CHARACTERS:
         raise InvalidRequest(
-            f"{param}: {count:,} characters, and {MAX_CHARACTERS:,} is the most that is taken",
+            f"{param}: {count:,} characters; the maximum is {MAX_CHARACTERS:,}",
             param=param,
             code="context_length_exceeded",
         )
@@ -332,7 +330,7 @@ def _text(content: object, where: str) -> str:
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise InvalidRequest(f"{where}[{number}]: only parts of type text are understood here", param=where)
+            raise InvalidRequest(f"{where}[{number}]: only parts of type text are supported", param=where)
         texts.append(text)
     return "".join(texts)
 

@@ -51,12 +51,12 @@ _COMPLETIONS = "/v1/completions"
 _MODELS = "/v1/models"
 _SESSION_TOKENS = 64
 _SESSION_CHARACTERS = 256
-# What is parsed at once; more is for a thread.
+# Longer bodies are parsed in a thread.
 _SHORT_BYTES = 64 << 10
 
 
 class OpenAIRoutes:
-    """`/v1/chat/completions`, `/v1/completions` and `/v1/models` over one engine; `docs/openai.md` says what they take.
+    """`/v1/chat/completions`, `/v1/completions` and `/v1/models` over one engine; see `docs/openai.md`.
 
     Errors have the body `{"error": {"message", "type", "param", "code"}}`.
     """
@@ -70,13 +70,13 @@ class OpenAIRoutes:
         revision: str | None = None,
         executor: BoundedExecutor | None = None,
     ) -> None:
-        """The routes; nothing is loaded before it is needed.
+        """Store the parts; the tokenizer is loaded at the first request that needs it.
 
         Args:
-            engine: Started, by the time that the first request comes.
-            model_name: What callers call the model; its source (`EngineInfo.model`) is understood too.
+            engine: Must be started before the first request.
+            model_name: Name of the model for callers; its source (`EngineInfo.model`) is accepted too.
             tokenizer: Directory or hub id.
-            executor: Where texts become tokens; None: one of its own.
+            executor: Runs templates and encoding; None: a new one.
         """
         self._engine = engine
         self._model = model_name
@@ -88,7 +88,7 @@ class OpenAIRoutes:
         self._created = int(time.time())
 
     async def handle(self, request: Request) -> Response | None:
-        """Answer a request; None: it is for none of these routes."""
+        """Respond to a request; None if it is for another route."""
         path = request.url.path.rstrip("/")
         if path not in (_CHATS, _COMPLETIONS, _MODELS) and not path.startswith(_MODELS + "/"):
             return None
@@ -133,7 +133,7 @@ class OpenAIRoutes:
         known, ids = self._memory.longest_prefix(session, text)
         prompt = ids + await self._executor.run(form.encode, text[known:])
         if not prompt:
-            raise InvalidRequest("messages: the model's chat template makes nothing of them", param="messages")
+            raise InvalidRequest("messages: the model's chat template renders them as an empty text", param="messages")
         answer = await self._answer(request, form, [prompt], session, kind="chatcmpl", param="messages")
         for choice in answer.choices:
             raw = form.decode(choice.result.token_ids, skip_special_tokens=False)
@@ -152,7 +152,7 @@ class OpenAIRoutes:
             for prompt in given
         ]
         if not all(prompts):
-            raise InvalidRequest("prompt: there is nothing to continue", param="prompt")
+            raise InvalidRequest("prompt: it has no tokens", param="prompt")
         session = headers.get(SESSION_HEADER) or request.session_id or _digest(prompts[0][:_SESSION_TOKENS].tobytes())
         answer = await self._answer(request, form, prompts, session, kind="cmpl", param="prompt")
         return _response(request, completion_body(answer), completion_chunks)
@@ -210,7 +210,7 @@ class OpenAIRoutes:
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         try:
-            # A group, so that one that fails or a caller that goes away ends them all.
+            # A task group, so that a failure or a disconnected caller cancels all of them.
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._engine.generate(request)) for request in requests]
         except ExceptionGroup as errors:
@@ -224,7 +224,7 @@ class OpenAIRoutes:
                 try:
                     self._format = await asyncio.to_thread(ChatFormat.load, source, revision=revision)
                 except Exception as error:
-                    # transformers and the hub's client raise a dozen kinds; each of them means the same here.
+                    # transformers and the hub's client raise many exception types with the same meaning here.
                     raise InvalidRequest(f"the tokenizer {source!r} cannot be loaded: {error}", status=501) from error
             return self._format
 
@@ -232,7 +232,7 @@ class OpenAIRoutes:
         known = dict.fromkeys((self._model, self._engine.info().model))
         if name and name not in known:
             raise InvalidRequest(
-                f"model: there is no {name!r} here; it is called {' or '.join(known)}",
+                f"model: {name!r} does not exist; use {' or '.join(known)}",
                 param="model",
                 status=404,
                 code="model_not_found",
@@ -269,7 +269,7 @@ def _parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | list[i
 
 def _check_sequences(request: ChatRequest | CompletionRequest, prompts: int, param: str) -> None:
     if prompts * request.samples > MAX_SEQUENCES:
-        raise InvalidRequest(f"n: {param} times n may be {MAX_SEQUENCES} sequences at most", param="n")
+        raise InvalidRequest(f"n: {param} times n must not exceed {MAX_SEQUENCES} sequences", param="n")
 
 
 def _text(request: ChatRequest | CompletionRequest, form: ChatFormat, result: GenerationResult) -> str:
@@ -289,7 +289,7 @@ def _pieces(request: ChatRequest | CompletionRequest, form: ChatFormat, result: 
 
 
 def _session_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The same for all turns of a chat: what it begins with, up to the first words of a user."""
+    """A session id, the same for all turns of a chat: a digest of its beginning, up to the first user message."""
     beginning = []
     for message in messages:
         beginning.append((message["role"], message["content"][:_SESSION_CHARACTERS]))
