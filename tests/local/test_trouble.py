@@ -223,7 +223,7 @@ def test_a_store_that_refuses_what_is_made_of_the_run(
     assert "all trajectories are stored" in text
     assert "Traceback" not in text
     command = {"report.html": "report", "aggregate_metrics.json": "aggregate"}[refused]
-    assert f"`kuberoll {command} {uri}/run` makes it again" in text
+    assert f"`kuberoll {command} {uri}/run` to make it again" in text
     server.refused = ()
     kuberoll = [sys.executable, "-c", "from kuberoll_api.cli import main; main()"]
     subprocess.run([*kuberoll, command, f"{uri}/run"], check=True, capture_output=True)

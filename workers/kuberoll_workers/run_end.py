@@ -1,4 +1,4 @@
-"""The end of a run, on one machine and in a cluster: its numbers, its report, and whether all of it is there."""
+"""The end of a run, on one machine and in a cluster: aggregates, report, and a check for missing trajectories."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RunEnd:
     """The result of a run.
 
     Attributes:
-        planned: Trajectories that the run is to come to.
-        wanted: Prompt groups after which it has enough; None: all of the dataset's.
-        aggregates: The numbers; None where they could not be computed.
-        files: Where the numbers and the report are.
-        failed_steps: Why a step, `aggregation` or `report`, could not be done.
+        planned: Number of trajectories that the run should finish.
+        wanted: Number of prompt groups to keep; None: all of the dataset.
+        aggregates: The aggregates; None if they could not be computed.
+        files: Files of the aggregates and the report.
+        failed_steps: The error of each step, `aggregation` or `report`, that failed.
         seconds: Wall seconds of each step.
     """
 
@@ -43,19 +43,19 @@ class RunEnd:
         """Planned trajectories that have neither finished, nor failed, nor been filtered out."""
         if self.aggregates is None:
             return self.planned
-        # Where a number of groups is wanted, others came in the place of those that were filtered out.
+        # With a wanted number of groups, those that were filtered out are replaced.
         filtered = self.aggregates.tail.filtered if self.wanted is None else 0
         return max(0, self.planned - self.aggregates.trajectories - self.aggregates.failed - filtered)
 
     def problem(self) -> str | None:
-        """Why the run is not complete; None: it is, or nobody could count."""
+        """Why the run is not complete; None if it is, or if there are no aggregates."""
         if self.aggregates is None or not self.missing:
             return None
         finished = self.aggregates.trajectories
         if self.wanted is not None:
             return (
                 f"only {finished} trajectories are kept, rollout.groups.wanted asks for {self.wanted} groups "
-                "and the dataset has no more; give it more rows, or want fewer"
+                "and the dataset has no more; add rows, or lower rollout.groups.wanted"
             )
         return (
             f"{self.missing} of {self.planned} trajectories are missing: {finished} finished, "
@@ -68,20 +68,20 @@ class RunEnd:
         try:
             yield
         except Exception as error:
-            # The trajectories are stored; a full disk, a store that is away or a fault of ours must not hide that.
+            # The trajectories are stored; a full disk, an unavailable store or a bug must not hide that.
             self.failed_steps[name] = error
         finally:
             self.seconds[name] = time.perf_counter() - began
 
 
 def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable[[str], None]) -> RunEnd:
-    """Bring a run whose workers have ended into its final form: its numbers, its report, what trackers are told.
+    """Finish a run whose workers have ended: make its aggregates and report, and log it to trackers.
 
-    Done again, it comes to the same. Where one of them cannot be made, the others are.
+    It may be repeated with the same result. If one step fails, the others are still done.
 
     Args:
-        trajectories: What the dataset comes to.
-        note: Takes lines for the user: what trackers say.
+        trajectories: Number of trajectories of the whole dataset.
+        note: Called with messages of trackers for the user.
     """
     wanted = job.spec.rollout.groups.wanted
     end = RunEnd(planned=planned_trajectories(job, trajectories, wanted=wanted), wanted=wanted)
@@ -93,7 +93,7 @@ def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable
         end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=sample.offer)
         end.files += end.aggregates.write_beside(run)
     if end.aggregates is None:
-        # It is made of the numbers.
+        # It needs the aggregates.
         end.failed_steps["report"] = end.failed_steps["aggregation"]
         return end
     with end._step("report"):
@@ -107,7 +107,7 @@ def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable
 
 
 class _ReportSample:
-    """Takes the report's sample in the pass that computes the numbers; its fault costs the report and nothing else."""
+    """Collects the report's sample while the aggregates are computed; its errors affect only the report."""
 
     def __init__(self) -> None:
         self._sample = TrajectorySample()

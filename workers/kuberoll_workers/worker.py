@@ -1,10 +1,10 @@
 """One environment worker: runs some shards of a job against a policy endpoint.
 
 A child process of `kuberoll run` is `python -m kuberoll_workers.worker --tokenizer SOURCE`; a pod of the cluster
-(`pod`) does the same work. It makes ready while the engine starts, and begins when its WorkerConfig comes, a line of
-JSON at standard input. Progress goes to standard output, one JSON object a line, the last one with `"done": true`;
-where it cannot go on, one with a `"problem"`; words go to standard error. SIGTERM drains: nothing new is begun, what is
-in flight is finished and stored.
+(`pods.worker`) does the same work. It initializes while the engine starts, and begins when it gets its WorkerConfig, a
+line of JSON on standard input. Progress goes to standard output, one JSON object per line, the last one with
+`"done": true`, or one with a `"problem"` if it cannot continue; logs go to standard error. SIGTERM drains: no new
+trajectories are started, and those in flight are finished and stored.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ REPORT_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a worker is told.
+    """Configuration of a worker.
 
     Attributes:
         base: The directory where the job's relative paths start.
@@ -81,12 +81,12 @@ class WorkerConfig:
         output: The run's directory, which must exist, or URI.
         turns: Directory of the turn log; None: turns are not journaled.
         shards: The shards to run, out of `shard_count`.
-        tasks, rollouts: How many tasks the dataset has, and samples the largest of them; None: not known.
-        blocks: Digests of the dataset's rows, see `inputs.InputSummary`; None: whatever rows are there are run.
-        planned: Trajectories that this worker is to come to, for the metrics; None: not known.
-        token: What the policy wants to be shown with every request; None: nothing.
-        discovery: How the policy's replicas are found: asked for at the endpoint, by DNS, or as they stand here.
-        replicas: Their base URLs, with discovery `Static`.
+        tasks, rollouts: Number of tasks of the dataset, and of samples of the largest one; None: unknown.
+        blocks: Digests of the dataset's rows, see `inputs.InputSummary`; None: rows are not checked.
+        planned: Number of trajectories of this worker, for the metrics; None: unknown.
+        token: Bearer token for the policy; None: none.
+        discovery: Source of the list of replicas: the endpoint, DNS, or `replicas`.
+        replicas: Base URLs of the replicas, with discovery `Static`.
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
     """
 
@@ -114,7 +114,7 @@ class WorkerConfig:
 
     @classmethod
     def decode(cls, line: bytes) -> WorkerConfig:
-        """A configuration out of what `encode` made; its job is validated."""
+        """Decode the output of `encode`, and validate the job."""
         return _CONFIG.validate_json(line)
 
 
@@ -123,10 +123,10 @@ _CONFIG: Final = TypeAdapter(WorkerConfig)
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Counts of one worker since it started; trajectories that were there before it are in `resumed` only.
+    """Counts of one worker since it started; trajectories stored earlier are counted in `resumed` only.
 
     Attributes:
-        dropped: Trajectories that were not wanted, `filtered` of them with their whole group.
+        dropped: Dropped trajectories, `filtered` of them with their whole group.
     """
 
     resumed: int = 0
@@ -145,11 +145,11 @@ class Progress:
 
     @property
     def results(self) -> int:
-        """All that is stored."""
+        """Number of stored results of all kinds."""
         return self.trajectories + self.failed + self.dropped
 
     def add(self, result: Result) -> None:
-        """Count one trajectory that is stored."""
+        """Count a stored trajectory."""
         if isinstance(result, FailureRecord):
             self.failed += 1
             return
@@ -168,18 +168,18 @@ class Progress:
 
 
 def environment_factory(job: RolloutJob) -> Callable[[str], EnvironmentInterface]:
-    """Makes the job's environments by name."""
+    """A function that creates the job's environments by name."""
     specs = {spec.name: spec for spec in job.spec.environments}
     return lambda name: registry.create(specs[name])
 
 
 def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -> Callable[[str], EnvironmentInterface]:
-    """Makes the job's environments by name, for their rows and to see whether they can be made.
+    """A function that creates the job's environments by name, to read their rows and to check that they can be created.
 
-    Those with isolation Process are made in a process of their own: of their code nothing runs here.
+    Those with isolation Process are created in their own process: none of their code runs in this one.
 
     Args:
-        protected: As `open_environments` has it.
+        protected: As in `open_environments`.
     """
     specs = {spec.name: spec for spec in job.spec.environments}
 
@@ -196,10 +196,10 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
     """The loop's settings for a job.
 
     Args:
-        max_model_len: The engine's window: a longer `maxSequenceLength` is cut to it.
+        max_model_len: The engine's window, which limits `maxSequenceLength`.
     """
     rollout, sampling = job.spec.rollout, job.spec.generation.sampling
-    # The seed is each sample's own.
+    # Each sample has its own seed.
     given = sampling.model_dump(by_alias=False, exclude={"seed"})
     return RolloutSettings(
         max_turns=rollout.max_turns,
@@ -220,7 +220,7 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
 
 
 def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
-    """What the processes of an environment are given."""
+    """Access rights of the processes of an environment."""
     access = spec.access
     return Sandbox(
         protected=protected,
@@ -231,7 +231,7 @@ def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
 
 
 def local_paths(*places: str | None) -> list[str]:
-    """Those of a run's places that are directories of this machine: no environment is to see them."""
+    """The local directories among a run's locations, which environments must not see."""
     return [place.removeprefix("file://") for place in places if place and "://" not in place.removeprefix("file://")]
 
 
@@ -239,7 +239,7 @@ def local_paths(*places: str | None) -> list[str]:
 async def open_environments(
     job: RolloutJob, *, protected: Sequence[str] = ()
 ) -> AsyncIterator[dict[str, EnvironmentRunner]]:
-    """The job's environments, by name, ready to be stepped; stopped at the end.
+    """Open the job's environments by name; they are closed at the end.
 
     Args:
         protected: Files and directories that processes of environments never reach.
@@ -269,12 +269,12 @@ def external_client(
     window: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> ExternalClient:
-    """The client of one of the endpoints that somebody else keeps.
+    """Create the client of an externally managed endpoint.
 
     Args:
-        token: In place of the API key, where the job names no variable.
-        tokenizer, window: As `ExternalClient` has them.
-        environment: Where the API key is.
+        token: Used if the job names no variable with an API key.
+        tokenizer, window: As in `ExternalClient`.
+        environment: Environment variables, with the API key.
 
     Raises:
         ValueError: The variable of the API key is not set.
@@ -283,7 +283,7 @@ def external_client(
     key = token if variable is None else environment.get(variable)
     if variable is not None and not key:
         raise ValueError(
-            f"spec.generation.external.apiKeyVariable: {variable} is not set in this worker's environment: set it by "
+            f"spec.generation.external.apiKeyVariable: {variable} is not set in this worker's environment: set it with "
             "spec.workers.env or envFrom"
         )
     return ExternalClient(
@@ -302,14 +302,14 @@ def external_client(
 async def open_policy(
     config: WorkerConfig, metrics: RolloutMetrics, tokenizer: HuggingFaceTokenizer
 ) -> AsyncIterator[RoutedPolicy]:
-    """The policy over all replicas that the config leads to.
+    """Open the policy over all replicas of the config.
 
     Raises:
-        ValueError: The config says how to find them, but not where; or the API key is not there.
+        ValueError: The config lacks the address for its kind of discovery, or the API key is not set.
     """
     job = config.job
     limit, token, external = job.spec.rollout.concurrency, config.token, job.spec.generation.external
-    # All samples of a batch wait for one another: none of them may wait for the end of another one.
+    # Samples of a batch wait for one another, so none of them may wait for room until another one ends.
     share = 0.0 if job.spec.rollout.scheduling == "Lockstep" else 1 / max(1, job.spec.workers.replicas)
 
     def connect(url: str) -> AbstractAsyncContextManager[ReplicaClient]:
@@ -323,7 +323,7 @@ async def open_policy(
         discovery: Discovery
         if external is not None:
             discovery = StaticDiscovery(config.replicas or [external.url, *external.urls])
-            # A missing key is to be told before anything waits for an answer.
+            # Report a missing key before waiting for the endpoint.
             connect(external.url)
         elif config.discovery == "Static":
             discovery = StaticDiscovery(config.replicas or [config.endpoint])
@@ -352,29 +352,29 @@ async def run_worker(
     policy: Policy | None = None,
     tokenizer: HuggingFaceTokenizer | None = None,
 ) -> bool:
-    """Run the config's shards to their end, or until drained.
+    """Run the config's shards until they are done or drained.
 
     Args:
-        progress: Counted up as trajectories are stored.
-        policy: Answers instead of the endpoint.
-        tokenizer: The config's, where it is loaded already.
+        progress: Updated as trajectories are stored.
+        policy: Used instead of the endpoint.
+        tokenizer: The config's tokenizer, if it is already loaded.
 
     Returns:
-        Whether the shards are done; False: it was drained first.
+        True if the shards are done; False if drained first.
 
     Raises:
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
-        TrajectoriesMissing: Less is stored than should be.
+        TrajectoriesMissing: Some trajectories are not stored.
     """
     job = config.job
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
     seeded = job.spec.dataset.seed_per_repeat
     async with AsyncExitStack() as stack:
-        # What is stored last is stored when the store is closed.
+        # The last results are stored when the store is closed.
         stack.callback(metrics.flush)
         storage = open_storage(config.output, parts=part_limits(job))
-        # Given back after the store is closed: two never write one shard.
+        # Released after the store is closed, so that a shard never has two writers.
         await asyncio.to_thread(storage.hold_shards, config.shards)
         stack.callback(storage.release_shards)
         store = ResultStore(
@@ -437,35 +437,36 @@ async def run_worker(
 
 
 def _check_stored(results: int, progress: Progress, *, before: int) -> None:
-    """Compare what the rollout came to with what is stored, once the store is closed.
+    """Check that all results are stored, after the store is closed.
 
     Raises:
-        TrajectoriesMissing: Names the gap.
+        TrajectoriesMissing: Some are not; the message has the counts.
     """
     stored = progress.results - before
     if stored != results:
         raise TrajectoriesMissing(
             f"{results} trajectories ended, but only {stored} of them are stored: {progress.trajectories} finished, "
-            f"{progress.failed} failed, {progress.dropped} dropped; resume the run, which plays the others again"
+            f"{progress.failed} failed, {progress.dropped} dropped; resume the run to repeat the others"
         )
 
 
 def planned_trajectories(job: RolloutJob, trajectories: int, *, wanted: int | None) -> int:
-    """Trajectories that are to be finished; where groups of several sizes are counted, at least so many.
+    """Number of trajectories to finish; a lower bound if groups have different sizes and `wanted` is set.
 
     Args:
-        trajectories: What the dataset comes to.
-        wanted: Prompt groups after which enough are kept; None: all.
+        trajectories: Number of trajectories of the whole dataset.
+        wanted: Number of prompt groups to keep; None: all.
     """
     return trajectories if wanted is None else min(trajectories, wanted * min(repeats_of(job).values()))
 
 
 def count_abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
-    """Planned trajectories that will not come.
+    """Number of planned trajectories that will not be stored.
+
+    With `groups.wanted`, a group that is dropped or fails as a whole is replaced by the next one of the dataset.
 
     Args:
-        failed, filtered: Trajectories given up, and of groups that were filtered out. Where a job wants so many groups,
-            the next group of the dataset comes in the place of one that is lost as a whole.
+        failed, filtered: Trajectories that failed permanently, and those of groups that were filtered out.
     """
     groups = job.spec.rollout.groups
     if groups.wanted is None:
@@ -474,13 +475,13 @@ def count_abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
 
 
 def part_limits(job: RolloutJob) -> PartLimits:
-    """How the job's journals are written to an object store."""
+    """Limits of the parts in which journals are written to an object store."""
     parts = job.spec.output.parts
     return PartLimits(max_bytes=parts.max_bytes, max_seconds=parts.max_seconds)
 
 
 def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> ObservationTemplate:
-    """How the job's observations become tokens.
+    """The template that converts the job's observations into tokens.
 
     Raises:
         TemplateRefused: The model's chat template cannot be used for it.
@@ -491,7 +492,7 @@ def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> Ob
 
 
 def group_policy(config: WorkerConfig, state: RunState) -> GroupPolicy:
-    """The job's policy as far as this worker has a part in it and it is not done yet."""
+    """The group policy for this worker: its share of the job's, less what is stored."""
     groups = config.job.spec.rollout.groups
     wanted, budget = (
         None if total is None else max(0, sum(share(total, n, config.shard_count) for n in config.shards) - done)
@@ -506,7 +507,7 @@ def group_policy(config: WorkerConfig, state: RunState) -> GroupPolicy:
 
 
 async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: TextIO) -> str | None:
-    """Run the config's shards; why they could not be run to their end, in words for the user."""
+    """Run the config's shards; return the problem, for the user, that ended them, or None."""
     drain, progress = Drain(), Progress()
     problem: str | None = None
     loop = asyncio.get_running_loop()
@@ -533,12 +534,12 @@ _REFUSALS = (DatasetError, RecordError, StorageError, TemplateRefused, UnusableE
 
 
 def problem_of(error: BaseException) -> str | None:
-    """What ended a worker, in words that name what to mend; None: a fault of the program, which wants its traceback."""
+    """The message for the user about an error that ended a worker; None for a bug, which needs its traceback."""
     if isinstance(error, BaseExceptionGroup):
-        # The others are what the first one pulled down.
+        # The others follow from the first one.
         return next((words for inner in error.exceptions if (words := problem_of(inner)) is not None), None)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{error}: make room there; what is stored stays"
+        return f"{error}: free some space there; what is stored is kept"
     return str(error) or type(error).__name__ if isinstance(error, _REFUSALS) else None
 
 
@@ -554,19 +555,19 @@ def _print(progress: Progress, reports: TextIO) -> None:
 
 
 def tune_garbage_collector() -> None:
-    """Have Python look for reference cycles less often: a worker has millions of living objects and makes few cycles.
+    """Make garbage collection less frequent: a worker has millions of live objects and creates few cycles.
 
-    With 10,000 trajectories in flight a full search takes up to 0.4 s, in which nothing else happens
-    (`benchmarks/in_flight.py`), and comes after every 700 new objects that lived.
+    With 10,000 trajectories in flight a full collection blocks the process for up to 0.4 s (`benchmarks/in_flight.py`),
+    and by default follows every 700 surviving new objects.
     """
     gc.collect()
-    # What is there now, mostly code, is looked at no more.
+    # Exclude the present objects, mostly code, from further collections.
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)
 
 
 def _own_stdout() -> TextIO:
-    """Standard output for the reports alone: what environments and libraries print goes to standard error."""
+    """Reserve standard output for reports: prints of environments and libraries go to standard error."""
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return reports
@@ -575,16 +576,16 @@ def _own_stdout() -> TextIO:
 def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.worker", description=__doc__)
-    parser.add_argument("--tokenizer", required=True, help="Directory or hub id, loaded while the config is awaited.")
+    parser.add_argument("--tokenizer", required=True, help="Directory or hub id, loaded while waiting for the config.")
     arguments = parser.parse_args()
     reports = _own_stdout()
     parent = os.getppid()
     end_with_parent()
-    # With PyTorch at hand transformers imports it: seconds, which the engine's start takes anyway.
+    # If PyTorch is installed transformers imports it, which takes seconds; the engine's start takes longer.
     tokenizer = HuggingFaceTokenizer.load(arguments.tokenizer)
     line = sys.stdin.buffer.readline()
     if not line:
-        return  # whoever started it needs it no more
+        return  # the parent has ended
     watch_parent(sys.stdin.fileno(), parent)
     tune_garbage_collector()
     problem = asyncio.run(_main(WorkerConfig.decode(line), tokenizer, reports))

@@ -14,11 +14,11 @@ from kuberoll_workers.telemetry.definitions import METRICS
 
 
 class _Documented(Collector):
-    """The workers' metrics, summed, with their help texts: the files they share hold values only."""
+    """The sum of the workers' metrics with help texts, which their shared files do not contain."""
 
     def __init__(self, directory: Path) -> None:
         self._values = MultiProcessCollector(None, path=str(directory))  # type: ignore[no-untyped-call]
-        # The library names a family of counters without their ending.
+        # The library names counters without the suffix.
         self._texts = {name.removesuffix("_total"): metric.help for name, metric in METRICS.items()}
 
     def collect(self) -> Iterable[Metric]:
@@ -29,10 +29,10 @@ class _Documented(Collector):
 
 @contextmanager
 def serve_metrics(directory: Path, port: int) -> Iterator[int]:
-    """Serve what worker processes write into `PROMETHEUS_MULTIPROC_DIR`, on this machine only.
+    """Serve the metrics that worker processes write into `PROMETHEUS_MULTIPROC_DIR`, on loopback only.
 
     Args:
-        port: 0 for any free one; a taken one is replaced by a free one.
+        port: 0: any free port; a port in use is replaced by a free one.
 
     Yields:
         The port.
@@ -42,7 +42,7 @@ def serve_metrics(directory: Path, port: int) -> Iterator[int]:
     try:
         server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError:
-        # Another run has it, most likely; neither shall fail for that.
+        # Most likely another run uses it; neither should fail for that.
         server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
         yield server.server_port

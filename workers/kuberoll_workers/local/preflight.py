@@ -1,4 +1,4 @@
-"""All that can be known to be wrong before an engine is started, found before an engine is started."""
+"""Checks of a job on this machine before an engine is started."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kuberoll_workers.worker import isolated_environment_factory, observation_te
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 MAX_PROCESSES = 256
-"""Worker processes that `kuberoll run` starts."""
+"""Maximum number of worker processes that `kuberoll run` starts."""
 
 
 class JobRefused(Exception):
-    """The job cannot run here; the message says what is wrong and how to mend it."""
+    """The job cannot run on this machine; the message names the problem and its remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What the checks found.
+    """Results of the checks.
 
     Attributes:
         model, tokenizer: Directory or hub id.
@@ -51,7 +51,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
         base: The manifest's directory, where its relative paths start.
 
     Raises:
-        JobRefused: With the manifest's field in its message.
+        JobRefused: A check failed; the message names the manifest's field.
     """
     _check_processes(job)
     _check_packages(job)
@@ -107,7 +107,7 @@ def _check_environments(job: RolloutJob) -> None:
         try:
             isolated_environment_factory(job, protected=())(spec.name)
         except Exception as error:
-            # The constructor is the user's code: whatever it raises is about this entry.
+            # The constructor is user code, which may raise anything.
             raise JobRefused(f"spec.environments[{number}] ({spec.name}): {error}") from error
 
 
@@ -136,7 +136,7 @@ def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str]) -> str:
         try:
             hf_hub_download(source, name)
         except Exception as error:
-            # The hub's client raises a dozen kinds; each of them means the same here.
+            # The hub's client raises many exception types with the same meaning here.
             last = error
         else:
             return source
@@ -147,7 +147,7 @@ def _on_hub(field: str, source: str, path: Path, any_of: Sequence[str]) -> str:
 
 
 def _notes(job: RolloutJob) -> Iterator[str]:
-    """Sentences about the fields that were set, and that only a cluster honors."""
+    """Notes on fields that are set and have an effect only in a cluster."""
     for path in _cluster_fields(job.spec, "spec", Traits()):
         yield f"{path} is for clusters and has no effect here"
 

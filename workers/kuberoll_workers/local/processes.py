@@ -18,10 +18,10 @@ LINE_LIMIT = 1 << 20
 
 
 class Child:
-    """A Python module run as a child process: reports are read from its standard output, words go to its log.
+    """A Python module as a child process: reports are read from its standard output, standard error goes to its log.
 
-    It runs in a session of its own, so that a Ctrl-C at the terminal reaches only the parent, which decides. Its
-    standard input is a pipe that closes when the parent is gone.
+    It runs in its own session, so that Ctrl-C at the terminal reaches only the parent. Its standard input is a pipe
+    that closes when the parent ends.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
@@ -55,7 +55,7 @@ class Child:
         return self._process.returncode
 
     async def reports(self) -> AsyncIterator[dict[str, Any]]:
-        """The child's reports until it closes its output; lines that are none are passed over."""
+        """Read the child's reports until it closes its output; other lines are skipped."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             with contextlib.suppress(msgspec.DecodeError):
@@ -64,18 +64,18 @@ class Child:
                     yield report
 
     async def send_line(self, line: bytes) -> None:
-        """Give it a line at its standard input; one that has ended hears nothing."""
+        """Write a line to its standard input; does nothing if it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(line + b"\n")
             await self._process.stdin.drain()
 
     async def wait(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait until it ends; return the exit code."""
         return await self._process.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if it is still running."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -85,7 +85,7 @@ class Child:
             self._process.stdin.close()
 
     async def stop(self, patience: float) -> None:
-        """Ask it to end, and end it when it has not after so many seconds."""
+        """Send SIGTERM, and SIGKILL if it has not ended after `patience` seconds."""
         if self.returncode is None:
             self.signal(signal.SIGTERM)
             self.close_input()
@@ -97,7 +97,7 @@ class Child:
                 await self.wait()
 
     def log_tail(self, lines: int = 5) -> str:
-        """The end of its log, for an error message."""
+        """The last lines of its log, for an error message."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:

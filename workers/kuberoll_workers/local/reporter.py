@@ -1,4 +1,4 @@
-"""What a run tells the person who watches it."""
+"""Reports of a run to its user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RunProgress:
     """Progress of a run over all its workers.
 
     Attributes:
-        planned: Trajectories of the job; those of an earlier run included, as they are in `progress.resumed`.
+        planned: Trajectories of the job, including those of an earlier run, which `progress.resumed` counts.
         seconds: Since the first worker was started.
     """
 
@@ -26,28 +26,31 @@ class RunProgress:
 
     @property
     def completed(self) -> int:
-        """Trajectories that need no more work."""
+        """Number of trajectories that have ended."""
         return self.progress.resumed + self._ended_in_run
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Expected seconds to the end, at the pace so far; None before the first trajectory."""
+        """Estimated seconds to the end at the present rate; None before the first trajectory."""
         return self.seconds / self._ended_in_run * max(0, self.planned - self.completed) if self._ended_in_run else None
 
     @property
     def _ended_in_run(self) -> int:
-        # Oversampled ones are beyond what is planned.
+        # Oversampled trajectories are not planned ones.
         return self.progress.trajectories + self.progress.failed + self.progress.filtered
 
 
 @dataclass(slots=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        exit_code: 0: every trajectory finished, or failed within the failure budget. 1: not so. 130: interrupted.
-        seconds: Wall seconds of the run's parts, in their order.
-        problem: Why it is not 0, in a sentence.
+        exit_code: 0: every trajectory finished, or failed within the failure budget. 1: too many failed or are missing.
+            3: the aggregates, the report or the list of files could not be made. 130: interrupted.
+        problem: Why the exit code is not 0; None if it is 0.
+        tail: Comparison of kept and dropped trajectories.
+        seconds: Wall seconds of the run's phases, in their order.
+        files: Files and directories of the run.
     """
 
     exit_code: int = 0
@@ -60,24 +63,24 @@ class RunResult:
 
 
 class Reporter(Protocol):
-    """Shows a run as it goes: a progress bar, or lines of a log."""
+    """Shows the progress of a run, as a progress bar or log lines."""
 
     def note(self, text: str) -> None:
-        """A sentence."""
+        """Show a sentence."""
         ...
 
     def phase(self, name: str, seconds: float) -> None:
-        """A part of the start is done."""
+        """Show that a phase of the start is done."""
         ...
 
     def progress(self, totals: RunProgress) -> None:
-        """The newest counts."""
+        """Show the newest counts."""
         ...
 
     def finish(self, result: RunResult) -> None:
-        """The end."""
+        """Show the result."""
         ...
 
     def close(self) -> None:
-        """Give the terminal back; also where there was no end to show."""
+        """Restore the terminal; also called if there is no result."""
         ...

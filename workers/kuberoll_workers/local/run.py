@@ -1,4 +1,4 @@
-"""Runs a RolloutJob on this machine: generation, workers, metrics, aggregation, and the end of them all."""
+"""A RolloutJob on this machine: generation, workers, metrics, aggregation, and their shutdown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from kuberoll_workers.serving.host import HostConfig
 from kuberoll_workers.worker import Progress, WorkerConfig, external_client, planned_trajectories
 
 EXIT_POSTPROCESSING = 3
-"""Every trajectory is stored, and something that is made of them could not be made."""
+"""Exit code: every trajectory is stored, but the aggregates, the report or the list of files could not be made."""
 
 _COMMANDS = {"aggregation": "aggregate", "report": "report"}
 
@@ -61,14 +61,14 @@ WORKER_PATIENCE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What the command line adds to the manifest.
+    """Options of the command line.
 
     Attributes:
         base: The manifest's directory, where its relative paths start.
         output: The run's directory or URI.
-        force: Continue the run there although its dataset or settings were changed since.
+        force: Continue the run there even if its dataset or settings have changed.
         metrics_port: Where `/metrics` is served; 0: any free port.
-        monitor: Have a Prometheus beside the run, which ends with it.
+        monitor: Run a local Prometheus, which ends with the run.
     """
 
     base: Path
@@ -80,7 +80,7 @@ class RunOptions:
 
 
 class PolicyEndpoint(NamedTuple):
-    """Where the policy answers, its window in tokens, what it wants to be shown, and the port of its metrics."""
+    """The policy's URL, its context window in tokens, its token, and the port of its metrics."""
 
     url: str
     max_model_len: int
@@ -89,7 +89,7 @@ class PolicyEndpoint(NamedTuple):
 
 
 class RunFailed(Exception):
-    """Something that the run cannot do without is gone; the message says what, and where to read more."""
+    """A part that the run needs has failed; the message names it and its log."""
 
 
 def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
@@ -99,7 +99,7 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
         JobRefused: The job cannot run here; nothing was started and nothing written.
     """
     started = time.perf_counter()
-    # An entrypoint's module may lie beside the manifest, or where the command runs.
+    # The module of an entrypoint may be next to the manifest or in the working directory.
     sys.path[:0] = import_directories(options.base)
     preflight = check(job, base=options.base)
     shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
@@ -122,7 +122,7 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
 
 
 def _open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
-    """Take the run's place, and see that what is there can be gone on with; whether there is an earlier part.
+    """Open the run's directory and check that what is stored can be continued; True if there is an earlier part.
 
     Raises:
         JobRefused: It cannot be used.
@@ -133,7 +133,7 @@ def _open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, pre
             new_manifest(job, shards=shards, inputs=inputs.as_json()), resume=options.resume, force=options.force
         )
         if resumed:
-            # The workers would find it out too, but only when the engine has been started.
+            # The workers check this too, but only after the engine has started.
             read_state(
                 directory.storage,
                 shards=range(shards),
@@ -146,7 +146,7 @@ def _open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, pre
     except (RunRefused, RecordError, StorageError, OSError) as error:
         raise JobRefused(describe_error(error)) from error
     except Exception as error:
-        # Every object store's library raises its own kinds.
+        # Every object store's library raises its own exceptions.
         raise JobRefused(f"--output {options.output}: {type(error).__name__}: {error}") from error
     return resumed
 
@@ -199,7 +199,7 @@ class _LocalRun:
         except RunFailed as error:
             self._problems.append(str(error))
         except asyncio.CancelledError:
-            # Our own doing, on the second Ctrl-C; the watchdog ends what is left.
+            # Cancelled by the second Ctrl-C; the watchdog ends the remaining processes.
             if self._interrupts == 0:
                 raise
         finally:
@@ -230,13 +230,13 @@ class _LocalRun:
                 worker = await self._start_worker(number, metrics_directory, environment)
                 workers.append(worker)
             host, endpoint = await self._start_generation(stack, scratch, environment)
-            # Begun before the engine, ended before it too.
+            # Workers start before the engine and also stop before it.
             stack.push_async_callback(self._stop_workers, workers)
             if self._options.monitor:
                 await self._start_monitor(stack, environment, port, endpoint.metrics_port)
             self._workers_started = time.perf_counter()
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
-                # Their metrics are added up, and so are these.
+                # Metrics of workers are summed, so each gets its share.
                 planned = share(self._planned, number, len(assignment))
                 await worker.send_line(self._worker_config(endpoint, shards, planned).encode())
                 self._workers.append(worker)
@@ -247,7 +247,7 @@ class _LocalRun:
         self._seconds["shutdown"] = time.perf_counter() - stopping
 
     async def _start_worker(self, number: int, metrics: Path, environment: Mapping[str, str]) -> Child:
-        """A worker that is not told yet what to do: it makes ready while the engine starts."""
+        """Start a worker without its configuration: it initializes while the engine starts."""
         return await Child.start(
             "kuberoll_workers.worker",
             ["--tokenizer", self._preflight.tokenizer],
@@ -265,7 +265,7 @@ class _LocalRun:
             await self._stop(worker, WORKER_PATIENCE_SECONDS)
 
     async def _stop(self, child: Child, patience: float) -> None:
-        # A second Ctrl-C is not to be kept waiting; what a child would have stopped itself, the watchdog ends.
+        # After a second Ctrl-C do not wait; the watchdog ends the remaining processes.
         await child.stop(patience if self._interrupts < 2 else 0.0)
 
     async def _start_generation(
@@ -275,7 +275,7 @@ class _LocalRun:
         deadline = float(self._job.spec.startup_deadline_seconds)
         if generation.external is not None:
             return None, await self._external(generation.external, deadline)
-        # Others on this machine are not to generate with it.
+        # Other users of this machine must not be able to generate.
         tokens = msgspec.convert({scope: secrets.token_hex(32) for scope in SCOPES}, Tokens)
         config = HostConfig(
             app=ServeArgs.of(
@@ -294,7 +294,7 @@ class _LocalRun:
             "kuberoll_workers.serving.host",
             ["--config", str(path)],
             log=self._logs / "generation.log",
-            # Sockets and files that the engine leaves in the temporary directory go with the run.
+            # Sockets and files that the engine leaves in the temporary directory are removed with the run's.
             environment={**environment, "TMPDIR": str(scratch), **literal_variables(generation.env)},
         )
         stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
@@ -312,13 +312,13 @@ class _LocalRun:
         job = self._job.metadata.name
         targets = [Target(name="kuberoll", address=f"127.0.0.1:{port}")]
         if engine_port is not None:
-            # The engine does not know whose it is.
+            # The engine's metrics do not have the job's name.
             targets.append(Target(name="engine", address=f"127.0.0.1:{engine_port}", labels={"rolloutjob": job}))
         directory = self._local / "prometheus"
         try:
             url = await stack.enter_async_context(prometheus(targets, directory, environment=environment))
         except PrometheusUnavailable as error:
-            self._reporter.note(f"--monitor: {error}. The run goes on without it")
+            self._reporter.note(f"--monitor: {error}. The run continues without it")
             return
         self._reporter.note(f"prometheus: {url} (data: {directory})")
         self._reporter.note(f"graphs: {graph_url(url)}")
@@ -332,7 +332,7 @@ class _LocalRun:
             elif event["event"] == "ready":
                 return PolicyEndpoint(event["url"], event["info"]["max_model_len"], metrics_port=event["metrics_port"])
             else:
-                raise RunFailed(f"generation did not start: {event['message']}\nMore is in {host.log}")
+                raise RunFailed(f"generation did not start: {event['message']}\nSee {host.log}")
         code = await host.wait()
         raise RunFailed(f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.log_tail()}")
 
@@ -341,7 +341,7 @@ class _LocalRun:
         window = self._job.spec.rollout.max_sequence_length
         environment = {**os.environ, **literal_variables(self._job.spec.workers.env)}
         try:
-            # The others may come later; with this one, the run can begin.
+            # The others may become ready later; the run can start with this one.
             async with external_client(
                 external, external.url, limit=1, window=window, environment=environment
             ) as client:
@@ -355,7 +355,7 @@ class _LocalRun:
         return PolicyEndpoint(external.url, info.max_model_len)
 
     def _assignment(self) -> list[list[int]]:
-        """Shards dealt out to worker processes; which process runs a shard changes nothing in it."""
+        """Shards by worker process; a shard's results do not depend on its process."""
         workers = max(1, min(self._job.spec.workers.replicas, self._shards))
         return [list(range(number, self._shards, workers)) for number in range(workers)]
 
@@ -370,7 +370,7 @@ class _LocalRun:
             turns=str(self._local.resolve()) if self._job.spec.rollout.journal_turns else None,
             shards=shards,
             shard_count=self._shards,
-            # With --force, what was stored may be of a longer dataset.
+            # With --force, stored trajectories may be from a longer dataset.
             tasks=None if self._options.force else self._preflight.inputs.tasks,
             rollouts=None if self._options.force else self._preflight.inputs.rollouts,
             blocks=list(self._preflight.inputs.blocks),
@@ -379,7 +379,7 @@ class _LocalRun:
         )
 
     def _output_location(self) -> str:
-        # Workers may run elsewhere.
+        # Workers may have another working directory.
         return (
             str(self._storage.path.resolve()) if isinstance(self._storage, DirectoryStorage) else self._options.output
         )
@@ -389,7 +389,11 @@ class _LocalRun:
         return {"PYTHONPATH": os.pathsep.join([*import_directories(self._options.base), *([given] if given else [])])}
 
     async def _watch(self, host: Child | None) -> None:
-        """Until all workers have ended; they cannot go on without generation."""
+        """Wait until all workers have ended.
+
+        Raises:
+            RunFailed: Generation ended first; workers cannot continue without it.
+        """
         readers = asyncio.gather(*(self._follow(number) for number in range(len(self._workers))))
         host_end = asyncio.create_task(host.wait()) if host is not None else None
         refresh = asyncio.create_task(self._refresh())
@@ -408,7 +412,7 @@ class _LocalRun:
             ending = [task for task in (readers, refresh, host_end) if task is not None]
             for task in ending:
                 task.cancel()
-            # What they end with has been looked at, or is of no more interest.
+            # Their results have been read or no longer matter.
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _follow(self, number: int) -> None:
@@ -421,9 +425,9 @@ class _LocalRun:
                 self._progress[number] = msgspec.convert(report, Progress)
         code = await worker.wait()
         if self._interrupts and code == -signal.SIGTERM:
-            return  # told to drain before it had begun
+            return  # it was told to drain before it was ready
         if problem is not None:
-            # Several workers may have met the same.
+            # Several workers may report the same problem.
             if problem not in self._problems:
                 self._problems.append(problem)
         elif code != 0 or not self._progress[number].done:
@@ -458,25 +462,25 @@ class _LocalRun:
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
         failed_steps = [
-            f"{step}: {describe_error(error)}; `kuberoll {_COMMANDS[step]} {self._options.output}` makes it again"
+            f"{step}: {describe_error(error)}; run `kuberoll {_COMMANDS[step]} {self._options.output}` to make it again"
             for step, error in end.failed_steps.items()
         ]
         try:
             result.files = self._storage.files()
         except Exception as error:
-            # Every object store's library raises its own kinds.
+            # Every object store's library raises its own exceptions.
             failed_steps.append(f"files: {describe_error(error)}")
         self._seconds["total"] = time.perf_counter() - started
         result.exit_code, result.problem = self._outcome(end)
         if failed_steps:
-            problem = result.problem or "all trajectories are stored; what is made of them is not complete:"
+            problem = result.problem or "all trajectories are stored, but not everything could be made from them:"
             result.exit_code = result.exit_code or EXIT_POSTPROCESSING
             result.problem = "\n".join([problem, *failed_steps])
         return result
 
     @property
     def _planned(self) -> int:
-        """Trajectories that the run is to come to."""
+        """Number of trajectories that the run should finish."""
         wanted = self._job.spec.rollout.groups.wanted
         return planned_trajectories(self._job, self._preflight.inputs.trajectories, wanted=wanted)
 
@@ -486,7 +490,7 @@ class _LocalRun:
         if end.aggregates is not None:
             stored, failed = end.aggregates.trajectories, end.aggregates.failed
         elif self._workers:
-            # Nobody counted them but the workers.
+            # Without aggregates, only the workers have counts.
             stored = sum(progress.trajectories + progress.resumed for progress in self._progress)
             missing = max(0, end.planned - stored)
         resume = f"continue with --resume --output {self._options.output}"
@@ -496,24 +500,24 @@ class _LocalRun:
         if self._interrupts and missing:
             return 130, f"interrupted: {words}"
         if missing:
-            # To resume is in vain where the dataset has no more groups.
+            # Resuming does not help if the dataset has no more groups.
             return 1, (None if end.wanted is None else end.problem()) or f"only {words}"
         budget = self._job.spec.rollout.max_failed_fraction
         if failed > budget * end.planned:
             return 1, (
                 f"{failed} of {end.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
-                f"allows; their causes are in {self._storage.where(FAILURES)}. To try them again, {resume}"
+                f"allows; their causes are in {self._storage.where(FAILURES)}. To retry them, {resume}"
             )
         return 0, None
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in words for the user: its own, where it is one that says what to mend."""
+    """Text of an error for the user; with the exception's type unless its message is written for users."""
     words = str(error).strip() or type(error).__name__
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{words}: make room there first"
-    told = isinstance(error, RecordError | RunRefused | StorageError | NotARun | OSError)
-    return words if told else f"{type(error).__name__}: {words}"
+        return f"{words}: free some space there first"
+    for_users = isinstance(error, RecordError | RunRefused | StorageError | NotARun | OSError)
+    return words if for_users else f"{type(error).__name__}: {words}"
 
 
 def _secret_file(path: Path, data: bytes) -> Path:
@@ -523,17 +527,17 @@ def _secret_file(path: Path, data: bytes) -> Path:
 
 
 def import_directories(base: Path) -> list[str]:
-    """Where the modules of a job's entrypoints are looked for, besides what is installed."""
+    """Directories in which modules of entrypoints are searched, besides installed packages."""
     return list(dict.fromkeys([str(base.resolve()), str(Path.cwd())]))
 
 
 def literal_variables(env: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The environment variables of a container that have a value of their own; secrets are in the cluster."""
+    """The environment variables of a container that have literal values; secrets exist only in the cluster."""
     return {str(item["name"]): str(item["value"]) for item in env if "name" in item and "value" in item}
 
 
 def local_directory(job: RolloutJob, storage: Storage) -> Path:
-    """Where a run keeps what is for this machine, its logs and turns under way: in its directory, where it has one."""
+    """Local directory of a run for logs and turn journals: its output, if that is a directory."""
     if isinstance(storage, DirectoryStorage):
         return storage.path
     place = hashlib.blake2b(storage.location.encode(), digest_size=4).hexdigest()
@@ -542,9 +546,11 @@ def local_directory(job: RolloutJob, storage: Storage) -> Path:
 
 def _storage(output: str) -> Storage:
     if output.startswith("pvc:"):
-        raise JobRefused(f"--output {output}: a volume of a cluster; name a directory or an object store with --output")
+        raise JobRefused(
+            f"--output {output}: this is a volume of a cluster; give a directory or an object store with --output"
+        )
     if output.startswith("memory:"):
-        raise JobRefused(f"--output {output}: memory belongs to one process, and a run has several: name a directory")
+        raise JobRefused(f"--output {output}: memory belongs to one process, and a run has several: give a directory")
     try:
         return open_storage(output)
     except StorageError as error:
@@ -553,7 +559,7 @@ def _storage(output: str) -> Storage:
 
 @contextmanager
 def _watchdog(run_id: str, scratch: Path) -> Iterator[None]:
-    """See `local.watchdog`. At the normal end too it has the last word, and is waited for."""
+    """Run the watchdog (see `local.watchdog`) while the context lasts; wait for it at the end."""
     command = [sys.executable, "-m", "kuberoll_workers.local.watchdog", run_id, str(scratch)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
     assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""The scratch directories of runs, and the end of those that a killed run and its killed watchdog left."""
+"""Scratch directories of runs, and the removal of those that a killed run and its killed watchdog left."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OWNER = ".owner"
 
 @contextmanager
 def scratch_directory(place: Path = _PLACE) -> Iterator[Path]:
-    """A new directory, held by this process while it is in use; those of runs that are gone are removed.
+    """Create a directory, locked by this process while it is in use; remove those of runs that have ended.
 
-    The watchdog removes it at the end. It holds the run's tokens, so it must not outlive both.
+    The watchdog removes it at the end. It contains the run's tokens, so it must not outlive both processes.
     """
     _sweep(place)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))

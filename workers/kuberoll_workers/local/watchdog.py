@@ -1,7 +1,7 @@
-"""Ends every process of a run, however the run's own process ended.
+"""Watchdog that ends every process of a run, even if the run's own process was killed.
 
-`kuberoll run` starts this first and keeps a pipe to it. The kernel closes the pipe when the run's process is gone,
-be it finished, crashed or killed; then everything that inherited the run's id in its environment is ended. Process
+`kuberoll run` starts this first and keeps a pipe to it. The kernel closes the pipe when the run's process ends,
+for whatever reason; then every process that inherited the run's id in its environment is killed. Process
 groups and parent-death signals do not reach as far: Ray, its proxy and the engine start sessions of their own.
 
     python -m kuberoll_workers.local.watchdog RUN_ID [DIRECTORY_TO_REMOVE]
@@ -22,16 +22,16 @@ RUN_ID_VARIABLE = "KUBEROLL_RUN_ID"
 
 
 def run_variables(run_id: str) -> dict[str, str]:
-    """Environment variables of every process of a run, by which it is found."""
+    """Environment variables that identify the processes of a run."""
     return {
         RUN_ID_VARIABLE: run_id,
-        # Ray's agents and vLLM write their titles by setproctitle, over their variables if they are let.
+        # Ray's agents and vLLM set their titles by setproctitle, which by default overwrites the variables.
         "SPT_NOENV": "1",
     }
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:
-    """All processes of a run except this one."""
+    """Find all processes of a run except this one."""
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run_id:
@@ -41,7 +41,7 @@ def processes_of(run_id: str) -> Iterator[psutil.Process]:
 
 
 def end_processes(run_id: str) -> None:
-    """Kill the processes of a run, those too that they start meanwhile."""
+    """Kill the processes of a run, including those started meanwhile."""
     kill_all(lambda: processes_of(run_id))
 
 

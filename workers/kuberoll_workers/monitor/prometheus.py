@@ -1,4 +1,4 @@
-"""A Prometheus beside a run on this machine, with the rules that a cluster has.
+"""A local Prometheus for a run on this machine, with the same alert rules as in a cluster.
 
 async with prometheus(targets, directory, environment) as url: ...
 """
@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.05
 _STOP_SECONDS = 10.0
 _LAST_WORDS = 3
 
-# Nothing but one run is in it: no labels to choose.
+# It has the metrics of one run only, so no labels are selected.
 _GRAPHS: Final = (
     "sum by (state) (kuberoll_trajectories_active)",
     "60 * sum by (environment, stop_reason) (rate(kuberoll_trajectories_total[30s]))",
@@ -45,17 +45,17 @@ _GRAPHS: Final = (
 
 
 class PrometheusUnavailable(Exception):
-    """There is none, or it does not start; the message says how to mend it."""
+    """Prometheus is not installed or does not start; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Something with a `/metrics`.
+    """A scrape target with `/metrics`.
 
     Attributes:
-        name: Of the scrape job.
+        name: Name of the scrape job.
         address: `host:port`.
-        labels: Added to all that is scraped there.
+        labels: Labels added to all its metrics.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Target:
 
 
 def configuration(targets: Sequence[Target], *, seconds: float = SCRAPE_SECONDS) -> dict[str, Any]:
-    """Prometheus' configuration: these targets, asked every so many seconds, and the alerts."""
+    """Prometheus' configuration: the targets, scraped every `seconds`, and the alert rules."""
     interval = f"{round(1000 * seconds)}ms"
     return {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
@@ -80,7 +80,7 @@ def configuration(targets: Sequence[Target], *, seconds: float = SCRAPE_SECONDS)
 
 
 def graph_url(url: str, *, minutes: int = 15) -> str:
-    """The address of a page with graphs of a run: trajectories in flight and ended, tokens, seconds of turns."""
+    """URL of a page with graphs of a run: trajectories in flight and ended, tokens, seconds of turns."""
     fields = [
         (f"g{number}.{name}", value)
         for number, graph in enumerate(_GRAPHS)
@@ -97,18 +97,18 @@ async def prometheus(
     environment: Mapping[str, str] | None = None,
     seconds: float = SCRAPE_SECONDS,
 ) -> AsyncIterator[str]:
-    """Run a Prometheus, at this machine's own address only, while the context lasts.
+    """Run a Prometheus on loopback while the context lasts.
 
     Args:
-        directory: Its configuration, log and data; what another left there is gone on with.
-        environment: Additional variables of its process.
-        seconds: Between two scrapes.
+        directory: Directory of its configuration, log and data; existing data is kept.
+        environment: Additional environment variables of its process.
+        seconds: Scrape interval.
 
     Yields:
-        Its URL, at which it answers.
+        Its URL, when it is ready.
 
     Raises:
-        PrometheusUnavailable: There is no such program, or it does not start.
+        PrometheusUnavailable: It is not installed or does not start.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -126,7 +126,7 @@ async def prometheus(
             stdout=words,
             stderr=words,
             env={**os.environ, **(environment or {})},
-            # A Ctrl-C at the terminal is for the run, which ends this one last.
+            # Ctrl-C at the terminal must reach the run only, which stops Prometheus last.
             start_new_session=True,
         )
     try:
@@ -157,7 +157,7 @@ async def _ready(process: asyncio.subprocess.Process, url: str, log: Path) -> No
                     await process.wait()
             if process.returncode is not None:
                 raise PrometheusUnavailable(
-                    f"Prometheus ended at its start (exit code {process.returncode}); see {log}\n{_last_words(log)}"
+                    f"Prometheus exited at its start (exit code {process.returncode}); see {log}\n{_last_words(log)}"
                 )
     raise PrometheusUnavailable(f"Prometheus was not ready within {_READY_SECONDS:g} s; see {log}")
 

@@ -1,4 +1,4 @@
-"""Which errors of a pod will be the same however often it is started again."""
+"""Exit codes of a pod by error: permanent ones must not be retried."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFUSALS = (
     UnusableEnvironment,
     ValidationError,
 )
-# What will be so the next time; anything else below a refusal may be trouble of the moment.
+# Causes that a retry does not change; any other cause of a refusal may be temporary.
 _LASTING = (
     *_REFUSALS,
     ArithmeticError,
@@ -47,9 +47,9 @@ _LASTING = (
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether trying again is in vain.
+    """True if a retry cannot succeed.
 
-    A dataset that could not be read because a server did not answer is a DatasetError too: what it came from decides.
+    The chain of causes decides: a DatasetError may also mean that a server did not respond.
     """
     if not isinstance(error, _REFUSALS):
         return False
@@ -62,7 +62,7 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def exit_status(error: BaseException) -> tuple[int, str]:
-    """The exit code and the cause that an error comes to."""
+    """The exit code and the cause for the termination message."""
     if is_permanent(error):
         return EXIT_REFUSED, str(error)
     return EXIT_FAILED, f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Files of a pod: the configuration that it reads and the termination message that it leaves."""
+"""Files of a pod: its configuration and its termination message."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TERMINATION_LOG = "/dev/termination-log"
 
 
 class ConfigRefused(ValueError):
-    """The configuration of a pod cannot be used; the message says why."""
+    """The configuration of a pod is invalid; the message has the reason."""
 
 
 def read_config(path: Path) -> PodConfig:
     """Read a pod's configuration.
 
     Raises:
-        ConfigRefused: It is not there or not what it should be.
+        ConfigRefused: It is missing or invalid.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=PodConfig)
@@ -35,15 +35,15 @@ def read_config(path: Path) -> PodConfig:
 
 
 def clip(text: str, limit: int = CAUSE_BYTES) -> str:
-    """The beginning of a text, of at most so many bytes."""
+    """Cut a text to at most `limit` bytes of UTF-8."""
     data = text.encode()
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"
 
 
 def encode_message(message: WorkerMessage | FinishMessage) -> bytes:
-    """A termination message as JSON that Kubernetes keeps whole.
+    """Encode a termination message as JSON within Kubernetes' size limit.
 
-    What is too much is left out: the end of `cause`, and the last ones of `environments`.
+    If it is too long, the end of `cause` and the last `environments` are left out.
     """
     message = dataclasses.replace(message, cause=clip(message.cause))
     while len(data := msgspec.json.encode(message)) > MESSAGE_BYTES:
@@ -58,7 +58,7 @@ def encode_message(message: WorkerMessage | FinishMessage) -> bytes:
 
 
 def write_termination_message(message: bytes) -> None:
-    """Leave a termination message for the operator; without a place for it, it is in the log only."""
+    """Write the termination message for the operator; a failure to write is logged."""
     path = Path(os.environ.get(TERMINATION_LOG_VARIABLE) or _TERMINATION_LOG)
     try:
         path.write_bytes(message)

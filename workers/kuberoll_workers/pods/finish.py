@@ -1,8 +1,8 @@
-"""A finish pod: it ends a run whose shards are all done.
+"""A finish pod: it aggregates and reports a run whose shards are all done.
 
     python -m kuberoll_workers.pods.finish --config FILE
 
-FILE is a `contract.PodConfig`. Run again, it does the same again; see docs/pods.md for what it says.
+FILE is a `contract.PodConfig`. It may be run again with the same result; see docs/pods.md for its messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def finish_message(end: RunEnd, aggregates: Aggregates, cause: str) -> FinishMessage:
-    """The termination message."""
+    """Make the termination message."""
     reward = sum(summary.reward for summary in aggregates.summaries.values())
     return FinishMessage(
         trajectories=aggregates.trajectories,
@@ -46,7 +46,7 @@ def finish_message(end: RunEnd, aggregates: Aggregates, cause: str) -> FinishMes
 
 def _result_of(summary: EnvironmentSummary) -> EnvironmentResult:
     success = summary.success
-    # Without a threshold the numbers are rewards and no rates.
+    # Without a threshold the numbers are rewards, not rates.
     rates = {} if success is None or success.threshold is None else success.pass_at_k
     return EnvironmentResult(
         trajectories=summary.trajectories,
@@ -60,12 +60,12 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     """Finish the run of a configuration.
 
     Returns:
-        Exit code and termination message. A run that is not complete is no success, but for shards that the job may
-        do without (`workers.maxFailedShards`).
+        Exit code and termination message. An incomplete run fails, unless the job tolerates failed shards
+        (`workers.maxFailedShards`).
 
     Raises:
-        RunRefused: There is no manifest, or it cannot be read.
-        Exception: The numbers could not be computed or written.
+        RunRefused: The manifest is missing or cannot be read.
+        Exception: The aggregates could not be computed or written.
     """
     job = RolloutJob.model_validate(config.job)
     run = RunFiles(config.output)
@@ -78,7 +78,7 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     if end.aggregates is None or "aggregation" in end.failed_steps:
         raise end.failed_steps["aggregation"]
     if error := end.failed_steps.get("report"):
-        # The trajectories and numbers are there; `kuberoll report` can make the page at any time.
+        # Trajectories and aggregates are stored; `kuberoll report` can make the page at any time.
         _log.warning("the report was not written", exc_info=error)
     problem = end.problem()
     tolerated = job.spec.workers.max_failed_shards > 0
@@ -112,7 +112,7 @@ def main() -> None:
     write_termination_message(encode_message(message))
     logging.shutdown()
     sys.stdout.flush()
-    # A tracker's client that was given up may still wait in its thread.
+    # A tracking client that timed out may still be waiting in its thread.
     os._exit(code)
 
 

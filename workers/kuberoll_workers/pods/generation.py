@@ -1,12 +1,12 @@
-"""A generation pod: the Serve app with one replica, under a Ray of its own, until it is told to end.
+"""A generation pod: the Serve app with one replica, under its own Ray, until SIGTERM.
 
     python -m kuberoll_workers.pods.generation --config FILE
 
-A replica may span pods: then this is one of its group, which leads it, or follows the one that does.
+A replica may span a group of pods: then this pod is its leader or a follower.
 
 FILE is a `contract.PodConfig`. Generation is on its port; `/healthz`, `/livez`, `/weights` and `/metrics` are on
-8080, answered by this process, however busy the engine is. The file may change while the pod runs: its `spec.weights`
-are followed, the rest is read at the start only. See docs/pods.md.
+8080, served by this process, however busy the engine is. The file may change while the pod runs: changes of its
+`spec.weights` are applied, the rest is read at the start only. See docs/pods.md.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from kuberoll_workers.serving.ray_settings import free_ports, haproxy_problem, r
 from kuberoll_workers.serving.weights import version_of, wanted_weights
 
 PORT_VARIABLE = "KUBEROLL_PORT"
-"""Environment variable of a port in place of the configured one, for several pods on one machine."""
+"""Environment variable that overrides the configured port, for several pods on one machine."""
 
 _LOOK_SECONDS = 2.0
 _DRAIN_SECONDS = 20.0
@@ -80,19 +80,19 @@ _log = logging.getLogger(__name__)
 
 
 class EngineLost(Exception):
-    """The engine was ready once and does not become ready again."""
+    """The engine was ready and has not become ready again."""
 
 
 class Status:
-    """What a pod knows of itself; written by its main thread, read by the one that answers.
+    """State of a pod; written by its main thread, read by the HTTP thread.
 
     Attributes:
         problem: Why it cannot generate; None: it can.
-        metrics_port: Where Ray's agent has its metrics; None: not yet.
-        address: Of that agent.
-        wanted: Version of the weights that the job asks for.
-        served: Version of those that it generates with; None: with none, or nobody knows.
-        weights_problem: Why the wanted ones are not served; None: they are, or are being loaded.
+        metrics_port: Port of the metrics of Ray's agent; None: not known yet.
+        address: Address of that agent.
+        wanted: Version of the weights that the job names.
+        served: Version of the weights that it generates with; None: none, or unknown.
+        weights_problem: Why the wanted weights are not served; None: they are served or being loaded.
     """
 
     def __init__(self) -> None:
@@ -104,11 +104,11 @@ class Status:
         self.weights_problem: str | None = None
 
     def weights(self) -> PodWeights:
-        """The answer at `/weights`."""
+        """The response of `/weights`."""
         return PodWeights(wanted=self.wanted, served=self.served, problem=self.weights_problem)
 
     async def routes(self, http: aiohttp.ClientSession) -> list[web.RouteDef]:
-        """What it answers."""
+        """The HTTP routes of a generation pod."""
 
         async def problem() -> str | None:
             return self.problem
@@ -136,10 +136,10 @@ class Status:
 
 @contextmanager
 def serve_status(status: Status, *, host: str, port: int) -> Iterator[None]:
-    """Answer for a pod from a thread, whatever the main thread waits for.
+    """Serve the pod's state from a thread while the context lasts.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be bound.
     """
     bound: Future[asyncio.AbstractEventLoop] = Future()
     end = asyncio.Event()
@@ -174,7 +174,7 @@ def serve_status(status: Status, *, host: str, port: int) -> Iterator[None]:
 def host_config(
     job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, group: PodGroup | None = None
 ) -> HostConfig:
-    """What the host of a pod is told: one replica, its GPUs those of the pod, or of the group that it leads."""
+    """Configuration of a pod's host: one replica with the GPUs of the pod, or of the group that it leads."""
     generation = job.spec.generation
     placed = {"gpus": requested_gpus(generation)} if group is None else _spread(job)
     return HostConfig(
@@ -188,7 +188,7 @@ def host_config(
         ),
         scratch=str(scratch),
         routing=generation.routing,
-        # Serve's parts look for each other on loopback, and others for them at the pod's address.
+        # Serve's own parts connect on loopback, clients at the pod's address.
         address="0.0.0.0",
         port=port,
         tokens=tokens,
@@ -198,28 +198,28 @@ def host_config(
 
 
 def _spread(job: RolloutJob) -> dict[str, Any]:
-    """The arguments of a replica that spans pods: one GPU a part, as vLLM wants it; the first has the replica's CPU."""
+    """Arguments of a replica that spans pods: one GPU per bundle, as vLLM requires; the first has the replica's CPU."""
     generation = job.spec.generation
     gpus = round(generation.gpus_per_replica or ENGINES[generation.engine].world_size(generation.engine_args))
     return {"gpus": None, "bundles": [{"CPU": 1.0, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(gpus - 1))]}
 
 
 class JobFile:
-    """The file of the job, looked at again and again: whoever mounts it changes it in place."""
+    """The job's file, read again after each change: Kubernetes updates mounted files in place."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: bytes | None = None
 
     def reread(self) -> None:
-        """Take what it says for a change."""
+        """Make the next `read_if_changed` read the file again."""
         self._read = None
 
     def read_if_changed(self) -> tuple[PodConfig, RolloutJob] | None:
-        """What it says, if that is not what it said before.
+        """Read the file if it has changed since the last call; None if not.
 
         Raises:
-            ConfigRefused, ValidationError: It cannot be used; said once for each change.
+            ConfigRefused, ValidationError: It is invalid; raised once for each change.
         """
         try:
             data = self._path.read_bytes()
@@ -233,15 +233,15 @@ class JobFile:
 
 
 def run(host: Host, status: Status, file: JobFile, *, patience: float, group: PodGroup | None = None) -> None:
-    """Start, and watch over it until a signal ends the process.
+    """Start the host, and supervise it until a signal ends the process.
 
     Args:
-        patience: Seconds that an engine which was lost has to come back.
+        patience: Seconds for a failed engine to become ready again.
         group: The pods that the replica spans.
 
     Raises:
-        EngineLost: It did not.
-        Exception: What Ray or Serve raised while it started.
+        EngineLost: It did not become ready again.
+        Exception: What Ray or Serve raised during the start.
     """
     host.start()
     if group is not None:
@@ -267,7 +267,7 @@ def run(host: Host, status: Status, file: JobFile, *, patience: float, group: Po
 
 
 async def _follow_weights(status: Status, file: JobFile) -> None:
-    """Have Serve load what the job asks for now, and see what is served; trouble is said and tried again."""
+    """Pass the weights that the job names to Serve, and update the status; errors are logged and retried."""
     try:
         if (read := file.read_if_changed()) is not None:
             weights = read[1].spec.weights
@@ -280,7 +280,7 @@ async def _follow_weights(status: Status, file: JobFile) -> None:
         _log.warning("the job has changed, but cannot be read: %s", error)
     except Exception:
         file.reread()
-        _log.exception("the job's weights are not handed to Serve")
+        _log.exception("the job's weights could not be passed to Serve")
     await _report_weights(status)
 
 
@@ -298,7 +298,7 @@ async def _report_weights(status: Status) -> None:
 
 
 def _serve_problem() -> str | None:
-    """What Serve's controller says is wrong."""
+    """The problem that Serve's controller reports; None if there is none."""
     from ray import serve
     from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
@@ -312,10 +312,10 @@ def _serve_problem() -> str | None:
 
 
 def _follow(group: PodGroup, job: RolloutJob, scratch: Path) -> int:
-    """Be a part of the replica that another pod leads; the exit code."""
+    """Run a follower of another pod's replica; return the exit code."""
     status = Status()
     status.problem = f"this pod is a part of the replica of {group.leader}"
-    # Where vLLM puts its parts, they read the same settings.
+    # vLLM's workers in this pod read the same settings.
     settings = serve_environment(job.spec.generation.routing, scratch, free_ports(3), haproxy=haproxy_problem() is None)
     os.environ.update(ray_environment(group.token) | settings)
     try:
@@ -335,13 +335,13 @@ def _follow(group: PodGroup, job: RolloutJob, scratch: Path) -> int:
 
 def _tokens() -> Tokens:
     try:
-        found = take_tokens(os.environ)
+        tokens = take_tokens(os.environ)
     except ValueError as error:
         raise ConfigRefused(str(error)) from error
-    if found is None:
-        # Whoever reaches the port could do everything.
-        raise ConfigRefused(f"{', '.join(map(token_variable, SCOPES))}: not set; the policy's tokens are awaited there")
-    return found
+    if tokens is None:
+        # Without tokens every client that reaches the port could do everything.
+        raise ConfigRefused(f"{', '.join(map(token_variable, SCOPES))}: not set; they must have the policy's tokens")
+    return tokens
 
 
 def main() -> None:
@@ -363,7 +363,7 @@ def main() -> None:
         sys.exit(EXIT_REFUSED)
     log_to_stderr(job=job.metadata.name)
     port = int(os.environ.get(PORT_VARIABLE) or config.port)
-    # Always /tmp, and short: the paths of Ray's and the proxy's sockets have little room.
+    # Always /tmp, because paths must be short: those of Ray's and the proxy's sockets have little room.
     scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
     os.environ["TMPDIR"] = str(scratch)
     adopt_orphans()

@@ -1,4 +1,4 @@
-"""What a pod answers over HTTP about itself."""
+"""HTTP routes that report a pod's state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 
 
 def json_route(path: str, read: Callable[[], Any]) -> web.RouteDef:
-    """`GET path` as JSON."""
+    """Route for `GET path`, which returns the value of `read` as JSON."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(read()), content_type="application/json")
@@ -19,10 +19,10 @@ def json_route(path: str, read: Callable[[], Any]) -> web.RouteDef:
 
 
 def health_route(problem: Callable[[], Awaitable[str | None]]) -> web.RouteDef:
-    """`GET /healthz`: 503 with the problem, or 200 where there is none."""
+    """Route for `GET /healthz`: 503 with the problem, or 200 without one."""
 
     async def healthz(_: web.Request) -> web.Response:
-        found = await problem()
-        return web.Response(text="ok" if found is None else found, status=200 if found is None else 503)
+        text = await problem()
+        return web.Response(text="ok" if text is None else text, status=200 if text is None else 503)
 
     return web.get("/healthz", healthz)

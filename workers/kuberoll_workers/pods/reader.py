@@ -1,10 +1,10 @@
-"""A reader pod: it hands out the files of a run to whoever may run a command in it.
+"""A reader pod: it serves the files of a run to clients that may run a command in it.
 
-    python -m kuberoll_workers.pods.reader --config FILE           # the pod: lives while somebody reads
-    python -m kuberoll_workers.pods.reader --config FILE --serve   # a command in it: answers on standard output
+    python -m kuberoll_workers.pods.reader --config FILE           # the pod: runs until it is idle
+    python -m kuberoll_workers.pods.reader --config FILE --serve   # a command in it: responds on standard output
 
-FILE is a `contract.PodConfig`. `kuberoll get` speaks to it; docs/pods.md has the protocol. Every answer says how
-many bytes follow and ends with their SHA-256, so that a connection that is cut short is never taken for the end.
+FILE is a `contract.PodConfig`. `kuberoll get` is the client; docs/pods.md has the protocol. Every response has the
+number of bytes that follow and ends with their SHA-256, so that a cut connection is never taken for the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MARK: Final = "kuberoll-reader"
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """A line on standard input.
+    """A request, one line on standard input.
 
     Attributes:
         op: `list` the files; `check` whether the first `size` bytes of one have this `sha256`; `read` one from `offset`
@@ -52,15 +52,15 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class RequestRefused(Exception):
-    """A request that cannot be answered; the message says why."""
+    """A request is invalid; the message has the reason."""
 
 
 class FrameWriter:
-    """FrameWriter as frames: a JSON object a line; where it has `data`, so many bytes follow it."""
+    """Writer of responses as frames: a JSON object in one line, followed by `data` bytes if it has that field."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        # The beat comes from another thread, and never into the middle of a frame.
+        # The heartbeat comes from another thread and must not interrupt a frame.
         self._lock = threading.Lock()
 
     def write(self, message: dict[str, Any], data: bytes = b"") -> None:
@@ -70,7 +70,7 @@ class FrameWriter:
             self._out.flush()
 
     def write_stream(self, chunks: Iterable[bytes]) -> None:
-        """Write frames of data, then one with the SHA-256 of all their bytes."""
+        """Write the chunks as frames, then one with the SHA-256 of all their bytes."""
         digest, size = hashlib.sha256(), 0
         for chunk in chunks:
             digest.update(chunk)
@@ -80,7 +80,7 @@ class FrameWriter:
 
 
 class Reader:
-    """FrameWriter the requests of one connection.
+    """Handler of the requests of one connection.
 
     Args:
         location: Directory or URI of the run.
@@ -92,13 +92,13 @@ class Reader:
         self._files: dict[str, RunFile] = {}
 
     def answer(self, line: bytes) -> None:
-        """Answer one request; what is wrong with it is an answer too."""
+        """Respond to one request; errors are responses, too."""
         try:
             self._answer(msgspec.json.decode(line, type=Request))
         except CopyBroken as error:
             self._frames.write({"error": str(error), "changed": True})
         except Exception as error:
-            # Every object store's library raises its own kinds: no such bucket, no credentials, no network.
+            # Every object store's library raises its own exceptions: no such bucket, no credentials, no network.
             words = str(error) if isinstance(error, RequestRefused | ValueError) else f"{type(error).__name__}: {error}"
             self._frames.write({"error": words, "changed": False})
 
@@ -128,7 +128,7 @@ class Reader:
             raise RequestRefused(f"no file {name!r} was listed") from None
 
     def _trajectories(self, request: Request) -> Iterator[bytes]:
-        """Whole lines in pieces, less the bytes that the other side has."""
+        """Stream the trajectories from byte `offset` on, which the client has already."""
         chunks = _pieces(self._copies.trajectories(request.name))
         before, left = hashlib.sha256(), request.offset
         for chunk in chunks:
@@ -146,7 +146,7 @@ class Reader:
 
 
 def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of about `CHUNK_BYTES`, so that small lines are not a frame each."""
+    """Join lines into pieces of `CHUNK_BYTES`, so that small lines do not get a frame each."""
     held = bytearray()
     for line in lines:
         held += line
@@ -158,9 +158,9 @@ def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def serve(location: str, requests: Iterable[bytes], out: BinaryIO, *, beat_seconds: float = BEAT_SECONDS) -> None:
-    """Answer requests until there are none any more.
+    """Respond to requests until the input ends.
 
-    Meanwhile a beat goes out now and then: computing a digest takes long, and ways in between close silent connections.
+    Heartbeats are sent meanwhile: computing a digest takes long, and proxies close silent connections.
     """
     answers = FrameWriter(out)
     over = threading.Event()
@@ -186,7 +186,7 @@ def serve(location: str, requests: Iterable[bytes], out: BinaryIO, *, beat_secon
 
 
 def wait_until_idle(*, idle_seconds: float = IDLE_SECONDS, look_seconds: float = 5.0) -> None:
-    """Return when nobody has read for so long; who reads says so by the mark."""
+    """Wait until there was no reader for `idle_seconds`; readers touch the marker file."""
     _touch()
     while time.time() - _mark().stat().st_mtime < idle_seconds:
         time.sleep(look_seconds)
@@ -201,7 +201,7 @@ def _touch() -> None:
 
 
 def _private_output() -> BinaryIO:
-    """Standard output for frames only: what libraries print goes to standard error from now on."""
+    """Reserve standard output for frames: from now on, prints of libraries go to standard error."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return out
@@ -213,14 +213,14 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
     parser.add_argument("--serve", action="store_true", help="answer requests on standard input")
     arguments = parser.parse_args()
-    # The first process of a container has no default for it.
+    # The first process of a container has no default action for it.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     if arguments.serve:
         out = _private_output()
-        # Who has gone away needs no answer.
+        # The client may have disconnected.
         with contextlib.suppress(BrokenPipeError):
             serve(read_config(arguments.config).output, sys.stdin.buffer, out)
-        # Not to be held up by what is left in a pipe that nobody reads.
+        # A normal exit could block on a pipe that is no longer read.
         os._exit(0)
     wait_until_idle()
 

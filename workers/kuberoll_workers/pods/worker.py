@@ -1,12 +1,12 @@
-"""An environment worker pod: one shard of a job, and what the operator and Prometheus ask of it.
+"""An environment worker pod: it runs one shard of a job and reports to the operator and Prometheus.
 
     JOB_COMPLETION_INDEX=3 POD_IP=10.0.0.7 python -m kuberoll_workers.pods.worker --config FILE
     python -m kuberoll_workers.pods.worker --config FILE --check
 
-With `--check` it looks at what the workers of a job need, and ends: before an engine is started.
+With `--check` it checks what the workers of a job need, before an engine is started, and ends.
 
-FILE is a `contract.PodConfig`. It answers `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and says with
-its exit code and its termination message how it ended: see docs/pods.md.
+FILE is a `contract.PodConfig`. It serves `/metrics`, `/progress` and `/healthz`, drains on SIGTERM, and reports
+its result by its exit code and its termination message: see docs/pods.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from kuberoll_workers.worker import (
 
 DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
 
-# Less than the pod's terminationGracePeriodSeconds (120), with time left to store what is finished.
+# Less than the pod's terminationGracePeriodSeconds (120), to leave time for storing finished trajectories.
 _DRAIN_SECONDS = 90.0
 _LOG_SECONDS = 60.0
 
@@ -77,21 +77,21 @@ _Value = TypeVar("_Value")
 
 
 class Drained(Exception):
-    """Told to stop before there was anything to finish."""
+    """Stopped before any trajectory was started."""
 
 
 class ShardPod:
     """One pod's work on one shard."""
 
     def __init__(self, config: PodConfig, shard: int, *, token: str | None = None) -> None:
-        """Look at the job.
+        """Validate the job.
 
         Args:
-            token: What the policy wants to be shown with every request; None: nothing.
+            token: Bearer token for the policy; None: none.
 
         Raises:
-            ConfigRefused: The shard is none of the job's.
-            ValidationError: The job is not valid.
+            ConfigRefused: The job has no such shard.
+            ValidationError: The job is invalid.
         """
         if not 0 <= shard < config.shard_count:
             raise ConfigRefused(f"shard {shard} is not among the job's {config.shard_count}")
@@ -110,7 +110,7 @@ class ShardPod:
         self._metrics = RolloutMetrics(self._job.metadata.name)
 
     def progress(self) -> PodProgress:
-        """The counts now."""
+        """The present counts."""
         earlier, now = self._earlier, self._progress
         return PodProgress(
             shard=self.shard,
@@ -143,7 +143,7 @@ class ShardPod:
         )
 
     def stop(self) -> None:
-        """Finish what is in flight and end; told twice, end at once."""
+        """Finish the trajectories in flight and end; a second call ends at once."""
         if self._drain.is_set():
             self._give_up.set()
         else:
@@ -153,7 +153,7 @@ class ShardPod:
             asyncio.get_running_loop().call_later(seconds, self._give_up.set)
 
     async def check(self) -> None:
-        """Look at what all workers of the job need, and write the run's manifest.
+        """Check what all workers of the job need, and write the run's manifest.
 
         Raises:
             Drained: Stopped before the end.
@@ -169,7 +169,7 @@ class ShardPod:
         """Work until the shard is done or `stop` was called.
 
         Args:
-            host: The address to answer at.
+            host: The address to serve HTTP at.
 
         Raises:
             Drained: Stopped before the work began.
@@ -211,13 +211,13 @@ class ShardPod:
             stopped.cancel()
 
     def _prepare(self) -> tuple[int, Progress]:
-        """Find out what there is to do and what is done; refuse what cannot be done."""
+        """Check the inputs; return the number of planned trajectories and the counts of earlier pods."""
         storage = self._inspect()
         planned = self._planned_by_shard()[self.shard]
         return planned, count_stored(storage, self.shard, self._config.shard_count)
 
     def _inspect(self) -> Storage:
-        """Look at the environments, the model's path, the dataset and the output; refuse what cannot be used."""
+        """Check the environments, the model's path, the dataset and the output; raises if one cannot be used."""
         job, config = self._job, self._config
         environment = self._environments()
         for spec in job.spec.environments:
@@ -235,22 +235,22 @@ class ShardPod:
         return isolated_environment_factory(self._job, protected=local_paths(self._config.output, self._config.turns))
 
     def _planned_by_shard(self) -> list[int]:
-        """Trajectories that each shard is to come to."""
+        """Number of planned trajectories of each shard."""
         job, count = self._job, self._config.shard_count
-        found = [0] * count
+        counts = [0] * count
         for group in prompt_groups(job, base=self._base, environment=self._environments(), blocks=self._blocks()):
-            found[shard_of(group.task_index, count)] += group.keep
+            counts[shard_of(group.task_index, count)] += group.keep
         wanted = job.spec.rollout.groups.wanted
         return [
             planned_trajectories(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
-            for shard, mine in enumerate(found)
+            for shard, mine in enumerate(counts)
         ]
 
     def _blocks(self) -> list[str] | None:
         return None if self._inputs is None else list(self._inputs.blocks)
 
     async def _endpoint_ready(self) -> int:
-        # The operator starts workers when generation is ready; after that it may be replaced at any time.
+        # The operator starts workers when generation is ready, but its pods may be replaced at any time.
         patience = float(self._job.spec.startup_deadline_seconds)
         external, token = self._job.spec.generation.external, self._token
         if external is not None:
@@ -315,7 +315,7 @@ async def _healthy() -> str | None:
 
 
 def _in_thread(call: Callable[[], _Value]) -> asyncio.Future[_Value]:
-    """Call in a thread that is not waited for at the end: reading from a network may take as long as it likes."""
+    """Call in a daemon thread, which does not delay the exit: reading from a network may take long."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[_Value] = loop.create_future()
 
@@ -353,38 +353,38 @@ def with_mounted_dataset(job: RolloutJob) -> RolloutJob:
 
 
 def check_model_path(source: str) -> None:
-    """See that a tokenizer's directory is mounted.
+    """Check that a tokenizer's directory is mounted.
 
     Raises:
-        ConfigRefused: It is not, or is in a place that it cannot be loaded from.
+        ConfigRefused: It is not, or tokenizers cannot be loaded from there.
     """
     if "://" in source:
         raise ConfigRefused(f"spec.generation.model: {source}: workers load tokenizers from directories or the hub")
     if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
         raise ConfigRefused(
-            f"spec.generation.model: there is no directory {source} in this pod: mount it by spec.workers.podTemplate, "
-            "or name a model of the hub"
+            f"spec.generation.model: there is no directory {source} in this pod: mount it with "
+            "spec.workers.podTemplate, or use a model of the hub"
         )
 
 
 def claim_output(storage: Storage, manifest: RunManifest) -> None:
-    """See that what is in the output's place is of this run; who comes first writes down what the run is.
+    """Check that the output belongs to this run; the first pod writes the manifest.
 
-    Nobody locks the place. A shard has one writer at a time: the Job has one pod for each index, and makes another
-    one only when that has ended (podReplacementPolicy Failed). Pods that write the manifest at the same moment write
-    the same one, but for the second it was made in.
+    The output is not locked. A shard has one writer at a time: the Job has one pod per index, and creates another one
+    only after that has ended (podReplacementPolicy Failed). Pods that write the manifest concurrently write the same
+    one, except for its creation time.
 
     Raises:
-        RunRefused: Another run is there.
+        RunRefused: It belongs to another run.
     """
     old = read_manifest(storage)
     if old is None:
         shards = storage.shards()
-        # Another pod may have come, and begun, since the first look.
+        # Another pod may have started since the first read.
         old = read_manifest(storage)
         if old is None and shards:
             raise RunRefused(
-                f"{storage.location} has trajectories but no {MANIFEST}, so nothing says what made them: "
+                f"{storage.location} has trajectories but no {MANIFEST}, so it is unknown which run they belong to: "
                 "choose another spec.output.uri"
             )
     if old is None:
@@ -399,7 +399,7 @@ def claim_output(storage: Storage, manifest: RunManifest) -> None:
 
 def _write_manifest(storage: Storage, data: bytes) -> None:
     if isinstance(storage, DirectoryStorage):
-        # Pods that write it together must not share the file that is renamed.
+        # Pods that write concurrently need separate temporary files.
         mine = storage.path / f".{MANIFEST}.{uuid.uuid4().hex}"
         write_atomically(mine, data)
         mine.replace(storage.path / MANIFEST)
@@ -408,16 +408,16 @@ def _write_manifest(storage: Storage, data: bytes) -> None:
 
 
 def count_stored(storage: Storage, shard: int, shard_count: int) -> Progress:
-    """What earlier pods stored of a shard.
+    """Count the trajectories of a shard that earlier pods stored.
 
     Raises:
-        RecordError: A line is not what it should be, with file and line.
+        RecordError: A line is invalid; the message has file and line.
     """
-    found = Progress()
+    progress = Progress()
     for record in Trajectories([storage], shards=[records.shard_name(shard)]):
         if not isinstance(record, FailureRecord) and shard_of(record.task_index, shard_count) == shard:
-            found.add(record)
-    return found
+            progress.add(record)
+    return progress
 
 
 def _drain_on_signals(pod: ShardPod) -> None:
@@ -429,7 +429,7 @@ def _drain_on_signals(pod: ShardPod) -> None:
 async def _check(pod: ShardPod) -> None:
     _drain_on_signals(pod)
     await pod.check()
-    _log.info("workers have what they need: %d trajectories are to come", pod.progress().planned)
+    _log.info("workers have what they need: %d trajectories are planned", pod.progress().planned)
 
 
 async def _run(pod: ShardPod) -> None:
@@ -448,13 +448,13 @@ def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.pods.worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="JSON file of a PodConfig")
-    parser.add_argument("--check", action="store_true", help="look at what workers need, and end")
+    parser.add_argument("--check", action="store_true", help="check what workers need, and exit")
     arguments = parser.parse_args()
     log_to_stderr()
     pod: ShardPod | None = None
     code, cause = 0, ""
     try:
-        # Before anything of others' runs here.
+        # Before any user code runs.
         token = take_token(os.environ, "generate")
         config, shard = read_config(arguments.config), 0 if arguments.check else _shard()
         log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
@@ -470,9 +470,9 @@ def main() -> None:
         _log.error(cause, exc_info=code == EXIT_FAILED)
     write_termination_message(encode_message(WorkerMessage(cause=cause)) if pod is None else pod.message(cause))
     logging.shutdown()
-    # What environments printed.
+    # Prints of environments.
     sys.stdout.flush()
-    # A thread may still be reading the dataset from somewhere; the interpreter would not survive its end in order.
+    # A thread may still be reading the dataset, and a regular shutdown of the interpreter would crash.
     os._exit(code)
 
 

@@ -1,6 +1,6 @@
 """Prometheus metrics of the workers.
 
-`definitions` says which there are. With `PROMETHEUS_MULTIPROC_DIR` set before this package is imported, several worker
+`definitions` lists them. With `PROMETHEUS_MULTIPROC_DIR` set before this package is imported, several worker
 processes share one endpoint (prometheus_client's multiprocess mode), which is how `kuberoll run` serves them.
 """
 

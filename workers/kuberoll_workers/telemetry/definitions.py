@@ -25,14 +25,14 @@ TRAJECTORIES_STORED: Final = Gauge(
     name="kuberoll_trajectories_stored",
     unit="trajectories",
     labels=_JOB,
-    help="Finished trajectories of this worker's shards that are durable, those from before a restart included.",
+    help="Finished trajectories of this worker's shards that are durable, including those from before a restart.",
 )
 TRAJECTORIES_ABANDONED: Final = Gauge(
     name="kuberoll_trajectories_abandoned",
     unit="trajectories",
     labels=_JOB,
-    help="Planned trajectories that will not be stored: failed permanently in this process, or of groups that were "
-    "filtered out and are not replaced.",
+    help="Planned trajectories that will not be stored: failed permanently in this process, or in groups that were "
+    "filtered out and not replaced.",
 )
 TRAJECTORIES_ACTIVE: Final = Gauge(
     name="kuberoll_trajectories_active",
@@ -64,13 +64,13 @@ RESUMED_TURNS: Final = Counter(
     name="kuberoll_resumed_turns_total",
     unit="turns",
     labels=_ENVIRONMENT,
-    help="Turns taken over from before an interruption.",
+    help="Turns of resumed trajectories from before the interruption.",
 )
 DROPPED_TRAJECTORIES: Final = Counter(
     name="kuberoll_dropped_trajectories_total",
     unit="trajectories",
     labels=(*_ENVIRONMENT, "reason"),
-    help="Trajectories that were not wanted: oversampled ones, and groups that were filtered out.",
+    help="Trajectories that were dropped: oversampled ones, and those of groups that were filtered out.",
 )
 DROPPED_TOKENS: Final = Counter(
     name="kuberoll_dropped_tokens_total",
@@ -84,29 +84,29 @@ TURN_WAITING_SECONDS: Final = Histogram(
     name="kuberoll_turn_waiting_seconds",
     unit="seconds",
     labels=_TURN,
-    help="Wall seconds of a turn outside generation and environment: it waited for its batch (Lockstep), for the "
-    "journal, for the worker's CPU.",
+    help="Wall seconds of a turn outside generation and environment: waiting for its batch (Lockstep), for the "
+    "journal or for the worker's CPU.",
     buckets=_SECONDS,
 )
 TURN_GENERATION_SECONDS: Final = Histogram(
     name="kuberoll_turn_generation_seconds",
     unit="seconds",
     labels=_TURN,
-    help="Wall seconds that a turn waited for its generation, queueing and retries included.",
+    help="Wall seconds that a turn waited for generation, including queueing and retries.",
     buckets=_SECONDS,
 )
 TURN_ENVIRONMENT_SECONDS: Final = Histogram(
     name="kuberoll_turn_environment_seconds",
     unit="seconds",
     labels=_TURN,
-    help="Wall seconds that a turn waited for its environment step, queueing and retries included.",
+    help="Wall seconds that a turn waited for its environment step, including queueing and retries.",
     buckets=_SECONDS,
 )
 ENVIRONMENT_TIMEOUT_SECONDS: Final = Gauge(
     name="kuberoll_environment_timeout_seconds",
     unit="seconds",
     labels=_ENVIRONMENT,
-    help="Seconds that a step of the environment may take: stepTimeoutSeconds.",
+    help="Time limit of a step of the environment, in seconds: stepTimeoutSeconds.",
     over_processes="max",
 )
 TOKENS: Final = Counter(
@@ -129,14 +129,14 @@ REWARD: Final = Counter(
     name="kuberoll_reward_total",
     unit="reward",
     labels=(*_ENVIRONMENT, "sign"),
-    help="Rewards of finished trajectories added up, positive and negative ones apart, as absolute values.",
+    help="Sum of the rewards of finished trajectories, positive and negative ones separately, as absolute values.",
 )
 
 FAILURES: Final = Counter(
     name="kuberoll_failures_total",
     unit="failures",
     labels=(*_ENVIRONMENT, "kind", "stage"),
-    help="Trajectories that failed permanently, by what was at fault and at which stage.",
+    help="Trajectories that failed permanently, by the kind of fault and the stage.",
 )
 RETRIES: Final = Counter(
     name="kuberoll_retries_total",
@@ -162,13 +162,13 @@ JOURNAL_ERRORS: Final = Counter(
     name="kuberoll_journal_errors_total",
     unit="errors",
     labels=_JOB,
-    help="Writes or syncs of a journal that failed.",
+    help="Failed journal writes or syncs.",
 )
 EVENT_LOOP_LAG_SECONDS: Final = Histogram(
     name="kuberoll_event_loop_lag_seconds",
     unit="seconds",
     labels=_JOB,
-    help="How late the event loop ran a timer.",
+    help="Delay with which the event loop ran a timer.",
     buckets=_LAG_SECONDS,
 )
 
@@ -201,7 +201,7 @@ SESSIONS_MOVED: Final = Counter(
     name="kuberoll_sessions_moved_total",
     unit="sessions",
     labels=(*_JOB, "cause"),
-    help="Trajectories that went on at another replica, without their prefix in its cache, by cause.",
+    help="Trajectories that moved to another replica, which does not have their prefix cached, by cause.",
 )
 
 GROUPS: Final = (

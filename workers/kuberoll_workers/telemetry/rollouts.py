@@ -1,4 +1,4 @@
-"""The metrics of the rollout loop."""
+"""Metrics of the rollout loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAST_BUCKET = "33+"
 
 
 def turn_bucket(turn: int) -> str:
-    """Label of a turn's number, counted from 1: a bounded set, finer where most turns are."""
+    """Label of a turn number, counted from 1; one of a bounded set, with smaller buckets for the first turns."""
     for last, label in _TURN_BUCKETS:
         if turn <= last:
             return label
@@ -29,12 +29,12 @@ def turn_bucket(turn: int) -> str:
 
 
 class TrajectoryCounts(NamedTuple):
-    """How far the trajectories of a worker's shards have come.
+    """Counts of the trajectories of a worker's shards.
 
     Attributes:
-        planned: What the shards are to come to; None: it is not known.
-        stored: Durable ones, from before a restart included.
-        abandoned: Planned ones that will not come.
+        planned: Planned trajectories; None: unknown.
+        stored: Durable trajectories, including those from before a restart.
+        abandoned: Planned trajectories that will not be stored.
     """
 
     planned: int | None
@@ -43,18 +43,18 @@ class TrajectoryCounts(NamedTuple):
 
 
 class JournalMetrics:
-    """The metrics of the journals of one job."""
+    """Metrics of the journals of one job."""
 
     def __init__(self, job: str, registry: CollectorRegistry) -> None:
         self._seconds = histogram(metrics.JOURNAL_SYNC_SECONDS, registry).labels(job)
         self._errors = counter(metrics.JOURNAL_ERRORS, registry).labels(job)
 
     def observe(self, amount: float) -> None:
-        """One write, after so many seconds."""
+        """Count a write that took `amount` seconds."""
         self._seconds.observe(amount)
 
     def failed(self) -> None:
-        """One write that came to nothing."""
+        """Count a failed write."""
         self._errors.inc()
 
 
@@ -62,11 +62,11 @@ class RolloutMetrics:
     """All metrics of one job in this process.
 
     Attributes:
-        read_counts: Asked at each flush how far the worker has come.
+        read_counts: Called at each flush for the worker's counts; None: they are not published.
     """
 
     def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
-        """Register the metrics; each job of a process needs a registry of its own (by default a new one)."""
+        """Register the metrics; each job of a process needs its own registry (by default a new one)."""
         self.job = job
         self.registry = registry = registry if registry is not None else CollectorRegistry()
         self.read_counts: Callable[[], TrajectoryCounts] | None = None
@@ -97,13 +97,13 @@ class RolloutMetrics:
         self.routing = RoutingMetrics(job, registry)
 
     def environment(self, name: str) -> EnvironmentMetrics:
-        """The metrics of one environment, their labels bound once."""
+        """The metrics of one environment, with bound labels."""
         if name not in self._environments:
             self._environments[name] = EnvironmentMetrics(self, name)
         return self._environments[name]
 
     async def watch_event_loop(self, interval: float = 0.25) -> None:
-        """Observe the lag of the running event loop, and hand on what has been counted, until cancelled."""
+        """Observe the lag of the running event loop and publish the counts each `interval` seconds until cancelled."""
         while True:
             before = time.perf_counter()
             await asyncio.sleep(interval)
@@ -111,7 +111,7 @@ class RolloutMetrics:
             self.flush()
 
     def flush(self) -> None:
-        """Hand on what has been counted."""
+        """Publish the counts."""
         for environment in self._environments.values():
             environment.flush()
         self.routing.flush()
@@ -124,12 +124,12 @@ class RolloutMetrics:
 
     @property
     def generating(self) -> int:
-        """Turns that wait for a response now."""
+        """Number of turns that wait for a response now."""
         return sum(environment.generating for environment in self._environments.values())
 
 
 class _Turns:
-    """The turns of one bucket that have not been handed on."""
+    """The turns of one bucket that are not published yet."""
 
     __slots__ = ("_total", "environment", "generation", "waiting")
 
@@ -148,13 +148,13 @@ class _Turns:
 
 
 class EnvironmentMetrics:
-    """The metrics of one environment.
+    """Metrics of one environment.
 
-    What changes with every turn or trajectory is kept in plain numbers and lists and handed on a few times a second: a
-    metric is locked and checked on every change, which would be a quarter of the loop's own time.
+    Values that change with every turn or trajectory are kept in plain numbers and lists, and published a few times a
+    second: a metric locks and checks on every change, which would take a quarter of the loop's own time.
 
     Attributes:
-        generating, stepping: Trajectories that wait for their generation, or environment, now.
+        generating, stepping: Number of trajectories that wait for generation, or for the environment, now.
     """
 
     def __init__(self, rollouts: RolloutMetrics, name: str) -> None:
@@ -174,7 +174,7 @@ class EnvironmentMetrics:
         self._seconds = HistogramTally(metrics.TRAJECTORY_SECONDS, rollouts._trajectory_seconds.labels(*labels))
         self._gained = self._lost = 0.0
         self.generating = self.stepping = 0
-        # From the beginning: Prometheus does not see the increase of what first appears above 0.
+        # Start at 0: Prometheus does not see the increase of a series that first appears above 0.
         rollouts._trajectories.labels(*labels, "failed")
         for stage in ("generation", "environment"):
             rollouts._retries.labels(*labels, stage)
@@ -182,11 +182,11 @@ class EnvironmentMetrics:
                 rollouts._failures.labels(*labels, kind, stage)
 
     def set_step_timeout(self, seconds: float) -> None:
-        """How long a step may take."""
+        """Set the time limit of a step."""
         self._rollouts._timeout_seconds.labels(*self._labels).set(seconds)
 
     def record_response(self, *, prompt: int, cached: int, generated: int) -> None:
-        """One response: tokens sent, of those reused by the engine, and generated."""
+        """Count a response: prompt tokens sent, those of them reused by the engine, and generated tokens."""
         self._prompt += prompt
         self._cached += cached
         self._generated += generated
@@ -200,7 +200,7 @@ class EnvironmentMetrics:
         environment_seconds: float,
         observed: int,
     ) -> None:
-        """One finished turn, numbered from 1, and the tokens of its observation."""
+        """Count a finished turn, numbered from 1; `observed` is the number of tokens of its observation."""
         turns = self._by_turn.get(turn) or self._first(turn)
         turns.waiting.observe(waiting_seconds)
         turns.generation.observe(generation_seconds)
@@ -216,7 +216,7 @@ class EnvironmentMetrics:
         return turns
 
     def flush(self) -> None:
-        """Hand on what has been counted."""
+        """Publish the counts."""
         self._flushed = time.perf_counter()
         counts = {
             "prompt": self._prompt,
@@ -245,12 +245,12 @@ class EnvironmentMetrics:
         self._rollouts._reward_total.labels(*self._labels, "negative").inc(lost)
 
     def flush_if_due(self) -> None:
-        """One trajectory has left the loop, however it ended."""
+        """Publish the counts if `FLUSH_SECONDS` have passed; called whenever a trajectory ends."""
         if time.perf_counter() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def record_finish(self, *, stop_reason: str, reward: float, turns: int, seconds: float) -> None:
-        """One finished trajectory."""
+        """Count a finished trajectory."""
         self._stops[stop_reason] = self._stops.get(stop_reason, 0) + 1
         if reward < 0:
             self._lost -= reward
@@ -261,23 +261,23 @@ class EnvironmentMetrics:
         self._seconds.observe(seconds)
 
     def record_failure(self, *, kind: str, stage: str) -> None:
-        """One trajectory given up."""
+        """Count a trajectory that failed permanently."""
         self._stops["failed"] = self._stops.get("failed", 0) + 1
         self._rollouts._failures.labels(*self._labels, kind, stage).inc()
 
     def record_drop(self, *, reason: str, tokens: int) -> None:
-        """One trajectory that is not wanted, with so many generated tokens."""
+        """Count a dropped trajectory and its generated tokens."""
         self._rollouts._dropped.labels(*self._labels, reason).inc()
         self._rollouts._dropped_tokens.labels(*self._labels, reason).inc(tokens)
 
     def record_prefix_violation(self) -> None:
-        """One trajectory whose context was not the concatenation of its messages."""
+        """Count a trajectory whose context was not the concatenation of its messages."""
         self._rollouts._prefix_violations.labels(*self._labels).inc()
 
     def record_resume(self, turns: int) -> None:
-        """Turns that a trajectory had already when it was admitted."""
+        """Count the turns of a resumed trajectory from before the interruption."""
         self._rollouts._resumed_turns.labels(*self._labels).inc(turns)
 
     def record_retry(self, stage: str) -> None:
-        """One operation tried again."""
+        """Count a retry."""
         self._rollouts._retries.labels(*self._labels, stage).inc()

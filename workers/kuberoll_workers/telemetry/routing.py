@@ -1,4 +1,4 @@
-"""The metrics of the way to the replicas."""
+"""Metrics of request routing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.tallies import counter, gauge
 
 RequestOutcome = Literal["answered", "overloaded", "unreachable", "failed", "refused", "aborted"]
-"""`failed`: broken connections and answers that are none; `aborted`: nobody wanted the answer any more."""
+"""Outcome of a request. `failed`: broken connections and malformed responses; `aborted`: cancelled by the caller."""
 
 MOVE_CAUSES = ("gone", "broken", "failed", "overload")
-"""Why a trajectory goes on at another replica."""
+"""Reasons for moving a trajectory to another replica."""
 
 _REPLICA_STATES = ("closed", "open", "half-open", "leaving")
 
 
 class RoutingState(NamedTuple):
-    """What routing is like now.
+    """Present state of routing.
 
     Attributes:
-        waiting: Requests that wait for a replica to take them.
-        window: Requests that the replicas take at once, as far as it is known.
-        replicas: How many there are, by the state of their circuit breaker; `leaving`: not listed any more.
+        waiting: Number of requests that wait for a replica.
+        window: Number of concurrent requests that the replicas take, as far as known.
+        replicas: Number of replicas by the state of their circuit breaker; `leaving`: no longer listed.
     """
 
     waiting: int
@@ -34,11 +34,11 @@ class RoutingState(NamedTuple):
 
 
 class RoutingMetrics:
-    """The metrics of the way to the replicas; counted in plain numbers, and handed on by `flush`.
+    """Metrics of request routing, counted in plain numbers and published by `flush`.
 
     Attributes:
-        policy_version: Of the newest response; None: none has said it.
-        read_state: Asked for the state at each flush.
+        policy_version: Policy version of the newest response; None: unknown.
+        read_state: Called for the state at each flush.
     """
 
     def __init__(self, job: str, registry: CollectorRegistry | None = None) -> None:
@@ -55,28 +55,28 @@ class RoutingMetrics:
         self._replicas = gauge(metrics.POLICY_REPLICAS, registry)
         self._waiting = gauge(metrics.POLICY_WAITING_REQUESTS, registry)
         self._window = gauge(metrics.POLICY_WINDOW_REQUESTS, registry)
-        # From the beginning: Prometheus does not see the increase of what first appears above 0.
+        # Start at 0: Prometheus does not see the increase of a series that first appears above 0.
         for outcome in get_args(RequestOutcome):
             self._requests_total.labels(job, outcome)
         for cause in MOVE_CAUSES:
             self._moves_total.labels(job, cause)
 
     def record_answer(self, versions: Sequence[tuple[str, int, int]]) -> None:
-        """One response and the spans of its policy versions."""
+        """Count a response; `versions` are its spans of policy versions."""
         self._answered += 1
         if versions:
             self.policy_version = versions[-1][0]
 
     def record_request(self, outcome: RequestOutcome) -> None:
-        """One request that came to no response."""
+        """Count a request without a response."""
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
 
     def record_move(self, cause: str) -> None:
-        """One trajectory that goes on elsewhere."""
+        """Count a trajectory that moves to another replica."""
         self._moves[cause] = self._moves.get(cause, 0) + 1
 
     def flush(self) -> None:
-        """Hand on what has been counted."""
+        """Publish the counts."""
         outcomes, self._outcomes = {**self._outcomes, "answered": self._answered}, {}
         moves, self._moves = self._moves, {}
         self._answered = 0

@@ -1,4 +1,4 @@
-"""prometheus_client's objects of the definitions, and a way to count that costs a fraction of theirs."""
+"""prometheus_client's objects for the definitions, and tallies that count at a fraction of their cost."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _MODES: Final[dict[str, Literal["livesum", "livemax"]]] = {"sum": "livesum", "ma
 
 
 def counter(metric: Counter, registry: CollectorRegistry) -> prometheus.Counter:
-    """A counter, registered."""
+    """Create and register a counter."""
     return prometheus.Counter(metric.name, metric.help, metric.labels, registry=registry)
 
 
 def gauge(metric: Gauge, registry: CollectorRegistry) -> prometheus.Gauge:
-    """A gauge, registered."""
+    """Create and register a gauge."""
     mode = _MODES[metric.over_processes]
     return prometheus.Gauge(metric.name, metric.help, metric.labels, registry=registry, multiprocess_mode=mode)
 
 
 def histogram(metric: Histogram, registry: CollectorRegistry) -> prometheus.Histogram:
-    """A histogram, registered."""
+    """Create and register a histogram."""
     return prometheus.Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
 
 
 class HistogramTally:
-    """Observations of one histogram, kept until they are handed on together.
+    """Observations of one histogram, collected and then added together.
 
-    `Histogram.observe` looks at every bucket and locks two values: 2 µs, or 5 with several processes, where a turn of
-    the loop takes 50 and has three of them. A list is appended to in 0.03, and counting a sorted one is C's work.
+    `Histogram.observe` scans the buckets and locks two values, which takes 2 µs, or 5 with several processes; a turn of
+    the loop takes 50 and has three of them. Appending to a list takes 0.03 µs.
 
     Attributes:
-        observe: Counts one observation.
+        observe: Adds one observation.
     """
 
     __slots__ = ("_bounds", "_histogram", "_pending", "observe")
@@ -50,7 +50,7 @@ class HistogramTally:
         self.observe: Callable[[float], None] = self._pending.append
 
     def flush(self) -> int:
-        """Hand on what has been counted; how many observations that was."""
+        """Add the collected observations to the histogram; return their number."""
         pending = self._pending
         if not pending:
             return 0
