@@ -48,7 +48,7 @@ class RunEnd:
         return max(0, self.planned - self.aggregates.trajectories - self.aggregates.failed - filtered)
 
     def problem(self) -> str | None:
-        """Why the run is not complete; None if it is, or if there are no aggregates."""
+        """The reason why the run is incomplete; None if it is complete, or if there are no aggregates."""
         if self.aggregates is None or not self.missing:
             return None
         finished = self.aggregates.trajectories

@@ -1,4 +1,4 @@
-"""NeMo RL's rollout functions as thin faces over the rollout loop: same names, arguments and return shapes."""
+"""NeMo RL's rollout functions on top of the rollout loop: same names, arguments and return shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments in Ray actors, and whatever looks like one: called by `step.remote`, with an answer to wait for."""
+"""Environments in Ray actors, or in objects with the same interface: `step.remote` returns an awaitable."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kuberoll_workers.environments.isolation import (
 from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepTimedOut, fault_of, split_return
 
 MAX_ABANDONED_CALLS = 4
-"""An actor's method cannot be interrupted. While so many calls that took too long still run, no further ones are made:
-each would wait behind them, and take as long to fail."""
+"""Maximum number of timed-out calls that still run: an actor's method cannot be interrupted, and further calls would
+only wait behind them and time out, too."""
 
 
 class ActorExecutor:
@@ -39,7 +39,7 @@ class ActorExecutor:
             environment: A Ray actor handle; `step.remote` may also return an awaitable, a concurrent future, or the
                 answer itself.
             timeout: Seconds that one call may take.
-            any_metadata: As `split_return` has it.
+            any_metadata: As in `split_return`.
         """
         self._any_metadata = any_metadata
         self.parallel = calls_in_flight
@@ -82,7 +82,7 @@ class ActorExecutor:
             raise StepTimedOut(timeout_message(self._timeout)) from error
 
     async def close(self) -> None:
-        # The actor is its owner's to end.
+        # The caller owns the actor and ends it.
         for pending in self._abandoned:
             pending.cancel()
 
@@ -96,20 +96,20 @@ class ActorExecutor:
     def _ended(self, pending: asyncio.Future[Any]) -> None:
         self._abandoned.discard(pending)
         if not pending.cancelled():
-            # Looked at, so that asyncio does not report what nobody waits for any more.
+            # Retrieve the exception, so that asyncio does not report it.
             pending.exception()
 
 
 def executor_for(
     environment: Any, *, timeout: float, calls_in_flight: int = 1, any_metadata: bool = False
 ) -> StepExecutor:
-    """The executor for an environment that is there already.
+    """Create the executor for an existing environment.
 
     Args:
         environment: A Ray actor handle, or an object whose `step` is a coroutine function or a plain one.
         timeout: Seconds that one step may take.
-        calls_in_flight: Of a Ray actor: calls worth making at once.
-        any_metadata: As `split_return` has it; metadata that is not plain data is handed over without a copy.
+        calls_in_flight: Maximum number of concurrent calls to a Ray actor.
+        any_metadata: As in `split_return`; metadata that is not plain data is passed without a copy.
     """
     if callable(getattr(environment.step, "remote", None)):
         return ActorExecutor(environment, timeout=timeout, calls_in_flight=calls_in_flight, any_metadata=any_metadata)
@@ -119,7 +119,7 @@ def executor_for(
 
 
 def ray_cause(error: BaseException) -> BaseException:
-    """What was raised in a Ray task or actor; any other exception as it is."""
+    """The exception that was raised in a Ray task or actor; other exceptions are returned unchanged."""
     # Without Ray loaded nothing can be one of its exceptions.
     ray = sys.modules.get("ray")
     while ray is not None and isinstance(error, ray.exceptions.RayTaskError):
@@ -135,7 +135,7 @@ def _fault(error: BaseException) -> EnvironmentFault:
 
 
 def _pending(answer: Any) -> asyncio.Future[Any] | None:
-    """The future of an answer; None where it is there already."""
+    """The future of a result; None if the result is there already."""
     if isinstance(answer, concurrent.futures.Future):
         return asyncio.wrap_future(answer)
     if inspect.isawaitable(answer):
@@ -148,7 +148,7 @@ def _cancel(answer: Any) -> None:
         answer.cancel()
         return
     ray = sys.modules.get("ray")
-    # A call that waits is taken back, a coroutine is cancelled, a running method runs on.
+    # This cancels a queued call or a coroutine; a running method continues.
     if ray is not None and isinstance(answer, ray.ObjectRef):
         with contextlib.suppress(Exception):
             ray.cancel(answer)

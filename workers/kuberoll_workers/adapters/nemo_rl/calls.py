@@ -1,4 +1,4 @@
-"""From a synchronous caller to the event loop and back into somebody's synchronous code."""
+"""Calls between synchronous code and the event loop, with the caller's thread-local state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _Result = TypeVar("_Result")
 
 
 class CallerContext:
-    """What a thread has for itself and code called in another one would miss.
+    """The thread-local state of a caller, for code that is called in another thread.
 
-    Context variables, torch's gradient and inference modes, and the current CUDA device.
+    It has context variables, torch's gradient and inference modes, and the current CUDA device.
     """
 
     def __init__(self) -> None:
-        """Take them from the present thread."""
+        """Copy the state of the current thread."""
         import torch
 
         self._context = contextvars.copy_context()
@@ -29,7 +29,7 @@ class CallerContext:
         self._device = torch.cuda.current_device() if initialized else None
 
     def run(self, call: Callable[[], _Result]) -> _Result:
-        """Call it as the thread would that this was made in."""
+        """Call a function with the state of the thread that created this object."""
         # A context can be entered once at a time.
         return self._context.copy().run(self._run, call)
 
@@ -43,7 +43,7 @@ class CallerContext:
 
 
 def run_sync(main: Callable[[], Coroutine[Any, Any, _Result]], caller: CallerContext) -> _Result:
-    """Run a coroutine to its end, also where an event loop runs already (a notebook): then in a thread of its own."""
+    """Run a coroutine to its end; inside a running event loop, as in a notebook, in another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -74,7 +74,7 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, _Result]], caller: Cal
     try:
         return outcome.result()
     except BaseException:
-        # Ctrl-C reaches this thread alone: whatever goes on in the other one is stopped with it.
+        # Ctrl-C reaches this thread only: stop the work in the other one.
         if not outcome.done():
             for loop, task in begun:
                 loop.call_soon_threadsafe(task.cancel)

@@ -1,4 +1,4 @@
-"""Rows of a batch to the loop's samples, and the loop's records to rows."""
+"""Conversion of the rows of a batch to samples, and of records to rows."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _REWARD_NUMBER = re.compile(r"reward[0-9]+")
 
 
 def samples_of(batch: Mapping[str, Any], task_names: Mapping[str, Any]) -> list[Sample]:
-    """One sample for each row; nothing in them is the caller's.
+    """Make one sample for each row; they share no data with the batch.
 
     Args:
         batch: Columns `message_log`, `extra_env_info`, `task_name`, and optionally `stop_strings` and `idx`.
-        task_names: The tasks that there are environments for.
+        task_names: Tasks that have an environment.
 
     Raises:
-        ValueError: A task has no environment, or a row cannot be used; names the row.
+        ValueError: A task has no environment, or a row cannot be used; the message names the row.
     """
     refuse_unknown_tasks(batch["task_name"], task_names)
     optional = [name for name in ("stop_strings", "idx", *_MULTIMODAL) if batch.get(name) is not None]
@@ -49,10 +49,10 @@ def _holds_something(entry: Any) -> bool:
 
 
 def refuse_unknown_tasks(names: Sequence[str], known: Mapping[str, Any]) -> None:
-    """Check that each task has an environment, before anything is run.
+    """Check that each task has an environment.
 
     Raises:
-        ValueError: Names the first that has none.
+        ValueError: One has none; the message names the first.
     """
     for name in names:
         if name not in known:
@@ -99,7 +99,7 @@ def log_of(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Message], *, 
     """The message log of a trajectory: the caller's own prompt messages, copied, and what the rollout added.
 
     Args:
-        with_logprobs: Whether the policy gives log-probabilities, so that an empty response has empty ones.
+        with_logprobs: Whether the policy returns log-probabilities, so that an empty response has empty ones.
     """
     log: MessageLog = copy.deepcopy([dict(message) for message in prompt])
     for message in messages[len(log) :]:
@@ -115,7 +115,7 @@ def log_of(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Message], *, 
 
 
 def batch_of(batch: Mapping[str, Any], results: Sequence[Result], *, with_logprobs: bool) -> dict[str, Any]:
-    """The columns of a finished batch; those that the rollout has nothing to say about are copies of the caller's.
+    """Make the columns of a finished batch; those that the rollout does not set are copies of the caller's.
 
     Args:
         batch: The caller's batch.
@@ -168,7 +168,7 @@ def batch_of(batch: Mapping[str, Any], results: Sequence[Result], *, with_logpro
 def _tensor(numbers: Sequence[float], kind: Any) -> torch.Tensor:
     import torch
 
-    # By way of NumPy, which reads arrays as they lie in memory; torch would ask for each element.
+    # Through NumPy, which copies the memory of an array; torch would read each element.
     return torch.from_numpy(numpy.array(numbers, dtype=kind))
 
 
@@ -178,7 +178,7 @@ def reward_parts_of(record: TrajectoryRecord) -> dict[str, float]:
 
 
 def _reward_column(name: str) -> str:
-    # NeMo RL's own environments name them so already; those without names are reward1, reward2, ... there too.
+    # NeMo RL's own environments already use these names; unnamed rewards are reward1, reward2, ... there, too.
     return name if name.startswith("reward/") or _REWARD_NUMBER.fullmatch(name) else f"reward/{name}"
 
 

@@ -15,7 +15,7 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 async def open_executors(
     task_to_env: Mapping[str, Any], tasks: Iterable[str], *, step_seconds: float, calls_in_flight: int = 1
 ) -> AsyncIterator[dict[str, StepExecutor]]:
-    """The executors of the tasks' environments; tasks that share an environment share its executor."""
+    """Open the executors of the tasks' environments; tasks that share an environment share its executor."""
     by_environment: dict[int, StepExecutor] = {}
     executors: dict[str, StepExecutor] = {}
     async with AsyncExitStack() as stack:
@@ -23,7 +23,7 @@ async def open_executors(
             environment = task_to_env[task]
             executor = by_environment.get(id(environment))
             if executor is None:
-                # What these callers get back stays in this process: their metadata may be any objects.
+                # Results stay in this process, so metadata may be any objects.
                 executor = executor_for(
                     environment, timeout=step_seconds, calls_in_flight=calls_in_flight, any_metadata=True
                 )
@@ -42,7 +42,7 @@ async def open_environments(
     calls_in_flight: int = 1,
     max_batch: int,
 ) -> AsyncIterator[dict[str, EnvironmentRunner]]:
-    """The tasks' environments as the loop takes them; stopped at the end, Ray actors excepted."""
+    """Open the tasks' environments for the loop; they are closed at the end, except Ray actors."""
     async with (
         open_executors(task_to_env, tasks, step_seconds=step_seconds, calls_in_flight=calls_in_flight) as executors,
         AsyncExitStack() as stack,

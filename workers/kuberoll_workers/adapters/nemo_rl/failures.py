@@ -1,4 +1,4 @@
-"""How a batch that did not go well is told of."""
+"""The error for a batch with failed samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kuberoll_workers.data.record import FailureRecord
 
 
 class RolloutFailed(RuntimeError):
-    """Some samples of a batch were given up, and the caller asked for that to be an error.
+    """Some samples of a batch failed permanently, and `on_failure` is "raise".
 
     Attributes:
-        batch: The whole batch as it would have been returned: finished samples, and failed ones marked.
+        batch: The whole batch as `on_failure="mark"` would have returned it.
         metrics: The metrics that would have been returned.
-        failures: Why each failed one was given up; `task_index` is its row.
+        failures: The failed samples; `task_index` is the row.
     """
 
     def __init__(self, message: str, batch: Any, metrics: dict[str, Any], failures: list[FailureRecord]) -> None:
@@ -27,7 +27,7 @@ class RolloutFailed(RuntimeError):
 
 
 def summary_of(failures: list[FailureRecord], samples: int) -> str:
-    """How many failed, and why the first did."""
+    """The number of failures, and the cause of the first."""
     first = failures[0]
     return (
         f"{len(failures)} of {samples} samples failed; the first, sample {first.task_index}, in turn "

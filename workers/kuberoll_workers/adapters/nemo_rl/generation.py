@@ -40,15 +40,15 @@ def generate_responses(
             of `batch`, where it has such a column, take their place; where neither has any, there are none.
         batch: Its `message_log` is appended to; unless something is wrong with any response, then to none.
         input_lengths: Of the prompts, `[samples]`.
-        include_logprobs: Whether messages get `generation_logprobs`, where the policy gives some.
+        include_logprobs: Whether messages get `generation_logprobs`, if the policy returns them.
 
     Returns:
         The batch; the generated ids, int64, one tensor for each sample; and `mean_generation_length`,
         `total_generated_tokens` and `max_seqlen`, with the policy's own `truncated` as `_response_truncated`.
 
     Raises:
-        PolicyUnavailable: The policy's output is not what it can be.
-        Exception: Whatever the policy raises.
+        PolicyUnavailable: The policy's output is invalid.
+        Exception: Any exception of the policy.
     """
     if not _prepare(generation_input_data, batch, input_lengths):
         return batch, [], _metrics([], [], None)
@@ -69,8 +69,8 @@ async def generate_responses_async(
 
     Raises:
         AssertionError: The policy does not generate asynchronously, or did not answer every prompt once.
-        PolicyUnavailable: The policy's output is not what it can be.
-        Exception: Whatever the policy raises.
+        PolicyUnavailable: The policy's output is invalid.
+        Exception: Any exception of the policy.
     """
     require_async(policy_generation)
     if not _prepare(generation_input_data, batch, input_lengths):
@@ -115,7 +115,7 @@ async def async_generate_response_for_sample_turn(
 
 
 def _prepare(generation_input_data: Any, batch: Any, input_lengths: Any) -> bool:
-    """Set the stop strings; whether there is anything to generate."""
+    """Set the stop strings; return True if there is anything to generate."""
     if "stop_strings" in batch:
         generation_input_data["stop_strings"] = batch["stop_strings"]
     elif "stop_strings" not in generation_input_data:

@@ -1,4 +1,4 @@
-"""What NeMo RL's functions have no parameters for: tries, time limits, and how much goes on at once."""
+"""Limits that NeMo RL's functions have no parameters for: attempts, time limits and concurrency."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, Sch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """Bounds of a rollout; the defaults are wide, and end what would otherwise hang for ever.
+    """Limits of a rollout; the defaults are wide and only end what would otherwise hang for ever.
 
     Attributes:
-        generation_attempts, environment_attempts: Tries of one generation or environment step. Only what another try
-            may mend is tried again: not a bug in the policy's code, and not a row that cannot be used.
-        backoff_seconds: Before the second try; doubles with each, at most 30 s.
-        generation_seconds: One generation: in `run_multi_turn_rollout` of the whole batch.
-        step_seconds: One environment call.
-        trajectory_seconds: One trajectory; None: no limit.
+        generation_attempts, environment_attempts: Attempts of one generation or environment step. Only temporary errors
+            are retried: not a bug in the policy's code, and not an unusable row.
+        backoff_seconds: Wait before the second attempt; doubled each time, at most 30 s.
+        generation_seconds: Time limit of one generation; in `run_multi_turn_rollout`, of the whole batch.
+        step_seconds: Time limit of one environment call.
+        trajectory_seconds: Time limit of one trajectory; None: no limit.
         concurrency: Trajectories in flight in `run_async_multi_turn_rollout`; None: all of the batch.
-        environment_calls: Calls in flight to one Ray actor in `run_async_multi_turn_rollout`; samples that wait travel
-            together in the next one.
+        environment_calls: Calls in flight to one Ray actor in `run_async_multi_turn_rollout`; waiting samples are
+            batched into the next one.
     """
 
     generation_attempts: int = 3
@@ -43,7 +43,7 @@ def settings_of(
         max_turns=max_turns,
         max_sequence_length=max_sequence_length,
         concurrency=max(1, batch_size if everything else min(batch_size, limits.concurrency or 1)),
-        # How many tokens it generates, and how it draws them, is the policy's own affair.
+        # The policy's own configuration decides the sampling and the length of responses.
         sampling=SamplingParameters(max_tokens=max_sequence_length),
         scheduling=scheduling,
         retries=RetryPolicy(

@@ -1,4 +1,4 @@
-"""Policies of NeMo RL's interface behind the loop's own: batches turn by turn, or one request at a time."""
+"""Adapters of policies with NeMo RL's interface to the loop's: batches turn by turn, or single requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kuberoll_workers.policy.interface import (
 
 log = logging.getLogger(__name__)
 
-# Another try would end in the same way.
+# Errors that a retry would not change.
 _BUGS = (
     ArithmeticError,
     AssertionError,
@@ -43,15 +43,15 @@ _Answer = GenerationResult | PolicyError
 
 
 class PolicyBroken(PolicyError):
-    """The policy's own code is wrong: not worth another try."""
+    """A bug in the policy's code: not retried."""
 
 
 class PolicyAdapter(Protocol):
-    """A policy for the loop, made of somebody's."""
+    """A policy for the loop that wraps one with NeMo RL's interface."""
 
     @property
     def gave_logprobs(self) -> bool:
-        """Whether any response came with log-probabilities."""
+        """True if any response had log-probabilities."""
         ...
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -59,7 +59,7 @@ class PolicyAdapter(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop what was started."""
+        """Stop threads and calls."""
         ...
 
 
@@ -80,7 +80,7 @@ def require_async(policy_generation: Any) -> None:
 
 
 def error_of(error: Exception) -> PolicyError:
-    """The typed error for what a policy raised."""
+    """Convert an exception of a policy into a typed error."""
     if isinstance(error, PolicyError):
         return error
     cause = ray_cause(error)
@@ -90,7 +90,7 @@ def error_of(error: Exception) -> PolicyError:
     return PolicyRefused(text) if isinstance(cause, ValueError) else PolicyUnavailable(text)
 
 
-class _Waiting:
+class _PendingRequest:
     __slots__ = ("future", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -107,10 +107,10 @@ class _Waiting:
 
 
 class BatchPolicy:
-    """`generate(batch, greedy=)`: everything that is asked for in the same turn of the event loop, in one call.
+    """`generate(batch, greedy=)`: all requests of one iteration of the event loop go into one call.
 
-    Rows are in the order of the caller's batch. There is one call at a time, in a thread of its own: whatever is asked
-    for meanwhile waits and goes into the next one.
+    Rows are in the order of the caller's batch. There is one call at a time, in its own thread: requests that arrive
+    meanwhile wait and go into the next one.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BatchPolicy:
         """
         Args:
             batch_type: The class of the batches that the policy is given.
-            caller: Whose thread the policy is to believe itself in.
+            caller: Context of the caller's thread, which the policy is called with.
         """
         self.gave_logprobs = False
         self._policy = policy_generation
@@ -127,13 +127,13 @@ class BatchPolicy:
         self._pad_token_id = pad_token_id
         self._batch_type = batch_type
         self._caller = caller
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingRequest] = []
         self._scheduled = False
         self._call: asyncio.Task[None] | None = None
         self._thread: DaemonThread | None = None
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        waiting = _Waiting(request)
+        waiting = _PendingRequest(request)
         self._waiting.append(waiting)
         self._schedule()
         return await waiting.future
@@ -164,15 +164,15 @@ class BatchPolicy:
         if self._waiting:
             self._schedule()
 
-    async def _answer(self, batch: Sequence[_Waiting]) -> None:
+    async def _answer(self, batch: Sequence[_PendingRequest]) -> None:
         for waiting, answer in zip(batch, await self._ask([waiting.request for waiting in batch]), strict=True):
             if isinstance(answer, PolicyRefused) and len(batch) > 1:
-                # One prompt that the policy refuses fails the call of all: find out which by asking each alone.
+                # One invalid prompt fails the whole call: send each alone to find it.
                 (answer,) = await self._ask([waiting.request])
             waiting.settle(answer)
 
     async def _ask(self, requests: Sequence[GenerationRequest]) -> Sequence[_Answer]:
-        # Before the thread begins: the prompts grow with their trajectories.
+        # Copy the prompts first: they grow with their trajectories.
         data, prompts = generation_batch(
             [request.token_ids for request in requests],
             [request.sampling.stop for request in requests],
@@ -241,14 +241,14 @@ class StreamPolicy:
 def _reported(error: Exception) -> PolicyError:
     typed = error_of(error)
     if isinstance(typed, PolicyBroken):
-        # Failures are stored without their tracebacks, and this one somebody has to find in their code.
+        # Failures are stored without tracebacks, and the user needs this one to find the bug.
         log.error("%s", typed, exc_info=error)
     if typed is not error:
         typed.__cause__ = error
     return typed
 
 
-def _position(waiting: _Waiting) -> int:
+def _position(waiting: _PendingRequest) -> int:
     # A session's id begins with the task's index, which is the row in the caller's batch.
     return int(waiting.request.session_id.partition("-")[0])
 
@@ -257,7 +257,7 @@ def _answer_of(response: Response | PolicyUnavailable, request: GenerationReques
     if isinstance(response, PolicyUnavailable):
         return response
     room, generated = request.sampling.max_tokens, len(response.token_ids)
-    # A policy that does not say whether it was cut was cut where nothing more would have fitted.
+    # If the policy does not report truncation, a response that fills the room counts as truncated.
     cut = generated >= room if response.truncated is None else response.truncated or generated > room
     logprobs: array[float] = array(LOGPROB_TYPE)
     if response.logprobs is not None:

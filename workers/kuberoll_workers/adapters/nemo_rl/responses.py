@@ -1,4 +1,4 @@
-"""What a policy of NeMo RL's interface is asked, and what is in its answer: shared by all that call one."""
+"""Batches for policies with NeMo RL's interface, and the checks of their output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class IncompleteOutput(PolicyUnavailable, AssertionError):
-    """The policy did not answer every prompt once; in NeMo RL an assertion, where it is noticed."""
+    """The policy did not return one response for each prompt; NeMo RL raises an AssertionError for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Response:
     """One row of a policy's output.
 
     Attributes:
-        token_ids: What was generated, in memory of its own.
-        logprobs: One for each; None where the policy gives none.
-        truncated: Whether a length limit cut it; None where the policy does not say.
+        token_ids: Generated ids, a copy.
+        logprobs: One for each id; None if the policy returns none.
+        truncated: True if a length limit cut it; None if the policy does not report it.
     """
 
     token_ids: Ids
@@ -42,11 +42,11 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What a policy was asked, in memory that it cannot change.
+    """A copy of the prompts of a batch, which the policy cannot change.
 
     Attributes:
         ids: `[prompts, longest]`, padded on the right.
-        lengths: Of each.
+        lengths: Length of each prompt.
     """
 
     ids: NDArray[Any]
@@ -54,14 +54,14 @@ class Prompts:
 
     @classmethod
     def of(cls, input_ids: Any, input_lengths: Any) -> Prompts:
-        """Those of a batch as a policy takes it."""
+        """Copy the prompts of a batch in a policy's format."""
         return cls(ids=_ids(input_ids).copy(), lengths=_numbers(input_lengths))
 
 
 def generation_batch(
     prompts: Sequence[array[int]], stop_strings: Sequence[Sequence[str]], *, pad_token_id: int, batch_type: type[Any]
 ) -> tuple[Any, Prompts]:
-    """Prompts as a policy takes them.
+    """Make a batch of prompts in a policy's format.
 
     Returns:
         A batch with `input_ids`, int64 `[prompts, longest]`, padded on the right, `input_lengths`, int32 `[prompts]`,
@@ -84,22 +84,22 @@ def generation_batch(
 
 
 def read_responses(outputs: Mapping[str, Any], prompts: Prompts) -> list[Response | PolicyUnavailable]:
-    """Cut the responses out of a policy's output and check them; a row that is wrong has its fault in its place.
+    """Extract the responses from a policy's output and check them; an invalid row yields an error instead.
 
     Args:
         outputs: `output_ids` (prompt and response, padded on the right), `unpadded_sequence_lengths`, and optionally
             `logprobs` and `truncated`.
-        prompts: What was asked.
+        prompts: The prompts of the batch.
 
     Raises:
         IncompleteOutput: The output has more or fewer rows than there were prompts.
         PolicyUnavailable: It lacks a column.
-        TypeError: It is no batch.
+        TypeError: It is not a batch.
     """
     if not hasattr(outputs, "get"):
         raise TypeError(f"the policy's output is a {type(outputs).__name__}; it must be a batch of columns")
     if isinstance(outputs, UserDict):
-        # Each look-up in one costs as much as ten in what is inside.
+        # A look-up in a UserDict costs ten times as much as in its dict.
         outputs = outputs.data
     for name in ("output_ids", "unpadded_sequence_lengths"):
         if name not in outputs:
@@ -123,14 +123,14 @@ def read_responses(outputs: Mapping[str, Any], prompts: Prompts) -> list[Respons
 
 
 async def collect(stream: Any, count: int, *, pad_token_id: int) -> Any:
-    """All that `generate_async` yields, as one output in the order of the prompts.
+    """Collect all that `generate_async` yields into one output, in the order of the prompts.
 
     Args:
         stream: Yields the number of a prompt, from 0, and its output, a batch of one; in any order.
         count: Number of prompts.
 
     Raises:
-        IncompleteOutput: A prompt was answered not at all or twice.
+        IncompleteOutput: A prompt has no response, or two.
     """
     items: dict[int, Any] = {}
     try:
@@ -183,13 +183,13 @@ def _floats(row: Any) -> Logprobs:
 
 
 def _plain(column: Any) -> Any:
-    """A tensor as NumPy's array of the same memory, where it can be; anything else as it is."""
+    """Convert a tensor to a NumPy array, without a copy if possible; other values are returned unchanged."""
     if not hasattr(column, "detach"):
         return column
     try:
         return column.numpy()
     except (TypeError, RuntimeError):
-        # On a device, with a gradient, or of a type that NumPy has not, as bfloat16.
+        # On a device, with a gradient, or of a type that NumPy lacks, such as bfloat16.
         plain = column.detach().cpu()
         return (plain.float() if plain.is_floating_point() else plain).numpy()
 
@@ -203,7 +203,7 @@ def _read(
             f"the policy's output {row} has {len(sequence)} ids and says that {total} count, for a prompt of {start}"
         )
     if not (sequence[:start] == prompt).all():
-        # What follows was sampled after something else, and would be trained on as if it were after this prompt.
+        # The response follows another context, but would be trained on as if it followed this prompt.
         return PolicyUnavailable(f"the policy's output {row} does not begin with the prompt that it was given")
     generated = None
     if logprobs is not None:

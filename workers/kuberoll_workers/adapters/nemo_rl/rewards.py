@@ -24,7 +24,7 @@ def calculate_rewards(
     Args:
         batch: Columns `message_log`, `task_name` and `extra_env_info`. Environments see roles and contents.
         task_to_env: Environments by task name: Ray actor handles, or objects with a plain or coroutine `step`.
-        limits: `step_seconds` counts.
+        limits: Only `step_seconds` is used.
 
     Returns:
         In the order of the batch: observations, metadata, next_stop_strings, rewards (float32; a dict of tensors where

@@ -52,7 +52,7 @@ def run_multi_turn_rollout(
 ) -> tuple[Any, dict[str, Any]]:
     """Roll a batch out turn by turn: one `generate` call for all active samples, then one call for each environment.
 
-    Works where an event loop runs already, too. The policy is called in a thread of its own.
+    It also works inside a running event loop. The policy is called in its own thread.
 
     Args:
         policy_generation: Has `generate(batch, greedy=)`.
@@ -60,13 +60,13 @@ def run_multi_turn_rollout(
             others. It is not changed.
         tokenizer: Called with texts; has `batch_decode` and `pad_token_id`.
         task_to_env: Environments by task name: Ray actor handles, or objects with a plain or coroutine `step`.
-        max_seq_len: Most tokens of a trajectory.
-        on_failure: What a sample that had to be given up means. `mark`: its `total_reward` is NaN, its `stop_reason`
-            "failed", its `failure` says why, and it is logged. `raise`: RolloutFailed, when all others have ended.
+        max_seq_len: Maximum number of tokens per trajectory.
+        on_failure: Handling of samples that failed permanently. `mark`: `total_reward` is NaN, `stop_reason` is
+            "failed", `failure` has the reason, also logged. `raise`: RolloutFailed, when all samples have ended.
 
     Returns:
-        A batch of the input's class that shares nothing with it, columns as of `conversion.batch_of`; and those metrics
-        of `summary.summarize` that are numbers.
+        A batch of the input's class that shares no data with it, with the columns of `conversion.batch_of`; and the
+        numeric metrics of `summary.summarize`.
 
     Raises:
         ValueError: A task has no environment, or a row cannot be used; nothing was called then.
@@ -104,7 +104,7 @@ def run_async_multi_turn_rollout(
 ) -> tuple[Any, dict[str, Any]]:
     """Roll a batch out, each sample at its own pace; arguments and results are those of `run_multi_turn_rollout`.
 
-    The function is synchronous, and works where an event loop runs already, too.
+    The function is synchronous, and also works inside a running event loop.
 
     Args:
         policy_generation: Has `generate_async(batch, greedy=)`, called with batches of one.
@@ -159,7 +159,7 @@ async def run_sample_multi_turn_rollout(
     Raises:
         AssertionError: The policy does not generate asynchronously.
         ValueError: The task has no environment, or the state cannot be used.
-        TrajectoryFailed: The sample was given up.
+        TrajectoryFailed: The sample failed permanently.
     """
     import torch
 
@@ -274,7 +274,7 @@ async def _rollout(
 
 
 def _without_turns(sample: Sample, settings: RolloutSettings) -> Trajectory:
-    """What a limit of no turns leaves of a sample: its prompt."""
+    """The trajectory of a sample with a limit of no turns: its prompt."""
     trajectory = Trajectory(sample, settings)
     trajectory.stop_reason = trajectory.stop_reason or "max_turns"
     return trajectory
@@ -285,7 +285,7 @@ def _finish(
 ) -> tuple[Any, dict[str, Any]]:
     columns = batch_of(input_batch, results, with_logprobs=policy.gave_logprobs)
     batch = batch_class(input_batch)(columns)
-    # NeMo RL's trainers hand everything on to loggers of scalars.
+    # NeMo RL's trainers pass all metrics to loggers of scalars.
     metrics = {name: value for name, value in summarize(results).items() if isinstance(value, int | float)}
     failures = [result for result in results if isinstance(result, FailureRecord)]
     if failures:

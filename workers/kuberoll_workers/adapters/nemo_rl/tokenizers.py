@@ -1,4 +1,4 @@
-"""The caller's tokenizer as the loop's."""
+"""Adapters of the caller's tokenizer to the loop's interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ForeignTokenizer:
-    """A tokenizer that is asked only what NeMo RL asks: a call for text to ids, `batch_decode` for ids to text."""
+    """A tokenizer used only through the methods that NeMo RL uses: a call to encode, and `batch_decode`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class ForeignTokenizer:
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer:
-    """The tokenizer for the loop; Hugging Face's fast ones without the detour through tensors."""
+    """Adapt a tokenizer to the loop; Hugging Face's fast ones are used without tensors."""
     return HuggingFaceTokenizer(tokenizer) if _is_fast(tokenizer) else ForeignTokenizer(tokenizer)
 
 
@@ -60,7 +60,7 @@ def decode_all(tokenizer: Any, responses: Sequence[torch.Tensor]) -> list[str]:
 
 
 def pad_token_of(tokenizer: Any) -> int:
-    """What batches are padded with: 0 for a tokenizer without a padding token, as nobody reads the padding."""
+    """The padding token of batches; 0 for a tokenizer without one, since padding is never read."""
     pad = getattr(tokenizer, "pad_token_id", None)
     return pad if isinstance(pad, int) else 0
 

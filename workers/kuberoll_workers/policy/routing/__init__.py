@@ -1,1 +1,1 @@
-"""Which replica answers a turn: the one that has its prefix in its cache, as long as that one can."""
+"""Routing of requests to replicas: a turn goes to the replica that has its prefix cached, as long as that is usable."""

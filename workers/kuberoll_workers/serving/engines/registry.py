@@ -24,7 +24,7 @@ class EngineKind(Protocol):
         """Create the engine with these arguments; it is not started."""
 
     def missing(self) -> str | None:
-        """What this machine lacks to run the engine, and how to install it; None: nothing."""
+        """A message about the package that the engine lacks on this machine, and how to install it; None: none."""
 
     def on_gpus(self) -> bool:
         """True if the engine, as installed on this machine, computes on GPUs."""
