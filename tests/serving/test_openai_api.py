@@ -267,7 +267,7 @@ BAD = [
     ({"n": 200}, "n", "<= 128"),
     ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"stop": [""]}, "stop[0]", "length >= 1"),
-    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "only that one's log-probability"),
+    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "only that of the sampled token"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
@@ -363,7 +363,7 @@ async def test_callers_do_not_write_the_template(with_ends: Path, name: str) -> 
     await engine.start()
     async with serving_openai(engine, with_ends) as url:
         body = {"messages": [HELLO], "chat_template_kwargs": {name: BOMB}}
-        assert f"chat_template_kwargs.{name}: not a variable that callers may set" in await refused(url, body)
+        assert f"chat_template_kwargs.{name}: callers may not set this variable" in await refused(url, body)
         if name == "chat_template":
             # As vLLM's own server has it.
             body = {"messages": [HELLO], "chat_template": BOMB}
@@ -422,7 +422,7 @@ async def test_bodies_have_a_largest_size(with_ends: Path) -> None:
         body = {"messages": [{"role": "user", "content": "x" * (17 << 20)}]}
         assert "more than 16,777,216 bytes" in await refused(url, body, status=413)
         too_many = {"prompt": ["x" * 1000] * 129}
-        assert "128 sequences at most" in await refused(url, too_many, "completions")
+        assert "must not exceed 128 sequences" in await refused(url, too_many, "completions")
 
 
 async def test_arguments_nested_as_deep_as_json_may_be_are_no_error_of_the_server(with_ends: Path) -> None:

@@ -89,7 +89,7 @@ def test_formats_that_older_trainers_write() -> None:
     [
         ({"a": (2, 3), "b": (4,)}, None),
         ({"a": (2, 3), "b": (4,), "more": (1,)}, None),
-        ({"a": (3, 2), "b": (4,)}, "a has the shape (3, 2), in the model it is (2, 3)"),
+        ({"a": (3, 2), "b": (4,)}, "a has the shape (3, 2), but (2, 3) in the model"),
         ({"a": (2, 3)}, "b is missing"),
         # Of another scheme of names, which only the engine knows.
         ({"model.a": (9,)}, None),
