@@ -95,7 +95,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_Columns]):
         return part
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each sample so many times in a row: `[a, b]` becomes `[a, a, b, b]`; repeated entries share nothing."""
+        """Repeat each sample `num_repeats` times: `[a, b]` becomes `[a, a, b, b]`; repeated entries share nothing."""
         repeated = type(self)()
         for name, column in self.data.items():
             if _is_tensor(column):
@@ -167,7 +167,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_Columns]):
         ]
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
-        """Slices of so many samples.
+        """Iterate over slices of `microbatch_size` samples.
 
         Raises:
             AssertionError: The samples cannot be divided so.
