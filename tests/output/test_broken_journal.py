@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.output.journal import BatchJournal, FileJournal, JournalBroken
 from kuberoll_workers.output.part_journal import PartJournal, PartLimits
-from tests.output.support import Observed, record, store_at
+from tests.output.support import Observed, failure, record, store_at
 
 
 class Gate:
@@ -88,6 +88,22 @@ async def test_results_that_wait_for_room_hear_of_the_failure(tmp_path: Path) ->
     assert [type(result) for result in results] == [JournalBroken] * 2
     with pytest.raises(JournalBroken):
         await store.close()
+
+
+async def test_a_journal_that_cannot_be_closed_keeps_no_other_from_it(tmp_path: Path) -> None:
+    """Of two shards the first has no place for its file; what the second was given is written all the same."""
+    store = store_at(tmp_path, shards=[0, 1], shard_count=2, turns=None)
+    store._journals["shard-00000"]._path = tmp_path  # type: ignore[attr-defined]
+    await store.result(record(0))
+    await store.result(record(1))
+    await store.result(failure(3))
+    with pytest.raises(JournalBroken, match="shard-00000"):
+        await store.close()
+    assert (tmp_path / "shard-00001.jsonl").read_bytes().count(b"\n") == 1
+    (other,) = (tmp_path / "failures").glob("*.jsonl")
+    assert other.read_bytes().count(b"\n") == 1
+    for journal in store._journals.values():
+        assert journal._file is None  # type: ignore[attr-defined]
 
 
 class _Scripted(BatchJournal):

@@ -50,6 +50,19 @@ async def test_a_record_counts_when_its_line_and_its_file_s_name_are_synced(sync
     await journal.close()
 
 
+def test_a_torn_line_that_was_cut_off_stays_off(syncs: Syncs, tmp_path: Path) -> None:
+    """Else a crash could bring its bytes back in front of the next record."""
+    path = tmp_path / "shard-00000.jsonl"
+    path.write_bytes(b"whole\n" + b"torn" * 50_000)
+    sizes: list[int] = []
+    syncs.look = lambda synced: sizes.append(path.stat().st_size)
+    FileJournal(path, seconds=Observed())
+    assert (syncs.paths, sizes, path.read_bytes()) == ([path], [6], b"whole\n")
+    # What is whole is left alone.
+    FileJournal(path, seconds=Observed())
+    assert syncs.paths == [path]
+
+
 async def test_turns_need_not_be_synced(syncs: Syncs, tmp_path: Path) -> None:
     journal = FileJournal(tmp_path / "turns.jsonl", seconds=Observed(), sync=False)
     await journal.append(record(0))

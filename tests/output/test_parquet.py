@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
+from typing import Any
 
+import pyarrow
 import pyarrow.parquet
+import pytest
 
 from kuberoll_workers.data.record import RecordError, encode_line
-from kuberoll_workers.output.parquet import read_parquet, write_parquet
+from kuberoll_workers.output import parquet
+from kuberoll_workers.output.parquet import read_keys, read_parquet, write_parquet
 from tests.output.support import record
 
 
@@ -36,3 +41,78 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     (read,) = read_parquet(path, where="x", unreadable=unreadable.append)
     assert unreadable == []
     assert encode_line(read) == encode_line(given)
+
+
+def _none(error: RecordError) -> None:
+    raise AssertionError(error)
+
+
+def rows_changed(path: Path, change: Any) -> None:
+    """Write the file again, its rows changed in place."""
+    table = pyarrow.parquet.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=table.schema), path)
+
+
+def test_a_row_that_is_no_trajectory_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.parquet"
+    assert write_parquet(path, (record(task) for task in range(5))) == 5
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[1]["metadata"] = "{"
+        rows[2]["task_name"] = None
+        rows[3]["task_index"] = rows[3]["token_source"] = None
+
+    rows_changed(path, change)
+    unreadable: list[RecordError] = []
+    assert [found.task_index for found in read_parquet(path, where="the shard", unreadable=unreadable.append)] == [0, 4]
+    second, third, fourth = map(str, unreadable)
+    assert second.startswith("the shard: row 2: not a TrajectoryRecord: ")
+    assert third == "the shard: row 3: not a TrajectoryRecord: task_name is null"
+    assert fourth.startswith("the shard: row 4: not a TrajectoryRecord: ")
+    # A trajectory that cannot be read was there all the same.
+    assert [key.task_index for key in read_keys(path, where="the shard")] == [0, 1, 2, 4]
+
+
+def test_values_that_may_be_absent_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.parquet"
+    given = record(0, answer=None, idx=None, metadata=None)
+    given.messages[1].policy_versions = given.messages[1].logprobs = None
+    write_parquet(path, [given])
+    (read,) = read_parquet(path, where="x", unreadable=_none)
+    assert encode_line(read) == encode_line(given)
+    assert (read.answer, read.messages[1].policy_versions, read.messages[1].logprobs) == (None, None, None)
+
+
+def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.parquet"
+    write_parquet(path, [record(0)])
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.drop_columns(["seed", "rewards"]), path)
+    with pytest.raises(RecordError, match=r"the shard: not a file of trajectories; .* columns: rewards, seed$"):
+        list(read_parquet(path, where="the shard", unreadable=_none))
+    # As they were written before the column was there.
+    pyarrow.parquet.write_table(table.drop_columns(["token_source"]), path)
+    (read,) = read_parquet(path, where="the shard", unreadable=_none)
+    assert (read.task_index, read.token_source) == (0, "engine")
+    path.write_text("no Parquet")
+    with pytest.raises(RecordError, match="the shard: not a Parquet file"):
+        list(read_keys(path, where="the shard"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "groups"), [(3, 10**6, [3, 3, 1]), (100, 8, [2, 2, 2, 1]), (7, 10**6, [7]), (100, 1, [1] * 7)]
+)
+def test_row_groups_are_bounded_by_rows_and_by_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, groups: list[int]
+) -> None:
+    monkeypatch.setattr(parquet, "_ROWS", rows)
+    monkeypatch.setattr(parquet, "_GROUP_TOKENS", tokens)
+    path = tmp_path / "shard-00000.parquet"
+    assert write_parquet(path, (record(task) for task in range(7))) == 7
+    metadata = pyarrow.parquet.ParquetFile(path).metadata
+    assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == groups
+    read = list(read_parquet(path, where="x", unreadable=_none))
+    assert [found.task_index for found in read] == list(range(7))
+    assert all(isinstance(found.messages[1].logprobs, array) for found in read)

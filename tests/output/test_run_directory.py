@@ -183,9 +183,18 @@ def test_changed_code_of_an_environment_is_another_run(tmp_path: Path, monkeypat
         assert "--force" in str(caught.value)
         (code / name).write_text(before)
     (code / "beside.py").write_text("x = 2\n")
+    first = json.loads((output / "manifest.json").read_text())
+    first["created"] = "2020-02-02T00:00:00+00:00"
+    (output / "manifest.json").write_text(json.dumps(first))
     directory = RunDirectory(DirectoryStorage(output))
     assert directory.open(environment_job(code, monkeypatch), resume=True, force=True) is True
     directory.close()
+    # The run is still the one that was begun then.
+    mixed = json.loads((output / "manifest.json").read_text())
+    assert mixed["created"] == first["created"]
+    assert first["forced"] == []
+    (change,) = mixed["forced"]
+    assert "code of environment 'a'" in change
     assert opened(output, environment_job(code, monkeypatch), resume=True) is True
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord, encode_line
 from kuberoll_workers.output import records
 from kuberoll_workers.output import storage as storage_module
+from kuberoll_workers.output.copies import Copies
 from kuberoll_workers.output.journal import JournalBroken
 from kuberoll_workers.output.part_journal import PartJournal, PartLimits
 from kuberoll_workers.output.run_files import NotARun, RunFiles
@@ -142,6 +147,25 @@ async def test_the_lease_of_a_run_that_died_lapses(s3: tuple[S3Server, str], mon
     storage.unlock()
 
 
+@pytest.mark.parametrize(("age", "free"), [(-1.0, False), (1.0, True)])
+def test_a_lease_lapses_when_the_docs_say(
+    s3: tuple[S3Server, str], monkeypatch: pytest.MonkeyPatch, age: float, free: bool
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "trajectories.md").read_text()
+    beat, stale = storage_module._HEARTBEAT_SECONDS, storage_module._STALE_SECONDS
+    assert f"renews every {beat:.0f} seconds; the lock expires {stale:.0f} seconds after" in page
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    storage = open_storage(s3[1])
+    storage.write(".lock", orjson.dumps({"owner": "somebody", "renewed": now - stale - age}))
+    if free:
+        storage.lock()
+        storage.unlock()
+    else:
+        with pytest.raises(StorageError, match="in use by another run"):
+            storage.lock()
+
+
 async def test_parts_are_bounded_by_bytes(s3: tuple[S3Server, str]) -> None:
     server, uri = s3
     size = len(encode_line(record(0)))
@@ -259,6 +283,28 @@ def test_workers_of_one_shard_keep_each_other_out(tmp_path: Path, monkeypatch: p
     assert other() == ""
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_volumes_without_locks_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def without(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", without)
+    storage = open_storage(str(tmp_path))
+    storage.hold_shards([0, 1])
+    storage.release_shards()
+
+
+def test_a_lock_that_fails_is_an_error_and_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        open_storage(str(tmp_path)).hold_shards([0])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 @pytest.mark.parametrize("status", ["503 Slow Down", "500 Internal Server Error"])
 async def test_uploads_that_fail_are_tried_again(s3: tuple[S3Server, str], status: str) -> None:
     server, uri = s3
@@ -319,6 +365,25 @@ def test_nothing_there_is_said(s3: tuple[S3Server, str], tmp_path: Path) -> None
             RunFiles(location)
     with pytest.raises(NotARun, match="xyz"):
         RunFiles("xyz://a/b")
+
+
+def test_what_others_write_is_seen(s3: tuple[S3Server, str]) -> None:
+    """Workers list the same places as other machines write to: nothing of an earlier list may stand for the present."""
+    server, uri = s3
+    storage, copies = open_storage(f"{uri}/run", parts=QUICK), Copies(f"{uri}/run")
+    assert (storage.shards(), storage.files(), copies.files()) == ([], [], [])
+    for number in range(2):
+        url = f"{server.url}/{uri.removeprefix('s3://')}/run/shard-{number:05d}.jsonl"
+        with urllib.request.urlopen(urllib.request.Request(url, data=b"{}\n", method="PUT")) as answer:
+            assert answer.status == 200
+        names = [f"shard-{written:05d}" for written in range(number + 1)]
+        assert storage.shards() == names
+        assert [Path(file).stem for file in storage.files()] == names
+        assert [file.name for file in copies.files()] == [f"{name}.jsonl" for name in names]
+
+
+def test_parts_are_of_the_size_and_the_age_that_the_docs_say() -> None:
+    assert PartLimits() == PartLimits(max_bytes=32 * 2**20, max_seconds=15.0, attempts=8, backoff_seconds=0.5)
 
 
 def test_no_bucket_no_lock(s3: tuple[S3Server, str]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import TrajectoryKey, TurnRecord, encode_line
+from kuberoll_workers.output import turn_log
 from kuberoll_workers.output.turn_log import TurnLog
 from tests.rollouts.fakes import until
 
@@ -109,6 +110,50 @@ async def test_a_long_run_keeps_only_files_that_are_needed(tmp_path: Path) -> No
     # The files that hold the one trajectory that goes on, and the newest.
     assert most <= 22
     assert numbers(log(tmp_path))[0] == [(0, number) for number in range(1, 21)]
+
+
+@pytest.mark.parametrize(("more", "files"), [(0, [2, 2, 1]), (1, [3, 2])])
+async def test_a_file_is_followed_by_another_when_it_has_its_size(tmp_path: Path, more: int, files: list[int]) -> None:
+    size = len(encode_line(turn(1, 1)))
+    running = log(tmp_path, segment_bytes=2 * size + more)
+    for index in range(1, 6):
+        await running.append(turn(index, 1))
+    await running.close()
+    assert names(tmp_path / "turns") == [f"shard-00000-{number + 1:06d}.jsonl" for number in range(len(files))]
+    counts = [(tmp_path / "turns" / name).read_bytes().count(b"\n") for name in names(tmp_path / "turns")]
+    assert counts == files
+    # A log that is opened again writes into a file of its own, after those that are there.
+    again = log(tmp_path, segment_bytes=2 * size + more)
+    assert again.trajectories() == {key(index) for index in range(1, 6)}
+    await again.append(turn(9, 1))
+    await again.close()
+    assert names(tmp_path / "turns")[-1] == f"shard-00000-{len(files) + 1:06d}.jsonl"
+
+
+async def test_a_trajectory_that_was_run_again_from_a_turn_on_has_its_newer_turns(tmp_path: Path) -> None:
+    running = log(tmp_path)
+    for number in (1, 2, 3):
+        await running.append(turn(4, number))
+    await running.append(turn(4, 2, attempt=1))
+    # Without its first turn there is nothing to go on with.
+    await running.append(turn(6, 2))
+    # One that does not follow what is there is passed over.
+    await running.append(turn(4, 4, attempt=1))
+    await running.close()
+    again = log(tmp_path)
+    assert numbers(again) == {4: [(0, 1), (1, 2)]}
+    assert again.trajectories() == {key(4), key(6)}
+    await again.close()
+
+
+async def test_turns_wait_where_too_many_wait_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_log, "_PENDING_BYTES", 0)
+    running = log(tmp_path)
+    for index in range(1, 4):
+        await running.append(turn(index, 1))
+        (path,) = (tmp_path / "turns").iterdir()
+        assert path.read_bytes().count(b"\n") == index
+    await running.close()
 
 
 async def test_shards_have_logs_of_their_own(tmp_path: Path) -> None:

@@ -71,19 +71,17 @@ class Copies:
 
         self.location = location
         try:
-            self._fs, root = fsspec.core.url_to_fs(location.rstrip("/"))
+            # The run may go on: what was listed once is no longer all.
+            self._fs, root = fsspec.core.url_to_fs(location.rstrip("/"), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StorageError(f"{location}: {error}") from error
         self._root = str(root).rstrip("/")
-        # The run may continue, so listings must not be cached.
-        self._fs.use_listings_cache = False
 
     def files(self) -> list[RunFile]:
         """The files as they are now, sorted by name; empty if there is no run yet.
 
         Links are skipped, because their targets do not belong to the run.
         """
-        self._fs.invalidate_cache()
         whole: dict[str, list[Part]] = {}
         journals: dict[str, list[Part]] = {}
         for entry in self._entries(self._root):

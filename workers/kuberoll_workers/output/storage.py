@@ -294,13 +294,11 @@ class ObjectStorage:
         self.location = uri.rstrip("/")
         self._parts = parts
         try:
-            self._fs, root = fsspec.core.url_to_fs(self.location)
+            # Others write there too: what was listed once is no longer all.
+            self._fs, root = fsspec.core.url_to_fs(self.location, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StorageError(f"{uri}: {error}") from error
         self._root = str(root).rstrip("/")
-        # Others write to the store, too, so listings must not be cached.
-        self._fs.use_listings_cache = False
-        self._fs.invalidate_cache()
         self._me = uuid.uuid4().hex
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
