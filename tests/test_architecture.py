@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -27,6 +29,19 @@ API_NEEDS = {
     "typing_extensions",
     "typing_inspection",
 }
+
+# Dataclasses that are filled or changed after they are made; all others are values, which tasks and threads share.
+STATE = {
+    "DroppedRecord", "EnvironmentSummary", "FailureRecord", "GroupResult", "Message", "Partial",
+    "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
+    "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord", "_Form", "_Segment", "_Server",
+}  # fmt: skip
+
+# Dataclasses of many fields that may be made without naming these: they are read from lines, or made in one place.
+POSITIONAL = {
+    "DroppedRecord", "FailureRecord", "Message", "RescoreCounts", "StepOutcome", "TrajectoryRecord", "Turn",
+    "TurnRecord", "_Frame",
+}  # fmt: skip
 
 
 def loaded_by(*modules: str) -> set[str]:
@@ -61,6 +76,34 @@ def test_source_roots_are_no_packages(root: str) -> None:
 def test_importing_any_module_is_cheap(package: str) -> None:
     modules = modules_of(package)
     assert not loaded_by(*modules) & HEAVY
+
+
+def dataclasses_of_workers() -> dict[tuple[str, str], type]:
+    """All dataclasses of kuberoll_workers, by module and name."""
+    return {
+        (module.__name__, name): found
+        for module in map(importlib.import_module, modules_of("kuberoll_workers"))
+        for name, found in vars(module).items()
+        if dataclasses.is_dataclass(found) and isinstance(found, type) and found.__module__ == module.__name__
+    }
+
+
+def test_values_cannot_be_changed_and_take_no_names_that_they_lack() -> None:
+    classes = dataclasses_of_workers()
+    assert len(classes) > len(STATE)
+    for (module, name), found in classes.items():
+        frozen = found.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert frozen or name in STATE, f"{module}.{name} can be changed"
+        # Of a tokenizer there is one in a process, and it has the attributes that transformers' have.
+        assert "__slots__" in vars(found) or name == "FileTokenizer", f"{module}.{name} has no slots"
+
+
+def test_what_has_many_fields_is_made_by_their_names() -> None:
+    """Fields of one type that are swapped are no error."""
+    for (module, name), found in dataclasses_of_workers().items():
+        fields = inspect.signature(found).parameters.values()
+        if len(fields) > 5 and name not in POSITIONAL:
+            assert all(item.kind is item.KEYWORD_ONLY for item in fields), f"{module}.{name} takes them by their order"
 
 
 def test_the_command_needs_little() -> None:

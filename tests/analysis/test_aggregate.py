@@ -184,6 +184,12 @@ def test_deviations_by_group_and_of_all(tmp_path: Path) -> None:
     assert [task["fields"]["total_reward"]["std"] for task in tasks_of(found)] == [0.7071067811865476] * 3
 
 
+def test_tasks_whose_rewards_are_equal_are_told(tmp_path: Path) -> None:
+    files: Files = {"shard-00000.jsonl": outcomes([[1, 1], [0, 1], [2], [3, 3, 3]])}
+    found = aggregate([stored(tmp_path, files)])
+    assert [task["equal_rewards"] for task in tasks_of(found)] == [True, False, None, True]
+
+
 def test_every_numeric_field_is_told(tmp_path: Path) -> None:
     records = [
         record(0, 0, 0.5, metadata={"moves": 3, "solved": True, "name": "x", "board": [1], "huge": 123456789}),
@@ -221,6 +227,7 @@ def test_rewards_that_are_no_numbers_are_counted_and_leave_the_others_alone(tmp_
     # JSON has no NaN; Parquet has.
     rewards = [math.nan, 0.0, 1.0, math.inf]
     records = [record(0, rollout, reward) for rollout, reward in enumerate(rewards)]
+    records[1].reward_parts = {"odd": [math.inf, -math.inf]}
     write_parquet(tmp_path / "shard-00000.parquet", records)
     write_parquet(tmp_path / "shard-00001.parquet", [record(1, 0, math.nan, name="lost")])
     found = aggregate([RunFiles(str(tmp_path))])
@@ -228,6 +235,8 @@ def test_rewards_that_are_no_numbers_are_counted_and_leave_the_others_alone(tmp_
     reward = document["env"]["fields"]["total_reward"]
     assert (reward["count"], reward["nonfinite"], reward["mean"]) == (2, 2, 0.5)
     assert document["env"]["success"]["pass_at_k"] == {"1": 50.0, "2": 100.0}
+    parts = document["env"]["fields"]["reward_parts.odd"]
+    assert (parts["count"], parts["nonfinite"], parts["missing"]) == (0, 1, 3)
     assert (document["lost"]["success"], document["lost"]["fields"]["total_reward"]["mean"]) == (None, None)
     assert [task["pass_at_k"] for task in tasks_of(found)] == [{"1": 50.0, "2": 100.0}, {}]
 
@@ -564,6 +573,37 @@ def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) ->
     assert "no module named chess" in found["absent"]["environment_metrics"]["error"]
 
 
+def test_an_environment_reads_and_changes_its_columns_like_a_batch(tmp_path: Path) -> None:
+    class Reading(Counted):
+        def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+            names, size = list(batch), len(batch)
+            batch["mine"] = [1]
+            del batch["total_reward"]
+            return batch, {
+                "names": names,
+                "size": size,
+                "mine": batch["mine"],
+                "after": len(batch),
+                "gone": "total_reward" in batch,
+            }
+
+    run = stored(tmp_path, {"shard-00000.jsonl": [record(0)]})
+    metrics = numbers(aggregate([run], make=lambda name: Reading()))["environments"]["env"]["environment_metrics"]
+    assert "total_reward" in metrics["names"]
+    assert metrics["size"] == metrics["after"] == len(metrics["names"])
+    assert (metrics["mine"], metrics["gone"]) == ([1], False)
+
+
+def test_an_environment_that_quits_is_told(tmp_path: Path) -> None:
+    class Quitting(Counted):
+        def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+            raise SystemExit(3)
+
+    run = stored(tmp_path, {"shard-00000.jsonl": [record(0)]})
+    found = numbers(aggregate([run], make=lambda name: Quitting()))["environments"]["env"]["environment_metrics"]
+    assert found == {"error": "global_post_process_and_metrics called sys.exit(3)"}
+
+
 def test_a_run_that_changes_under_the_reader_is_told(tmp_path: Path) -> None:
     class Late(Counted):
         def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -615,3 +655,110 @@ def test_what_a_complete_run_misses_is_nothing(tmp_path: Path) -> None:
 
 def test_names_of_metrics_become_text() -> None:
     assert _json_metric((1, 0.5)) == ("1", 0.5)
+
+
+def test_metrics_that_json_cannot_hold_are_named_by_their_escaped_names() -> None:
+    name, reason = _json_metric(("half\ud800", 1))
+    assert (name, reason.startswith("JSON cannot represent it: ")) == ("half\\ud800", True)
+    name, reason = _json_metric(("plain", "\ud800"))
+    assert (name, reason.startswith("JSON cannot represent it: ")) == ("plain", True)
+
+
+def described(count: int, value: float | None, deviation: float | None = None, **others: Any) -> dict[str, Any]:
+    """The statistics of a field that has one value."""
+    same = {"mean": value, "std": deviation, "min": value, "median": value, "max": value}
+    return {"count": count, "missing": 0, "nonfinite": 0, **same, **others}
+
+
+def of_fields(count: int, deviation: float | None, **reward: Any) -> dict[str, Any]:
+    """The fields of `record`s."""
+    values = {
+        "turn_count": 1, "tokens.prompt": 2, "tokens.generated": 1, "tokens.environment": 3, "tokens.total": 6,
+        "timing.generation_seconds": 0.75, "timing.environment_seconds": 0.125,
+    }  # fmt: skip
+    return {
+        "total_reward": described(count, 1.0, deviation, **reward),
+        **{name: described(count, value, deviation) for name, value in values.items()},
+    }
+
+
+def test_the_documents_as_they_are_stored(tmp_path: Path) -> None:
+    """Two tasks: one whole, one of which a trajectory failed; docs/aggregates.md has the meaning of each number."""
+    files: Files = {
+        "manifest.json": manifest(),
+        "shard-00000.jsonl": [record(0, 0, 1.0), record(0, 1, 0.0), record(1, 2, 1.0)],
+        "failures.jsonl": [failure(1, 3)],
+        "dropped.jsonl": [dropped(6, 0, "filtered")],
+    }
+    found = aggregate([stored(tmp_path, files)])
+    document = numbers(found)
+    empty, whole = document["environments"].pop("other"), document["environments"].pop("env")
+    assert document == {
+        "format": 2, "job": "job", "trajectories": 3, "planned": 10, "missing": 6, "failed": 1, "duplicates": 0,
+        "environments": {},
+        "tail": {
+            "kept": {
+                "trajectories": 3, "mean_turns": 1.0, "mean_generated_tokens": 1.0,
+                "mean_total_reward": pytest.approx(2 / 3),
+            },
+            "dropped": {
+                "filtered": {
+                    "trajectories": 1, "mean_turns": 3.0, "mean_generated_tokens": 30.0, "mean_total_reward": 0.25,
+                }
+            },
+            "unfinished": 1,
+        },
+    }  # fmt: skip
+    nothing = {"runs": 0, "mean": None, "std": None, "standard_error": None, "low": None, "high": None}
+    assert {name: value for name, value in empty.items() if name != "fields"} == {
+        "trajectories": 0, "tasks": 0, "expected": 0, "missing": 0, "failed": 0, "failures": {},
+        "failures_of_other_causes": 0, "dropped": {}, "stop_reasons": {},
+        "totals": {
+            "turns": 0, "tokens": {"prompt": 0, "generated": 0, "environment": 0, "total": 0},
+            "seconds": {"generation": 0.0, "environment": 0.0},
+        },
+        "groups": {"count": 0, "equal_rewards": 0, "equal_rewards_share": None},
+        "success": None, "across_repeats": nothing, "repeats": [], "environment_metrics": None,
+    }  # fmt: skip
+    assert set(map(str, empty["fields"].values())) == {str(described(0, None))}
+    across, repeats = whole.pop("across_repeats"), whole.pop("repeats")
+    assert (across["runs"], across["mean"], across["std"], across["standard_error"]) == (
+        2, 0.5, pytest.approx(math.sqrt(0.5)), pytest.approx(0.5),
+    )  # fmt: skip
+    values = {"min": 1.0, "p25": 1.0, "median": 1.0, "p75": 1.0, "max": 1.0}
+    assert repeats == [
+        {"repeat": 0, "count": 2, "missing": 0, "mean": 1.0, "std": 0.0, "standard_error": 0.0, **values},
+        {
+            "repeat": 1, "count": 1, "missing": 1, "mean": 0.0, "std": None, "standard_error": None,
+            **dict.fromkeys(values, 0.0),
+        },
+    ]  # fmt: skip
+    spread = {"mean": pytest.approx(2 / 3), "std": pytest.approx(math.sqrt(1 / 3)), "min": 0.0}
+    assert whole == {
+        "trajectories": 3, "tasks": 2, "expected": 6, "missing": 3, "failed": 1,
+        "failures": {"environment (environment): it broke": 1}, "failures_of_other_causes": 0,
+        "dropped": {"filtered": 1}, "stop_reasons": {"terminated": 3},
+        "totals": {
+            "turns": 3, "tokens": {"prompt": 6, "generated": 3, "environment": 9, "total": 18},
+            "seconds": {"generation": 2.25, "environment": 0.375},
+        },
+        "groups": {"count": 1, "equal_rewards": 0, "equal_rewards_share": 0.0},
+        "success": {
+            "unit": "percent", "threshold": 1.0, "pass_at_k": {"1": 75.0}, "majority_at_k": None,
+            "avg_of_n": {**nothing, "runs": 1, "mean": 100.0}, "no_answer": None,
+        },
+        "fields": of_fields(3, 0.0, **spread), "environment_metrics": None,
+    }  # fmt: skip
+    half = {"mean": 0.5, "std": pytest.approx(math.sqrt(0.5)), "min": 0.0, "median": 0.5}
+    assert tasks_of(found) == [
+        {
+            "environment": "env", "task_index": 0, "trajectories": 2, "expected": 2, "missing": 0, "failed": 0,
+            "stop_reasons": {"terminated": 2}, "equal_rewards": False, "pass_at_k": {"1": 50.0, "2": 100.0},
+            "majority_at_k": None, "fields": of_fields(2, 0.0, **half),
+        },
+        {
+            "environment": "env", "task_index": 1, "trajectories": 1, "expected": 4, "missing": 3, "failed": 1,
+            "stop_reasons": {"terminated": 1}, "equal_rewards": None, "pass_at_k": {"1": 100.0},
+            "majority_at_k": None, "fields": of_fields(1, None),
+        },
+    ]  # fmt: skip

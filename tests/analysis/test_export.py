@@ -84,12 +84,14 @@ def lines(exported: ExportResult) -> list[dict[str, Any]]:
 def test_openai_chat_has_only_what_the_service_knows(tmp_path: Path) -> None:
     record = trajectory()
     record.messages.insert(1, Message("assistant", "an example", token_array()))
+    record.messages.insert(1, Message("developer", "Be brief.", token_array()))
     exported = export(tmp_path, "openai-chat", record)
     assert exported.path == tmp_path / "out" / "run.openai-chat.jsonl"
     assert lines(exported) == [
         {
             "messages": [
                 {"role": "system", "content": "Play."},
+                {"role": "developer", "content": "Be brief."},
                 {"role": "assistant", "content": "an example", "weight": 0},
                 {"role": "user", "content": "Board"},
                 {"role": "assistant", "content": "move 1"},
@@ -116,6 +118,17 @@ def test_sharegpt_s_sides_take_turns(tmp_path: Path) -> None:
     assert (row["id"], row["reward"], row["environment"]) == ("0-0", 1.0, "puzzle")
 
 
+@pytest.mark.parametrize("to", ["trl", "sharegpt"])
+def test_environments_that_speak_as_a_tool_stay_tools(tmp_path: Path, to: str) -> None:
+    record = trajectory()
+    record.messages[3].role = "tool"
+    (row,) = lines(export(tmp_path, to, record, file="o.jsonl", role="user"))
+    if to == "trl":
+        assert [said["role"] for said in row["completion"]] == ["assistant", "tool", "assistant"]
+    else:
+        assert [said["from"] for said in row["conversations"]] == ["system", "human", "gpt", "observation", "gpt"]
+
+
 @pytest.mark.parametrize("container", ["parquet", "jsonl"])
 def test_trl_s_columns_are_token_exact(tmp_path: Path, container: str) -> None:
     datasets = pytest.importorskip("datasets")
@@ -134,6 +147,8 @@ def test_trl_s_columns_are_token_exact(tmp_path: Path, container: str) -> None:
     assert first["input_ids"] == first["prompt_ids"] + first["completion_ids"]
     assert first["assistant_masks"] == [0, 0, 0, 0, *first["env_mask"]]
     assert loaded["reward"][:] == [1.0, -0.5]
+    others = ("environment", "task_index", "rollout_index", "stop_reason")
+    assert [first[name] for name in others] == ["puzzle", 0, 0, "terminated"]
 
 
 def test_verl_s_columns(tmp_path: Path) -> None:
@@ -220,7 +235,7 @@ def test_selection(tmp_path: Path) -> None:
         trajectory(0, 1, reward=1.0),
         trajectory(0, 2, reward=1.0),
         trajectory(2, 0, reward=-1.0),
-        trajectory(4, 0, name="math"),
+        trajectory(4, 0, name="math", stop_reason="max_turns"),
         trajectory(6, 0, turns=0, stop_reason="truncated"),
     ]
 
@@ -231,7 +246,17 @@ def test_selection(tmp_path: Path) -> None:
     assert keys() == [(0, 0), (0, 1), (0, 2), (2, 0), (4, 0)]
     assert keys(best_of_group=True) == [(0, 1), (2, 0), (4, 0)]
     assert keys(min_reward=0.5, environments=frozenset({"puzzle"})) == [(0, 0), (0, 1), (0, 2)]
+    assert keys(stop_reasons=frozenset({"max_turns"})) == [(4, 0)]
     assert keys(limit=2) == [(0, 0), (0, 1)]
+    exported = export(
+        tmp_path,
+        "trl",
+        *records,
+        file="o.jsonl",
+        selection=Selection(stop_reasons=frozenset({"max_turns"})),
+        force=True,
+    )
+    assert exported.counts.left_out == {"of another stop reason": 5}
     exported = export(
         tmp_path, "sharegpt", *records, selection=Selection(best_of_group=True, environments=frozenset({"puzzle"}))
     )
@@ -283,6 +308,8 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         export(tmp_path, "sharegpt", trajectory(), file="train.parquet")
     with pytest.raises(ExportError, match="environment maths; the run has puzzle"):
         export(tmp_path, "trl", trajectory(), selection=Selection(environments=frozenset({"maths"})))
+    with pytest.raises(ExportError, match="--to parquet: unknown format; known formats are openai-chat, sharegpt, trl"):
+        export(tmp_path, "parquet", trajectory())
     with pytest.raises(ExportError, match=r"no trajectory is selected \(1 of less reward\)"):
         export(tmp_path, "trl", trajectory(), selection=Selection(min_reward=2.0))
     assert not (tmp_path / "out").exists()

@@ -26,8 +26,12 @@ from kuberoll_workers.output.run_directory import MANIFEST, RunRefused, new_mani
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.rollouts.settings import RetryPolicy
+from tests.output.s3 import S3Server, s3, s3_server
+
+__all__ = ["s3", "s3_server"]
 
 ROWS = [{"prompt": f"count from {start}", "metadata": {"at": start}} for start in range(4)]
+ROOT = Path(__file__).resolve().parents[2]
 RETRIES = RetryPolicy(environment_attempts=2, backoff_seconds=0.0)
 
 
@@ -82,6 +86,14 @@ class Harder(Counting):
         returned = super().step(message_log_batch, metadata)
         ends = [log[-1]["content"] == "9" for log in message_log_batch]
         return returned._replace(terminateds=ends)
+
+
+class Sooner(Counting):
+    """Ends with everything that is written."""
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        returned = super().step(message_log_batch, metadata)
+        return returned._replace(terminateds=[True for _ in returned.terminateds])
 
 
 class Breaking(Counting):
@@ -155,6 +167,7 @@ def run(
     *,
     force: bool = False,
     names: tuple[str, ...] = ("count",),
+    concurrency: int = 3,
 ) -> dict[str, RescoreCounts]:
     async def go() -> dict[str, RescoreCounts]:
         environment = EnvironmentRunner(make_executor(make, isolation="Inline", processes=1, timeout=5), max_batch=8)
@@ -165,7 +178,7 @@ def run(
                 open_storage(str(output)),
                 Replayer({"count": environment}, InitialStates(file, groups), retries=RETRIES),
                 environments=names,
-                concurrency=3,
+                concurrency=concurrency,
                 seconds=Observed(),
                 force=force,
             )
@@ -216,7 +229,19 @@ def test_new_rewards(tmp_path: Path) -> None:
     assert [list(m.token_ids) for m in new[TrajectoryKey(0, 0)].messages] == [
         list(m.token_ids) for m in PLAYED[0].messages
     ]
-    assert json.loads((tmp_path / "new" / rescore.SUMMARY).read_text())["environments"]["count"]["changed"] == 3
+    assert json.loads((tmp_path / "new" / rescore.SUMMARY).read_text()) == {
+        "format": 1,
+        "environments": {
+            "count": {
+                "trajectories": 6,
+                "changed": 3,
+                "left": {rescore.NO_TURNS: 1},
+                "failed": 0,
+                "reward": {"old_mean": 0.5, "new_mean": 0.125},
+                "examples": [],
+            }
+        },
+    }
 
 
 def test_an_environment_that_draws_is_unscorable(tmp_path: Path) -> None:
@@ -225,6 +250,8 @@ def test_an_environment_that_draws_is_unscorable(tmp_path: Path) -> None:
     assert tally.left == {rescore.UNSCORABLE: 5, rescore.NO_TURNS: 1}
     # The first one that differs.
     assert tally.unscorable.startswith("trajectory 0-0, replayed twice: the observation of turn 1 is environment")
+    summary = json.loads((tmp_path / "new" / rescore.SUMMARY).read_text())["environments"]["count"]
+    assert (summary["unscorable"], list(summary["left"])) == (tally.unscorable, sorted(tally.left))
     assert {key: r.rewards for key, r in read(tmp_path / "new").items()} == {r.key: r.rewards for r in PLAYED}
     forced = run(source, tmp_path / "forced", Drawing, force=True)["count"]
     assert (forced.left, forced.changed, forced.stored) == ({rescore.NO_TURNS: 1}, 0, 6)
@@ -237,6 +264,8 @@ def test_an_environment_that_draws_is_unscorable(tmp_path: Path) -> None:
     [
         (Polite, 5, '0-0: the observation of turn 1 was environment "at 3", is environment "now at 3, please"'),
         (Harder, 2, "0-0: the episode now continues after turn 2, at which it originally ended"),
+        (Sooner, 4, "0-0: the episode now ends after turn 1, but originally after turn 2"),
+        (Sooner, 4, "3-0: the episode now ends with turn 1, at which originally only a limit stopped it"),
     ],
 )  # fmt: skip
 def test_what_is_answered_otherwise_is_left_as_it_was(
@@ -248,12 +277,41 @@ def test_what_is_answered_otherwise_is_left_as_it_was(
     assert len(read(tmp_path / "new")) == 6
 
 
+def test_a_truncated_response_ended_its_trajectory_whatever_the_environment_says_to_it(tmp_path: Path) -> None:
+    record = played(0, 0, [1, 2])
+    record.messages[-2].truncated, record.stop_reason = True, "truncated"
+    source = source_of(tmp_path / "run", [record])
+
+    class Ending(Counting):
+        def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+            returned = super().step(message_log_batch, metadata)
+            return returned._replace(terminateds=[log[-1]["content"] == "2" for log in message_log_batch])
+
+    tally = run(source, tmp_path / "new", Ending)["count"]
+    assert (dict(tally.left), tally.stored) == ({}, 1)
+
+
+def test_a_trajectory_whose_messages_do_not_fit_its_turns_fails(tmp_path: Path) -> None:
+    record = played(0, 0, [1, 2])
+    record.messages.pop()
+    tally = run(source_of(tmp_path / "run", [record]), tmp_path / "new", Counting)["count"]
+    assert (tally.stored, tally.failed) == (0, 1)
+    (failure,) = failures(open_storage(str(tmp_path / "new")))
+    assert failure.cause == "rescoring: the trajectory has 3 messages for 2 turns"
+
+
 def test_failures_of_rescoring_are_failures(tmp_path: Path) -> None:
     tally = run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", Breaking)["count"]
     assert (tally.stored, tally.failed) == (5, 1)
     (failure,) = failures(open_storage(str(tmp_path / "new")))
     assert (failure.key, failure.kind, failure.tries) == ((1, 0), "environment", 2)
     assert failure.cause == "rescoring: step raised KeyError: 'nine'"
+    whole = PLAYED[2]
+    assert (failure.idx, failure.stage, failure.attempt, failure.turn_count) == (None, "environment", 0, 1)
+    assert (failure.seed, failure.metadata) == (whole.seed, whole.metadata)
+    assert [(m.role, m.content, list(m.token_ids)) for m in failure.messages] == [
+        (m.role, m.content, list(m.token_ids)) for m in whole.messages
+    ]
     assert (1, 0) not in read(tmp_path / "new")
 
 
@@ -331,3 +389,112 @@ def test_the_run_itself_is_never_the_output(tmp_path: Path) -> None:
     rescore.refuse_other_dataset(source, manifest.inputs)
     with pytest.raises(rescore.RescoreRefused, match=r"4 rows then, 5 now"):
         rescore.refuse_other_dataset(source, {"digest": "other", "rows": 5})
+
+
+def test_a_rescored_run_keeps_its_generation_and_has_the_scoring_of_the_new_job(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "run", PLAYED)
+    path = tmp_path / "run" / MANIFEST
+    stored = json.loads(path.read_text())
+    stored["identity"] |= {"environments[0].config.worth": 2, "generation.seed": 7}
+    path.write_text(json.dumps(stored))
+    inputs = scan(job(), base=tmp_path, environment=lambda name: Counting()).as_json()
+    found = rescore.rescored_manifest(RunFiles(str(tmp_path / "run")), job(), inputs=inputs | {"rows": 99})
+    assert found.identity["generation.seed"] == 7
+    assert found.identity["environments[0].entrypoint"] == "counting:Counting"
+    assert "environments[0].config.worth" not in found.identity
+    assert list(found.identity) == sorted(found.identity)
+    assert (found.shards, found.inputs["rows"]) == (2, 4)
+    assert found.rescored_from == {
+        "location": source.location,
+        "job": stored["job"],
+        "created": stored["created"],
+        "versions": stored["versions"],
+    }
+    path.unlink()
+    without = rescore.rescored_manifest(RunFiles(str(tmp_path / "run")), job(), inputs=inputs)
+    assert (without.shards, without.rescored_from) == (2, {"location": source.location})
+
+
+class Watched(Counting):
+    """Knows, at each step, how many trajectories of the output are written."""
+
+    def __init__(self, output: Path) -> None:
+        super().__init__(0.25)
+        self.output = output
+        self.written: list[int] = []
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        files = [path.read_bytes() for path in self.output.glob("shard-*.jsonl")]
+        self.written.append(sum(data.count(b"\n") for data in files))
+        return super().step(message_log_batch, metadata)
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescore, "_PENDING_BYTES", 0)
+    records = [played(task, 0, [1]) for task in (0, 2)] + [played(0, number, [1]) for number in range(1, 10)]
+    environment = Watched(tmp_path / "new")
+    run(source_of(tmp_path / "run", records), tmp_path / "new", lambda: environment, force=True, concurrency=1)
+    assert environment.written == list(range(11))
+
+
+async def test_replays_do_not_wait_for_slow_uploads(s3: tuple[S3Server, str], tmp_path: Path) -> None:
+    server, uri = s3
+    replayed = 0
+
+    class Releasing(Counting):
+        """Lets uploads in when all is replayed."""
+
+        def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+            nonlocal replayed
+            replayed += len(message_log_batch)
+            if replayed == 10:
+                server.held.set()
+            return super().step(message_log_batch, metadata)
+
+    source = source_of(tmp_path / "run", [played(0, number, [1]) for number in range(10)])
+    server.held.clear()
+    tally = await asyncio.to_thread(run, source, f"{uri}/new", Releasing, force=True, concurrency=1)
+    assert tally["count"].stored == 10
+    assert len(list(RunFiles(f"{uri}/new").trajectories())) == 10
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_is_replayed_at_once_than_is_allowed(tmp_path: Path, concurrency: int) -> None:
+    class Slow(Counting):
+        """A step ends when as many others as there may be have begun."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.most = self.running = 0
+
+        async def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:  # type: ignore[override]
+            self.running += len(message_log_batch)
+            self.most = max(self.most, self.running)
+            while self.most < concurrency:  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0)
+            self.running -= len(message_log_batch)
+            return super().step(message_log_batch, metadata)
+
+    environment = Slow()
+    source = source_of(tmp_path / "run", [played(0, number, [1]) for number in range(9)])
+    run(source, tmp_path / "new", lambda: environment, force=True, concurrency=concurrency)
+    assert environment.most == concurrency
+
+
+@pytest.mark.parametrize("names", [("count",), ("count", "absent")])
+def test_some_of_each_environment_s_trajectories_are_replayed_twice_first(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    replayed: list[str] = []
+
+    class Listening(Counting):
+        def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+            replayed.extend(log[-1]["content"] for log in message_log_batch)
+            return super().step(message_log_batch, metadata)
+
+    records = [played(0, number, [1] if number % 2 else []) for number in range(50)]
+    tally = run(source_of(tmp_path / "run", records), tmp_path / "new", Listening, names=names)["count"]
+    assert (tally.stored, dict(tally.left)) == (50, {rescore.NO_TURNS: 25})
+    assert f"The first {rescore.PROBED} are tried" in (ROOT / "docs" / "rescoring.md").read_text()
+    # Those without a turn say nothing; of the others as many as are probed, twice, and then all.
+    assert len(replayed) == 2 * rescore.PROBED + 25

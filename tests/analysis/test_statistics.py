@@ -71,6 +71,13 @@ def test_equal_values_have_exactly_their_mean_and_no_deviation() -> None:
     assert (found.mean[0], found.std[0], found.median[0]) == (0.1, 0.0, 0.1)
 
 
+def test_means_of_numbers_whose_sum_is_no_float_stay_between_them() -> None:
+    huge = 1.5e308
+    found = describe_groups(np.array([huge, huge, 1.0, 3.0, -huge, -huge, -huge]), np.array([0, 0, 1, 1, 2, 2, 2]), 3)
+    assert found.mean.tolist() == [huge, 2.0, -huge]
+    assert found.median.tolist() == [huge, 2.0, -huge]
+
+
 def test_deviations_known_from_elsewhere() -> None:
     rewards = np.array([0.0, 1.0] * 3)
     groups = describe_groups(rewards, np.array([0, 0, 1, 1, 2, 2]), 3)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis import tracking
 from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking, log_run, run_id, scalars
+from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
 from tests.analysis.test_export import run_of, trajectory
@@ -135,7 +136,16 @@ def test_wandb_is_told_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WANDB_MODE", "offline")
     for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
-    wanted = job(tmp_path, wandb={"project": "rollouts", "tags": ["test"]}, trajectories=True)
+    given: dict[str, Any] = {}
+    init = wandb.init
+
+    def watched(**options: Any) -> Any:
+        given.update(options)
+        return init(**options)
+
+    monkeypatch.setattr(wandb, "init", watched)
+    settings = {"project": "rollouts", "tags": ["test"], "entity": "team", "group": "sweep"}
+    wanted = job(tmp_path, wandb=settings, trajectories=True)
     check_tracking(wanted)
     files, notes = finished_run(tmp_path), list[str]()
     try:
@@ -145,6 +155,11 @@ def test_wandb_is_told_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert notes[0].startswith("wandb: offline run in ")
     manifest = files.manifest()
     assert manifest is not None
+    told = ("project", "entity", "group", "name", "tags", "job_type", "id", "resume")
+    assert [given[name] for name in told] == [
+        "rollouts", "team", "sweep", "counting", ["test"], "rollouts", run_id(manifest), "allow",
+    ]  # fmt: skip
+    assert given["config"] == {**manifest.identity, "dataset": manifest.inputs, "versions": {"kuberoll": "1"}}
     (stored,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id(manifest)}/*.wandb")
     contents = stored.read_bytes()
     # What a run is looked for by.
@@ -176,7 +191,9 @@ def test_a_tracker_that_cannot_be_told_is_a_warning(tmp_path: Path, caplog: pyte
     assert notes == [
         f"warning: could not log the run to mlflow: ValueError: {tmp_path}/run has no manifest.json"
     ]  # fmt: skip
-    assert "could not log the run to mlflow" in caplog.text
+    (warning,) = [record for record in caplog.records if "could not log the run to mlflow" in record.getMessage()]
+    assert warning.exc_info is not None
+    assert isinstance(warning.exc_info[1], ValueError)
 
 
 def test_a_tracker_that_never_answers_is_given_up() -> None:
@@ -253,3 +270,87 @@ def test_databases_of_mlflow_need_their_packages(scheme: str, monkeypatch: pytes
     tracking._check_store(f"{scheme}://host/database")
     field = "spec.output.tracking.mlflow.trackingUri"
     assert needed == [("sqlalchemy", "mlflow", field), ("alembic", "mlflow", field)]
+
+
+def test_a_run_that_wandb_was_told_half_of_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    ended: list[int | None] = []
+    finish = wandb.Run.finish
+
+    def watched(run: Any, exit_code: int | None = None, **more: Any) -> None:
+        ended.append(exit_code)
+        finish(run, exit_code=exit_code, **more)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(wandb.Run, "finish", watched)
+    # Of another test's session, which had other settings.
+    wandb.teardown()
+    notes: list[str] = []
+    wanted, files = job(tmp_path, wandb={"project": "rollouts"}), finished_run(tmp_path)
+    try:
+        with monkeypatch.context() as full:
+            full.setattr(tracking, "_artifacts", broken)
+            log_run(wanted, files, note=notes.append)
+        log_run(wanted, files, note=notes.append)
+    finally:
+        wandb.teardown()
+    assert notes[0] == "warning: could not log the run to wandb: OSError: the disk is full"
+    assert notes[1].startswith("wandb: offline run in ")
+    assert ended == [1, None]
+
+
+def test_what_is_uploaded_is_made_one_file_at_a_time(tmp_path: Path) -> None:
+    files, place = finished_run(tmp_path), tmp_path / "place"
+    place.mkdir()
+    write_parquet(tmp_path / "run" / "shard-00001.parquet", [trajectory(1)])
+    (tmp_path / "run" / "shard-00001.jsonl").unlink()
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+
+    def uploaded(*, shards: bool) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for path in tracking._artifacts(files, place, shards=shards):
+            assert list(place.iterdir()) == [path]
+            found[path.name] = path.read_bytes()
+        assert list(place.iterdir()) == []
+        return found
+
+    assert uploaded(shards=False) == {name: whole[name] for name in (AGGREGATES, MANIFEST)}
+    assert uploaded(shards=True) == {
+        name: whole[name] for name in (AGGREGATES, MANIFEST, "shard-00000.jsonl", "shard-00001.parquet")
+    }
+
+
+@pytest.mark.parametrize(("shards", "seconds"), [(False, 120), (True, 3600)])
+def test_who_uploads_shards_has_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: bool, seconds: float
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(tracking, "_call_within", lambda limit, call: given.append(limit))
+    section = {"mlflow": sqlite(tmp_path), "wandb": {"project": "p"}, "trajectories": shards}
+    log_run(job(tmp_path, **section), finished_run(tmp_path), note=lambda text: None)
+    assert given == [seconds, seconds]
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://host", "https://host", "databricks", "databricks-uc", "databricks://a", "uc:a"]
+)
+def test_servers_of_mlflow_need_nothing_here(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed(*given: Any) -> None:
+        raise AssertionError(given)
+
+    monkeypatch.setattr(tracking, "_require_module", needed)
+    tracking._check_store(uri)
+
+
+def test_settings_become_parameters_that_trackers_take(tmp_path: Path) -> None:
+    identity = {"environments[0].name": "puzzle", "long": "x" * 7000, "none": None, "list": [1, "a"]}
+    manifest = finished_run(tmp_path, identity=identity).manifest()
+    assert manifest is not None
+    found = tracking.parameters(manifest)
+    assert found["environments.0.name"] == "puzzle"
+    assert (len(found["long"]), found["dataset.rows"], found["versions.kuberoll"]) == (6000, "2", "1")

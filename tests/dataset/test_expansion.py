@@ -147,6 +147,41 @@ def test_workers_divide_the_samples_among_them(
 
 
 @pytest.mark.slow
+def test_a_resumed_run_has_what_is_left_of_each_group() -> None:
+    raw = [{"prompt": str(task), "metadata": {"n": task}} for task in range(4)]
+    done = RunState()
+    done.stored.add(TrajectoryKey(0, 1))
+    done.filtered.add(TrajectoryKey(1, 0))
+    for index in (0, 2):
+        done.stored.add(TrajectoryKey(2, index))
+    done.attempts[TrajectoryKey(0, 2)] = 3
+    groups = list(
+        sample_groups(
+            expand(rows(raw), {"a": 2}, oversample=1),
+            tokenizer=Letters(),  # type: ignore[arg-type]
+            shards=[0],
+            shard_count=1,
+            done=done,
+            seed=None,
+        )
+    )
+    # Task 1 was filtered out, task 2 has all that it keeps.
+    assert [(group.samples[0].prompt.task_index, group.keep, group.decided) for group in groups] == [
+        (0, 1, True),
+        (3, 2, False),
+    ]
+    first, second = groups
+    assert [(sample.rollout_index, sample.attempt, sample.seed) for sample in first.samples] == [
+        (0, 0, None),
+        (2, 3, None),
+    ]
+    assert [sample.rollout_index for sample in second.samples] == [0, 1, 2]
+    prompt = second.samples[0].prompt
+    assert (prompt.task_name, prompt.idx, prompt.metadata, prompt.stop_strings) == ("a", None, {"n": 3}, None)
+    (message,) = prompt.messages
+    assert (message.role, message.content, list(message.token_ids)) == ("user", "3", list(prompt.token_ids))
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_task_takes_less_than_200_bytes(named: bool) -> None:
     (row,) = rows([{"prompt": "x"}])

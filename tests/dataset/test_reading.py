@@ -104,6 +104,11 @@ class Sets:
         return [{"prompt": "x", "metadata": {"seen": {1}}}]
 
 
+class Quitting:
+    def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
+        raise SystemExit(3)
+
+
 class Texts:
     def generate_dataset(self, count: int, seed: int) -> list[Any]:
         return ["x"]
@@ -115,6 +120,7 @@ class Texts:
         (Nothing, "environment 'a' has no generate_dataset"),
         (NoGenerator, "environment 'a': NoGenerator has no generator"),
         (Broken, "environment 'a': generate_dataset raised KeyError: 'size'"),
+        (Quitting, "environment 'a': generate_dataset called sys.exit(3)"),
         (Sets, "generated row 0 of environment 'a': metadata.seen: found a set"),
         (Texts, "generated row 0 of environment 'a': found text \"x\"; a row is a JSON object"),
     ],

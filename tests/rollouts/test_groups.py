@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.data.prompts import SampleGroup
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import (
+    DroppedRecord,
+    DropReason,
+    FailureRecord,
+    StopReason,
+    TokenCounts,
+    TrajectoryRecord,
+)
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
 from kuberoll_workers.rollouts.drop_report import DropReport
@@ -104,6 +111,15 @@ async def test_in_lockstep_the_first_finishers_are_those_of_fewest_turns() -> No
     dropped = {r.rollout_index: r for r in results if isinstance(r, DroppedRecord)}
     assert {(index, record.turn_count) for index, record in dropped.items()} == {(0, 2), (3, 2)}
     assert all(len(record.messages) == 1 + 2 * record.turn_count for record in dropped.values())
+    # One token a response, three an observation.
+    assert {(r.tokens.prompt, r.tokens.generated, r.tokens.environment) for r in dropped.values()} == {(6, 2, 6)}
+    assert {(r.total_reward, tuple(r.rewards), r.seed, r.attempt, r.idx) for r in dropped.values()} == {
+        (0.0, (0.0, 0.0), 7, 0, "row-0")
+    }
+    assert [(dropped[index].metadata, dropped[index].stop_reason) for index in (0, 3)] == [
+        ({"turns": 1}, None),
+        ({"turns": 3}, None),
+    ]
 
 
 async def test_a_place_freed_by_the_first_finishers_is_taken_by_the_next_group() -> None:
@@ -235,10 +251,46 @@ async def test_the_tail_report_tells_kept_from_dropped() -> None:
     for result in results:
         report.add(result)
     told: Any = report.as_json()
-    assert told["kept"]["trajectories"] == 1
-    assert told["kept"]["mean_turns"] == 1
-    assert told["dropped"]["oversampled"]["trajectories"] == 1
-    assert told["unfinished"] == 1
+    assert told == {
+        "kept": {"trajectories": 1, "mean_turns": 1, "mean_generated_tokens": 1, "mean_total_reward": 0.0},
+        "dropped": {
+            "oversampled": {
+                "trajectories": 1,
+                "mean_turns": told["dropped"]["oversampled"]["mean_turns"],
+                "mean_generated_tokens": told["dropped"]["oversampled"]["mean_turns"],
+                "mean_total_reward": 0.0,
+            }
+        },
+        "unfinished": 1,
+    }
+    assert report.filtered == 0
+
+
+def test_a_tail_report_has_the_means_of_each_lot() -> None:
+    def lot(
+        reason: DropReason, stop_reason: StopReason | None, turns: int, generated: int, reward: float
+    ) -> DroppedRecord:
+        return DroppedRecord(
+            task_index=0, rollout_index=0, task_name="env", idx=None, reason=reason, stop_reason=stop_reason,
+            turn_count=turns, total_reward=reward, rewards=[], tokens=TokenCounts(9, generated, 9), messages=[],
+            metadata=None, seed=None, attempt=0,
+        )  # fmt: skip
+
+    report = DropReport()
+    nothing = {"trajectories": 0, "mean_turns": None, "mean_generated_tokens": None, "mean_total_reward": None}
+    assert report.as_json() == {"kept": nothing, "dropped": {}, "unfinished": 0}
+    report.add(lot("oversampled", None, 1, 4, 1.0))
+    report.add(lot("filtered", "terminated", 2, 10, 0.5))
+    report.add(lot("filtered", "max_turns", 4, 20, 1.0))
+    assert report.as_json() == {
+        "kept": nothing,
+        "dropped": {
+            "filtered": {"trajectories": 2, "mean_turns": 3, "mean_generated_tokens": 15, "mean_total_reward": 0.75},
+            "oversampled": {"trajectories": 1, "mean_turns": 1, "mean_generated_tokens": 4, "mean_total_reward": 1.0},
+        },
+        "unfinished": 1,
+    }
+    assert report.filtered == 2
 
 
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)
@@ -300,3 +352,31 @@ def test_no_sample_is_lost_or_counted_twice(scheduling: str, data: st.DataObject
 def test_a_group_that_cannot_be_complete_is_refused() -> None:
     with pytest.raises(ValueError, match="a group of 2 samples cannot be complete with 3"):
         group(0, 2, keep=3)
+
+
+async def test_a_group_s_end_is_told_once_and_after_all_its_results_were_taken() -> None:
+    """The result that comes first is taken last; one of the others is a failure."""
+    begun: list[Result] = []
+    taken: list[Result] = []
+    told: list[tuple[int, int]] = []
+    others = asyncio.Event()
+
+    async def sink(result: Result) -> None:
+        begun.append(result)
+        if len(begun) == 1:
+            await others.wait()
+        taken.append(result)
+        if len(taken) == 3:
+            others.set()
+
+    async def group_sink(result: GroupResult) -> None:
+        told.append((len(taken), len(result.kept) + len(result.dropped) + len(result.failed)))
+
+    def answer(request: GenerationRequest) -> str | Exception:
+        return PolicyRefused("no") if request.session_id == "0-1-0" else "x"
+
+    async with runners({"env": Rewarding()}) as made:
+        rollout = rollout_of(made, policy=ScriptedPolicy(answer), concurrency=8)
+        await run_groups(rollout, [group(0, 4, keep=3)], sink, group_sink=group_sink)
+    assert told == [(4, 4)]
+    assert taken[-1] is begun[0]

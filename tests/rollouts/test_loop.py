@@ -586,8 +586,15 @@ async def test_what_the_sink_raises_stops_the_run(scheduling: str) -> None:
         raise OSError("No space left on device")
 
     async with runners({"env": CountingEnvironment()}) as made:
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as caught:
             await run_rollout(rollout_of(made, scheduling=scheduling), [sample(n) for n in range(9)], broken)
+        # Of several errors the others are not lost; a single one is itself.
+        if (several := caught.value.__cause__) is not None:
+            assert isinstance(several, BaseExceptionGroup)
+            assert len(several.exceptions) > 1
+        with pytest.raises(OSError, match="No space left") as caught:
+            await run_rollout(rollout_of(made, scheduling=scheduling), [sample()], broken)
+        assert caught.value.__cause__ is None
 
 
 async def test_an_error_of_the_policy_that_is_called_a_timeout_is_no_deadline(scheduling: str) -> None:
@@ -607,6 +614,39 @@ async def test_a_cancellation_that_nobody_asked_for_fails_its_trajectory(schedul
     assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "terminated"]
     assert "CancelledError" in results[1].cause
     assert (results[1].kind, results[1].stage, results[1].tries) == ("environment", "trajectory", 1)
+
+
+async def test_an_observation_that_cannot_be_rendered_fails_its_trajectory(scheduling: str) -> None:
+    class Picky(RawObservations):
+        def render(self, role: str, content: str, **more: Any) -> Any:
+            if content == "odd":
+                raise LookupError("no such role")
+            return super().render(role, content, **more)
+
+    environments = {"env": CountingEnvironment(), "odd": CountingEnvironment("odd")}
+    samples = [sample(0), sample(1, task_name="odd"), sample(2)]
+    observations = Picky(CharacterTokenizer())
+    results = await roll(samples, environments=environments, observations=observations, scheduling=scheduling)
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated"]
+    assert (results[1].stage, results[1].tries, results[1].turn_count) == ("trajectory", 1, 1)
+    assert "no such role" in results[1].cause
+
+
+async def test_a_policy_is_told_of_each_session_that_it_has_seen_once_it_is_over(scheduling: str) -> None:
+    class Sessions(ScriptedPolicy):
+        def __init__(self) -> None:
+            super().__init__(lambda request: PolicyRefused("no") if request.session_id == "1-0-0" else "x")
+            self.over: list[str] = []
+
+        def end_session(self, session_id: str) -> None:
+            self.over.append(session_id)
+
+    policy = Sessions()
+    # The last one's prompt fills the window: the policy never hears of it.
+    samples = [*(sample(index) for index in range(3)), sample(3, prompt="p" * 2000)]
+    results = await roll(samples, policy=policy, scheduling=scheduling)
+    assert [result.stop_reason for result in results] == ["terminated", "failed", "terminated", "truncated"]
+    assert sorted(policy.over) == ["0-0-0", "1-0-0", "2-0-0"]
 
 
 async def test_rewards_that_add_up_to_no_number_fail_their_trajectory(scheduling: str) -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.policy.interface import SamplingParameters
 from kuberoll_workers.rollouts import rules
 from kuberoll_workers.rollouts.failures import backoff
 from kuberoll_workers.rollouts.seeds import job_seed, trajectory_seed, turn_seed
+from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings
 
 lengths = st.integers(min_value=0, max_value=40)
 
@@ -82,3 +84,14 @@ def test_backoff_grows_to_its_bound(tries: int, base: float, longest: float) -> 
 def test_backoff_doubles(tries: int, low: float, high: float) -> None:
     waits = [backoff(tries, base=0.5, longest=30.0, draw=random.Random(seed)) for seed in range(200)]
     assert low <= min(waits) <= max(waits) <= high
+
+
+def test_what_callers_of_the_loop_need_not_say() -> None:
+    found = RolloutSettings(
+        max_turns=1, max_sequence_length=2, concurrency=3, sampling=SamplingParameters(max_tokens=4)
+    )
+    assert (found.scheduling, found.generation_seconds, found.foreign_policy) == ("Concurrent", 600.0, False)
+    assert (found.turn_seconds, found.trajectory_seconds) == (None, None)
+    assert found.retries == RetryPolicy(
+        generation_attempts=30, environment_attempts=2, backoff_seconds=0.5, max_backoff_seconds=30.0
+    )

@@ -337,3 +337,28 @@ async def test_an_unknown_task_reaches_the_reader() -> None:
 async def test_a_stream_that_is_never_read() -> None:
     async with runners(ENVIRONMENTS) as made, stream_trajectories(rollout_of(made), endless()):
         pass
+
+
+async def test_samples_of_an_asynchronous_source_fill_every_place() -> None:
+    """All places wait for the source at once; none of them is given up because another was served first."""
+
+    async def source() -> AsyncIterator[SampleGroup]:
+        for index in range(2):
+            await asyncio.sleep(0)
+            yield group(index, 3)
+
+    class Policy(ScriptedPolicy):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            started.add(request.session_id)
+            if len(started) == 6:
+                all_started.set()
+            await all_started.wait()
+            return await super().generate(request)
+
+    started: set[str] = set()
+    all_started = asyncio.Event()
+    async with (
+        runners(ENVIRONMENTS) as made,
+        stream_groups(rollout_of(made, policy=Policy(), concurrency=6), source()) as stream,
+    ):
+        assert [len(item.kept) async for item in stream] == [3, 3]

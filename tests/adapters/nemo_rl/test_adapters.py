@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from types import SimpleNamespace
@@ -10,21 +11,29 @@ from typing import Any
 import pytest
 import torch
 
-from kuberoll_workers.adapters.nemo_rl import BatchedDataDict
+from kuberoll_workers.adapters.nemo_rl import BatchedDataDict, RolloutLimits
 from kuberoll_workers.adapters.nemo_rl.calls import CallerContext
 from kuberoll_workers.adapters.nemo_rl.conversion import batch_of as columns_of
 from kuberoll_workers.adapters.nemo_rl.environments import open_environments
+from kuberoll_workers.adapters.nemo_rl.limits import settings_of
 from kuberoll_workers.adapters.nemo_rl.policies import BatchPolicy, StreamPolicy
 from kuberoll_workers.adapters.nemo_rl.tokenizers import ForeignTokenizer, decode_all
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+    SamplingParameters,
+)
+from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings
 from tests.adapters.nemo_rl.fakes import PAD, CountingEnvironment, FakePolicy, batch_of
 
 
-def request_of(prompt: str, *, room: int = 50) -> GenerationRequest:
+def request_of(prompt: str, *, room: int = 50, row: int = 0) -> GenerationRequest:
     return GenerationRequest(
-        request_id="0-0-0-1-0",
-        session_id="0-0-0",
+        request_id=f"{row}-0-0-1-0",
+        session_id=f"{row}-0-0",
         token_ids=token_array(map(ord, prompt)),
         sampling=SamplingParameters(max_tokens=room),
     )
@@ -48,6 +57,79 @@ async def test_a_response_says_how_it_ended(kind: type[Any], logprobs: bool, roo
     result, gave_logprobs = await ask(kind, policy, request_of("ab", room=room))
     assert (list(result.token_ids), result.finish_reason) == ([ord("x"), ord("y")], reason)
     assert (len(result.logprobs), gave_logprobs) == (2 if logprobs else 0, logprobs)
+
+
+async def test_what_is_asked_during_a_call_is_in_the_next_one_in_the_order_of_the_rows() -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def answer(prompt: str, stops: Any) -> str:
+        if prompt == "first":
+            entered.set()
+            released.wait()
+        return prompt[0]
+
+    policy = FakePolicy(answer)
+    adapter = BatchPolicy(policy, greedy=True, pad_token_id=PAD, batch_type=BatchedDataDict, caller=CallerContext())
+    try:
+        first = asyncio.ensure_future(adapter.generate(request_of("first", row=1)))
+        await asyncio.to_thread(entered.wait)
+        rows = {"c": 12, "b": 2, "a": 3, "gone": 0}
+        rest = {
+            prompt: asyncio.ensure_future(adapter.generate(request_of(prompt, row=row))) for prompt, row in rows.items()
+        }
+        await asyncio.sleep(0)
+        rest.pop("gone").cancel()
+        released.set()
+        results = await asyncio.gather(first, *rest.values())
+    finally:
+        released.set()
+        await adapter.close()
+    assert [chr(result.token_ids[0]) for result in results] == ["f", "c", "b", "a"]
+    # Nobody waits for the cancelled one any more.
+    assert policy.calls == [["first"], ["b", "a", "c"]]
+    assert policy.greedy == [True, True]
+    assert len(policy.threads) == 1
+    assert policy.threads != {threading.get_ident()}
+
+
+async def test_of_a_batch_only_what_the_policy_refuses_fails() -> None:
+    def answer(prompt: str, stops: Any) -> str | Exception:
+        return ValueError("too odd") if prompt == "b" else prompt
+
+    policy = FakePolicy(answer)
+    adapter = BatchPolicy(policy, greedy=False, pad_token_id=PAD, batch_type=BatchedDataDict, caller=CallerContext())
+    try:
+        requests = [request_of(prompt, row=row) for row, prompt in enumerate("abc")]
+        one, other, third = await asyncio.gather(*map(adapter.generate, requests), return_exceptions=True)
+    finally:
+        await adapter.close()
+    assert isinstance(other, PolicyRefused)
+    assert "too odd" in str(other)
+    assert isinstance(other.__cause__, ValueError)
+    assert [chr(result.token_ids[0]) for result in (one, third) if isinstance(result, GenerationResult)] == ["a", "c"]
+    assert policy.calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+
+
+@pytest.mark.parametrize("kind", [BatchPolicy, StreamPolicy])
+@pytest.mark.parametrize(
+    ("truncated", "room", "reason"), [(True, 50, "length"), (False, 50, "stop"), (False, 1, "length")]
+)
+async def test_who_says_whether_a_response_was_cut_is_believed_within_the_room(
+    kind: type[Any], truncated: bool, room: int, reason: str
+) -> None:
+    def change(output: dict[str, Any]) -> dict[str, Any]:
+        return {**output, "truncated": torch.tensor([truncated])}
+
+    result, _ = await ask(kind, FakePolicy(lambda prompt, stops: "xy", change=change), request_of("ab", room=room))
+    assert (len(result.token_ids), result.finish_reason) == (2, reason)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "truncated"])
+@pytest.mark.parametrize("kind", [BatchPolicy, StreamPolicy])
+async def test_columns_of_another_length_are_no_answer(kind: type[Any], name: str) -> None:
+    policy = FakePolicy(lambda prompt, stops: "xy", change=lambda output: {**output, name: torch.zeros(3, 4)})
+    with pytest.raises(PolicyUnavailable, match=f"the policy's {name} are of 3 of 1 prompts"):
+        await ask(kind, policy, request_of("ab"))
 
 
 @pytest.mark.parametrize("kind", [dict, SimpleNamespace])
@@ -103,3 +185,34 @@ async def test_lengths_may_be_lists(kind: type[Any]) -> None:
 
     result, _ = await ask(kind, FakePolicy(lambda prompt, stops: "xyz", change=listed), request_of("ab"))
     assert list(result.token_ids) == [ord("x"), ord("y"), ord("z")]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "batch", "bound", "concurrency"),
+    [
+        ("Lockstep", 7, 3, 7),
+        ("Lockstep", 0, None, 1),
+        ("Concurrent", 7, None, 7),
+        ("Concurrent", 7, 3, 3),
+        ("Concurrent", 2, 3, 2),
+        ("Concurrent", 0, 3, 1),
+    ],
+)
+def test_limits_become_the_loop_s_settings(scheduling: Any, batch: int, bound: int | None, concurrency: int) -> None:
+    limits = RolloutLimits(concurrency=bound)
+    found = settings_of(limits, scheduling=scheduling, batch_size=batch, max_turns=5, max_sequence_length=99)
+    assert found == RolloutSettings(
+        max_turns=5,
+        max_sequence_length=99,
+        concurrency=concurrency,
+        sampling=SamplingParameters(max_tokens=99),
+        scheduling=scheduling,
+        retries=RetryPolicy(
+            generation_attempts=3, environment_attempts=2, backoff_seconds=0.5, max_backoff_seconds=30.0
+        ),
+        generation_seconds=3600.0,
+        turn_seconds=None,
+        trajectory_seconds=None,
+        foreign_policy=True,
+    )
+    assert (limits.step_seconds, limits.environment_calls) == (1800.0, 8)

@@ -85,6 +85,7 @@ def test_select_indices_refuses_what_it_cannot_select() -> None:
 
 def test_slices() -> None:
     assert names(batch().slice(1, 3)) == ["s1", "s2"]
+    assert names(batch().slice(2, 4)) == ["s2", "s3"]
     with pytest.raises(AssertionError, match="no slice 3:5"):
         batch().slice(3, 5)
     assert [names(part) for part in batch().make_microbatch_iterator(2)] == [["s0", "s1"], ["s2", "s3"]]
@@ -138,14 +139,24 @@ def test_shards_that_cannot_be() -> None:
     uneven = BatchedDataDict[Any]({"a": [1, 2], "b": [1]})
     with pytest.raises(AssertionError, match="Batch sizes are not the same across the rollout batch"):
         uneven.shard_by_batch_size(shards=1)
-    with pytest.raises(NotImplementedError):
-        batch().shard_by_batch_size(shards=1, sequence_packing_args={})
+    for name in ("sequence_packing_args", "dynamic_batching_args"):
+        options: dict[str, Any] = {"shards": 1, name: {}}
+        with pytest.raises(NotImplementedError):
+            batch().shard_by_batch_size(**options)
+    with pytest.raises(AssertionError, match="batch_size excludes allow_uneven_shards"):
+        batch().shard_by_batch_size(shards=2, batch_size=2, allow_uneven_shards=True)
+    with pytest.raises(AssertionError, match="an empty batch has no shards"):
+        batch(0).shard_by_batch_size(shards=1)
 
 
 def test_chunks() -> None:
     assert names(batch(6).chunk(2, 3)) == ["s4", "s5"]
+    assert names(batch(6).chunk(0, 3)) == ["s0", "s1"]
     with pytest.raises(AssertionError, match="not a multiple"):
         batch(5).chunk(0, 2)
+    for rank in (-1, 3):
+        with pytest.raises(AssertionError, match=f"there is no chunk {rank} of 3"):
+            batch(6).chunk(rank, 3)
 
 
 _batches = st.lists(
@@ -200,6 +211,10 @@ def test_batches_are_of_the_caller_s_class() -> None:
     assert batch_class(Theirs()) is Theirs
     assert batch_class({}) is BatchedDataDict
     assert batch_class() is BatchedDataDict
+    # What can only be selected from, or only be joined, is no class of batches.
+    assert batch_class(types.SimpleNamespace()) is BatchedDataDict
+    for name in ("from_batches", "select_indices"):
+        assert batch_class(type("Half", (), {name: None})()) is BatchedDataDict
 
 
 def test_batches_are_of_nemo_rl_s_class_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

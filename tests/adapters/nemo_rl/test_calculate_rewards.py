@@ -188,3 +188,37 @@ def test_a_hanging_environment_is_a_failure() -> None:
             calculate_rewards(batch_of({}), {"env": Hanging()}, limits=RolloutLimits(step_seconds=0.05))
     finally:
         release.set()
+
+
+def test_the_whole_of_what_environments_return_is_in_the_order_of_the_batch() -> None:
+    class Speaking:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def step(self, logs: Any, metadata: Any) -> Any:
+            size = range(len(logs))
+            return EnvironmentReturn(
+                observations=[{"role": "tool", "content": f"{self.name} {state['n']}"} for state in metadata],
+                metadata=[state if state["n"] else None for state in metadata],
+                next_stop_strings=[[self.name, "."] if n else None for n in size],
+                rewards=[{"a": 0.25, "b": 0.5}[self.name] for _ in size],
+                terminateds=[self.name == "b" for _ in size],
+                answers=[f"answer {state['n']}" for state in metadata] if self.name == "b" else None,
+            )
+
+    environments = {"a": Speaking("a"), "b": Speaking("b")}
+    returned = calculate_rewards(batch_of(*[{"n": n} for n in range(4)], task_name=["a", "b", "b", "a"]), environments)
+    assert returned.observations == [{"role": "tool", "content": text} for text in ("a 0", "b 1", "b 2", "a 3")]
+    assert returned.metadata == [None, {"n": 1}, {"n": 2}, {"n": 3}]
+    assert returned.next_stop_strings == [None, None, ["b", "."], ["a", "."]]
+    assert returned.rewards.tolist() == [0.25, 0.5, 0.5, 0.25]
+    assert returned.terminateds.tolist() == [False, True, True, False]
+    assert returned.answers == [None, "answer 1", "answer 2", None]
+
+
+def test_named_rewards_may_come_in_any_order() -> None:
+    one, other = Judge({"right": [1.0], "short": [0.5]}), Judge({"short": [0.25], "right": [2.0]})
+    batch = batch_of({}, {}, task_name=["one", "other"])
+    rewards = calculate_rewards(batch, {"one": one, "other": other}).rewards
+    assert {name: values.tolist() for name, values in rewards.items()} == {"right": [1.0, 2.0], "short": [0.5, 0.25]}
+    assert {values.dtype for values in rewards.values()} == {torch.float32}

@@ -644,3 +644,38 @@ def test_asynchronous_generation_must_be_enabled() -> None:
     with pytest.raises(AssertionError, match="Async generation is not enabled"):
         roll(run_async_multi_turn_rollout, batch_of({"turns": 1}), policy)
     roll(run_multi_turn_rollout, batch_of({"turns": 1}), policy)
+
+
+async def test_one_sample_of_one_turn_has_its_turn() -> None:
+    batch = batch_of({"turns": 2}, prompts=["ab"])
+    final, metrics = await run_sample_multi_turn_rollout(
+        0,
+        {name: batch[name][0] for name in batch},
+        FakePolicy(),
+        CharacterTokenizer(),
+        {"env": CountingEnvironment()},
+        100,
+        max_rollout_turns=1,
+    )
+    assert (metrics["turn_count"], final["total_reward"].item()) == (1, 1.0)
+
+
+@pytest.mark.parametrize("runs", [run_multi_turn_rollout, run_async_multi_turn_rollout])
+def test_states_may_be_any_objects(runs: Any) -> None:
+    class Board:
+        moves = 0
+
+    class Playing:
+        def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+            for state in metadata:
+                state["board"].moves += 1
+            size = len(metadata)
+            return EnvironmentReturn(
+                [{"role": "environment", "content": "o"}] * size, metadata, [None] * size, [1.0] * size, [True] * size
+            )
+
+    board = Board()
+    final, _ = runs(
+        FakePolicy(), batch_of({"board": board}), CharacterTokenizer(), {"env": Playing()}, 100, max_rollout_turns=3
+    )
+    assert final["extra_env_info"][0]["board"].moves == 1

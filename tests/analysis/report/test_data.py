@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
+import html
+import re
 import zlib
 from pathlib import Path
 from statistics import stdev
@@ -13,7 +18,7 @@ import pytest
 
 from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.page import render
-from kuberoll_workers.analysis.report.row import row_of
+from kuberoll_workers.analysis.report.row import OUTCOMES, row_of
 from kuberoll_workers.analysis.report.text import cut, one_line, visible
 from kuberoll_workers.analysis.report.trajectory_sample import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
 from kuberoll_workers.output.precedence import EndedRecord
@@ -260,3 +265,148 @@ def test_the_beginning_and_the_end_of_many_messages_are_shown() -> None:
 
 def test_the_numbers_of_all_environments_are_of_none_of_them() -> None:
     assert data(trajectory(0)).numbers["all"]["name"] == ""
+
+
+def blocks(page: str) -> dict[str, str]:
+    """The page's data by the ids of their elements."""
+    return dict(re.findall(r'<script type="[a-z/]+" id="([a-z0-9-]+)">(.*?)</script>', page, re.DOTALL))
+
+
+def unpacked(text: str) -> Any:
+    return orjson.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def test_the_page_has_what_its_script_reads() -> None:
+    whole = trajectory(3, 1, rewards=[0.25, 0.5], seconds=[(0.5, 0.25), (1.0, 0.125)])
+    found = data(whole, trajectory(1, environment="math"), failure(2, environment="math"), dropped(4, 2))
+    parts = blocks(render(found).decode())
+    document = orjson.loads(parts["data"])
+    assert set(document) == {"head", "numbers", "browsed"}
+    assert document["browsed"] == {"count": 4, "offered": 4, "starts": [0]}
+    assert set(document["numbers"]["all"]) == {
+        "name", "finished", "outcomes", "causes", "other_causes", "reward", "turns", "prompt", "generated", "observed",
+        "generation_seconds", "environment_seconds", "groups",
+    }  # fmt: skip
+    assert unpacked(parts["index"]) == {
+        "environments": ["math", "puzzle"],
+        "outcomes": ["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"],
+        "task": [3, 1, 2, 4],
+        "rollout": [1, 0, 0, 2],
+        "environment": [1, 0, 0, 1],
+        "outcome": [0, 0, 3, 4],
+        "reward": [0.75, 1.0, None, 0.0],
+        "turns": [2, 1, 0, 1],
+        "prompt": [1, 1, 1, 2],
+        "generated": [1, 1, 0, 2],
+        "observed": [0, 0, 0, 0],
+        "seconds": [1.875, 0.75, None, None],
+    }
+    assert unpacked(parts["chunk-0"]) == [orjson.loads(zlib.decompress(item.text)) for item in found.browsed]
+
+
+def test_a_page_allows_itself_its_own_script_and_style_and_nothing_else() -> None:
+    page = render(data()).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    allowed = dict(part.strip().split(" ", 1) for part in html.unescape(policy).split(";") if part.strip())
+    (style,), (script,) = (
+        re.findall(r"<style>(.*?)</style>", page, re.DOTALL),
+        re.findall(r"<script>(.*?)</script>", page, re.DOTALL),
+    )
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    assert allowed == {
+        "default-src": "'none'", "style-src": digest(style), "script-src": digest(script), "base-uri": "'none'",
+        "form-action": "'none'",
+    }  # fmt: skip
+
+
+def test_what_a_page_shows_of_each_kind_of_trajectory() -> None:
+    messages = [message("user", "hi", 0), message("assistant", "yes", 1, truncated=True)]
+    shown = [
+        {"role": "user", "turn": 0, "text": "hi", "tokens": 1, "truncated": False},
+        {"role": "assistant", "turn": 1, "text": "yes", "tokens": 1, "truncated": True},
+    ]
+    whole = trajectory(1, messages=messages, rewards=[0.25, 0.5])
+    whole.reward_parts, whole.answer, whole.attempt = {"right\n": [0.0, 0.5]}, "4\x00", 2
+    assert readable(whole) == {
+        "messages": shown,
+        "left_out": 0,
+        "idx": '"row-1"',
+        "seed": str(2**62 + 1),
+        "attempt": 2,
+        "rewards": [0.25, 0.5],
+        "metadata": '{"moves":2}',
+        "parts": {"right": [0.0, 0.5]},
+        "answer": "4␀",
+        "generation": [0.5, 0.5],
+        "environment": [0.25, 0.25],
+    }
+    other = dropped(1)
+    assert readable(other) == {
+        "messages": shown[:1],
+        "left_out": 0,
+        "idx": None,
+        "seed": None,
+        "attempt": 0,
+        "rewards": [0.0],
+        "metadata": None,
+        "dropped": "oversampled",
+        "stop_reason": None,
+    }
+    lost = failure(1, number=1)
+    lost.cause = "c" * 5000
+    found = readable(lost)
+    assert found["failure"]["cause"].startswith("c" * 1500)
+    assert "3,000 characters left out" in found["failure"].pop("cause")
+    assert found == {
+        "messages": shown[:1],
+        "left_out": 0,
+        "idx": None,
+        "seed": "1",
+        "attempt": 0,
+        "failure": {"kind": "environment", "stage": "step", "tries": 5},
+    }
+    # As many turns as people look at.
+    endless = trajectory(1, rewards=[0.5] * 1500)
+    endless.reward_parts = {"right": [0.5] * 1500}
+    long = readable(endless)
+    assert {len(long[name]) for name in ("rewards", "generation", "environment")} == {1000}
+    assert len(long["parts"]["right"]) == 1000
+
+
+def test_failures_and_dropped_ones_leave_most_of_the_room_to_finished_ones() -> None:
+    def noisy(number: int) -> str:
+        return "".join(chr(0x4E00 + (number * 7919 + place * 104729 + place**3) % 20000) for place in range(2000))
+
+    def with_text(record: Any, number: int) -> EndedRecord:
+        record.messages = [message("user", noisy(number), 0)]
+        found: EndedRecord = record
+        return found
+
+    records = [
+        *(with_text(trajectory(task), task) for task in range(100)),
+        *(with_text(failure(task, 1), 1000 + task) for task in range(100)),
+        *(with_text(dropped(task, 2), 2000 + task) for task in range(100)),
+    ]
+    found = data(*records, most_bytes=100_000).browsed
+    used = {kind: sum(len(item.text) for item in found if item.row.outcome == kind) for kind in OUTCOMES}
+    assert 10_000 < used["failed"] <= 25_000
+    assert 5_000 < used["oversampled"] <= 12_500
+    assert 50_000 < used["terminated"] <= 100_000 - used["failed"] - used["oversampled"]
+
+
+def test_the_numbers_of_a_field() -> None:
+    records = [trajectory(task, rewards=[reward]) for task, reward in enumerate([0.0, 1.0, 1.0, 2.0, 4.0])]
+    numbers = data(*records).numbers["all"]
+    reward = numbers["reward"]
+    assert {name: reward[name] for name in ("count", "nonfinite", "mean", "min", "median", "max", "p90", "total")} == {
+        "count": 5, "nonfinite": 0, "mean": 1.6, "min": 0.0, "median": 1.0, "max": 4.0, "p90": 4.0, "total": 8.0,
+    }  # fmt: skip
+    assert reward["std"] == pytest.approx(stdev([0, 1, 1, 2, 4]))
+    whole = [numbers[name]["whole"] for name in ("reward", "turns", "prompt", "generated", "observed")]
+    assert whole == [False, True, True, True, True]
+    assert numbers["generation_seconds"]["whole"] is numbers["environment_seconds"]["whole"] is False
+    nothing = data(failure(1)).numbers["all"]["reward"]
+    assert (nothing["p90"], nothing["total"], nothing["count"], nothing["bars"]) == (None, 0.0, 0, [])

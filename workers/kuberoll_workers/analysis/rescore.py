@@ -64,7 +64,7 @@ class RescoredManifest(RunManifest):
         rescored_from: `location`, `job` and `created` of the original run.
     """
 
-    rescored_from: dict[str, Any] = field(default_factory=dict)
+    rescored_from: dict[str, Any]
 
 
 @contextmanager

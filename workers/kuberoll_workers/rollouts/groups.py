@@ -110,7 +110,6 @@ class GroupRun:
 
     Attributes:
         pending_results: Number of results that the sink has not yet taken.
-        reported: True once the group's own result has been passed to the group sink.
     """
 
     def __init__(self, group: SampleGroup, policy: GroupPolicy, quota: GroupQuota, rollout: Rollout) -> None:
@@ -123,7 +122,6 @@ class GroupRun:
         self._finished: list[tuple[InFlight, TrajectoryRecord]] = []
         self._failure: FailureRecord | None = None
         self.pending_results = 0
-        self.reported = False
 
     @property
     def closed(self) -> bool:

@@ -179,8 +179,7 @@ class _Run:
                 await asyncio.gather(*(self._sink(result) for _, result in due))
             group.pending_results -= len(due)
             # Results may be taken in another order than trajectories ended.
-            if self._group_sink is not None and group.closed and not group.pending_results and not group.reported:
-                group.reported = True
+            if self._group_sink is not None and group.closed and not group.pending_results:
                 await self._group_sink(group.result)
         except asyncio.CancelledError:
             whole = group.closed and self._group_sink is not None

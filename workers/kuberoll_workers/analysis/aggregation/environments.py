@@ -6,7 +6,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -87,27 +87,27 @@ class EnvironmentSummary:
         metrics: The environment's own metrics; None if they were not computed.
     """
 
-    trajectories: int = 0
-    tasks: int = 0
-    expected: int | None = None
-    missing: int | None = None
-    turns: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    environment_tokens: int = 0
-    generation_seconds: float = 0.0
-    environment_seconds: float = 0.0
-    reward: float = 0.0
-    mean_reward: float | None = None
-    groups: int = 0
-    equal_groups: int = 0
-    stop_reasons: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    fields: dict[str, dict[str, Any]] = field(default_factory=dict)
-    repeats: list[dict[str, Any]] = field(default_factory=list)
-    across_repeats: RunMean = field(default_factory=lambda: run_mean([]))
-    success: Success | None = None
+    trajectories: int
+    tasks: int
+    expected: int | None
+    missing: int | None
+    turns: int
+    prompt_tokens: int
+    generated_tokens: int
+    environment_tokens: int
+    generation_seconds: float
+    environment_seconds: float
+    reward: float
+    mean_reward: float | None
+    groups: int
+    equal_groups: int
+    stop_reasons: Counter[str]
+    failures: Counter[str]
+    dropped: Counter[str]
+    fields: dict[str, dict[str, Any]]
+    repeats: list[dict[str, Any]]
+    across_repeats: RunMean
+    success: Success | None
     metrics: dict[str, Any] | None = None
 
     @property

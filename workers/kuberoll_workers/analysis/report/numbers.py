@@ -79,14 +79,7 @@ def _histogram(columns: Sequence[Any], *, whole: bool) -> dict[str, Any]:
     return {
         **{key: statistics[key] for key in ("count", "nonfinite", "mean", "std", "min", "median", "max")},
         "p90": float(np.quantile(finite, 0.9, method="inverted_cdf")) if finite.size else None,
-        "total": _sum(finite.tolist()),
+        "total": math.fsum(finite.tolist()),
         "whole": whole,
         "bars": bars(finite, whole=whole),
     }
-
-
-def _sum(values: Sequence[float]) -> float | None:
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return None

@@ -1,0 +1,54 @@
+"""The table of trajectories in terminals of every width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kuberoll_workers.analysis.report.row import row_of
+from kuberoll_workers.analysis.report.turns import print_trajectory, trajectory_table
+from kuberoll_workers.output.precedence import EndedRecord
+from tests.analysis.report.runs import dropped, failure, trajectory
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_a_trajectory_is_one_line(width: int) -> None:
+    records: list[EndedRecord] = [
+        trajectory(12345, 678, environment="an environment of a long name", stop_reason="max_turns"),
+        failure(2),
+        dropped(3, environment="a b"),
+    ]
+    out = io.StringIO()
+    Console(file=out, width=width).print(trajectory_table([row_of(record) for record in records]))
+    head, rule, *lines = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert set(rule.strip()) == {"─"}
+    assert len(lines) == len(records)
+    assert all(len(line) <= width for line in (head, rule, *lines))
+
+
+def test_numbers_end_where_their_titles_end() -> None:
+    out = io.StringIO()
+    rows = [row_of(trajectory(7, 3, rewards=[0.5])), row_of(failure(123456, 99))]
+    Console(file=out, width=200).print(trajectory_table(rows))
+    head, _, first, second = [line for line in out.getvalue().splitlines() if line.strip()]
+    for title, one, other in (("task", "7", "123456"), ("rollout", "3", "99"), ("reward", "0.5", "-")):
+        end = head.index(title) + len(title)
+        assert first[:end].split()[-1] == one
+        assert second[:end].split()[-1] == other
+    assert second.rstrip().endswith(
+        "infrastructure (generation): the endpoint is gone after 5 tries: connection refused"
+    )
+
+
+def test_titles_stand_out_on_a_terminal() -> None:
+    out = io.StringIO()
+    record = trajectory(7, 3, stop_reason="truncated")
+    print_trajectory(record, row_of(record), Console(file=out, force_terminal=True, color_system="standard"))
+    text = out.getvalue()
+    assert text.startswith("\x1b[1mtask 7, rollout 3\x1b[0m  puzzle")
+    for bold in ("prompt", "turn 1", "task 7, rollout 3"):
+        assert f"\x1b[1m{bold}\x1b[0m" in text
+    assert "\x1b[33mtruncated\x1b[0m" in text
+    assert "\x1b[1;32m  assistant\x1b[0m" in text
