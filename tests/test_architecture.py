@@ -34,7 +34,8 @@ API_NEEDS = {
 STATE = {
     "DroppedRecord", "EnvironmentSummary", "FailureRecord", "GroupResult", "Message", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
-    "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord", "_Form", "_Segment", "_Server",
+    "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
+    "_Form", "_Segment", "_Server",
 }  # fmt: skip
 
 # Dataclasses of many fields that may be made without naming these: they are read from lines, or made in one place.
