@@ -18,11 +18,11 @@ from kuberoll_workers.telemetry import TrajectoryCounts, RolloutMetrics
 
 number = int(sys.argv[1])
 metrics = RolloutMetrics("job")
-metrics.collected = lambda: TrajectoryCounts(planned=10 + number, stored=number, abandoned=1)
+metrics.read_counts = lambda: TrajectoryCounts(planned=10 + number, stored=number, abandoned=1)
 environment = metrics.environment("env")
-environment.timeout(30.0)
-environment.turn(1, waiting_seconds=0.1, generation_seconds=2.0, environment_seconds=0.3, observed=5)
-environment.finished(stop_reason="terminated", reward=1.0, turns=1, seconds=2.4)
+environment.set_step_timeout(30.0)
+environment.record_turn(1, waiting_seconds=0.1, generation_seconds=2.0, environment_seconds=0.3, observed=5)
+environment.record_finish(stop_reason="terminated", reward=1.0, turns=1, seconds=2.4)
 metrics.flush()
 metrics.flush()
 """

@@ -319,7 +319,7 @@ def test_an_interrupt_before_anything_was_started_is_a_sentence(tmp_path: Path) 
                 run.process.wait(20)
                 break
         assert run.finish() == 130, run.lines
-    assert run.lines[-1].startswith("interrupted; what is stored stays")
+    assert run.lines[-1].startswith("interrupted; stored trajectories are kept")
     assert not any("Traceback" in line for line in run.lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 from pathlib import Path
@@ -51,16 +52,15 @@ async def test_an_engine_that_dies_in_its_first_request_says_of_what(number: sig
 
 
 def kill(host: StartingHost, title: str, number: signal.Signals, ended: threading.Event) -> None:
-    """Kill the process of that title as soon as there is one, and until it is dead."""
+    """Kill all processes of that title until the host has ended.
+
+    A single one may be a child that the process has forked, and that has its title until it runs a program.
+    """
     while not ended.wait(0.02):
         for process in processes_of(host.run_id):
-            try:
+            with contextlib.suppress(psutil.Error):
                 if title in " ".join([process.name(), *process.cmdline()]):
-                    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and not ended.wait(0.02):
-                        process.send_signal(number)
-                    return
-            except psutil.Error:
-                continue
+                    process.send_signal(number)
 
 
 async def last_event(host: StartingHost, title: str, number: signal.Signals) -> dict[str, Any]:

@@ -165,7 +165,7 @@ async def test_weights_that_are_no_others_are_refused(deployment: Deployment) ->
     await deployment.ask("POST", "/v1/weights", json={"uri": "/mnt/a", "version": "a"})
     assert (await deployment.ask("POST", "/v1/weights", json={"uri": "/mnt/a", "version": "a"})).status == 202
     for body, status, words in [
-        ({"uri": "/mnt/b", "version": "a"}, 409, "version a is /mnt/a already"),
+        ({"uri": "/mnt/b", "version": "a"}, 409, "version a is already /mnt/a"),
         ({"uri": "/mnt/b", "version": "0"}, 400, "the model's own"),
         ({"uri": "/mnt/b"}, 400, "version"),
         ({"uri": "/mnt/b", "version": "not one"}, 400, "version"),
