@@ -182,6 +182,7 @@ def test_a_resumed_run_has_what_is_left_of_each_group() -> None:
     assert (message.role, message.content, list(message.token_ids)) == ("user", "3", list(prompt.token_ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_a_task_takes_less_than_200_bytes(named: bool) -> None:
     (row,) = rows([{"prompt": "x"}])

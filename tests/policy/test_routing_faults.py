@@ -395,6 +395,7 @@ async def test_the_request_that_kills_engines_is_found_among_others() -> None:
         await replica.stop()
 
 
+@pytest.mark.slow
 async def test_others_that_came_in_between_are_not_suspected() -> None:
     replica = Mortal(2, shared_deaths=2)
     await replica.start()

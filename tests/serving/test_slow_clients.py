@@ -21,6 +21,8 @@ from kuberoll_workers.serving import slow_clients
 from kuberoll_workers.serving.ray_settings import free_ports
 from kuberoll_workers.serving.slow_clients import _limit, write_haproxy_launcher
 
+pytestmark = pytest.mark.slow
+
 HALF = b"GET / HTTP/1.1\r\nHost: here\r\n"
 PATIENCE_SECONDS = 240
 CALLERS = 50
