@@ -114,7 +114,7 @@ REFUSED: dict[str, Contradiction] = {
     ),
     "dropped groups of one": Contradiction(
         {"spec.rollout.groups": {"dropEqualRewards": True}},
-        "spec.rollout.groups.dropEqualRewards: Invalid value: the groups of an environment are of one sample",
+        "spec.rollout.groups.dropEqualRewards: Invalid value: the groups of an environment have one sample each",
     ),
     "dropped groups of one in one environment": Contradiction(
         {
@@ -122,7 +122,7 @@ REFUSED: dict[str, Contradiction] = {
             "spec.dataset.repeats": 4,
             "spec.environments.1.repeats": 1,
         },
-        "the groups of an environment are of one sample",
+        "the groups of an environment have one sample each",
     ),
     "tracking by nobody": Contradiction(
         {"spec.output.tracking": {"trajectories": True}}, "spec.output.tracking: Invalid value: set wandb or mlflow"

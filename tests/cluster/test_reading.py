@@ -177,7 +177,7 @@ async def test_an_interrupted_copy_removes_its_pod_and_is_gone_on_with(
         process.send_signal(number)
         _, error = await process.communicate()
         assert process.returncode == 128 + number, error.decode()
-        assert "interrupted: what has been copied is kept" in error.decode()
+        assert "interrupted: everything copied so far is kept" in error.decode()
         assert await readers_of(cluster) == []
         assert 0 < partial.stat().st_size < large.stat().st_size
     # And over connections that are cut on the way.

@@ -203,13 +203,16 @@ class Run:
         return self.process.wait(timeout=PATIENCE_SECONDS)
 
     def run_id(self) -> str:
-        """The id that all processes of the run carry; asked of the first that does."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                if (run_id := child.environ().get(RUN_ID_VARIABLE)) is not None:
-                    return run_id
-            except psutil.Error:
-                continue
+        """The id that all processes of the run carry; waits for the first that does."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            self.assert_runs()
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if (run_id := child.environ().get(RUN_ID_VARIABLE)) is not None:
+                        return run_id
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.05)
         raise AssertionError("no process of the run carries its id")
 
 

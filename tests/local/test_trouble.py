@@ -132,8 +132,8 @@ def test_runs_whose_processes_are_killed_lose_and_double_nothing(
         before: list[Any] = []
         while left > 0 and len(before) < 400:
             with running(job, "--output", output, "--metrics-port", "0", *(["--resume"] if before else [])) as run:
-                wait_for_trajectories(run, output, min(399, len(before) + draw.randrange(100)))
                 run_id = run.run_id()
+                wait_for_trajectories(run, output, min(399, len(before) + draw.randrange(100)))
                 family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children()]
                 workers = [process for process in family if "kuberoll_workers.worker" in process.cmdline()]
                 for process in draw.choice([family[:1], workers[:1], workers, family]):
