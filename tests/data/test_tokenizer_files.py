@@ -136,6 +136,10 @@ def test_any_text(both: tuple[FileTokenizer, Any], text: str, content: str) -> N
         {"extra_special_tokens": {"image_token": "<|eot_id|>"}},
         {"image_token": "<|eot_id|>"},
         {"added_tokens_decoder": {"3": {"content": "d", "special": True}}},
+        {"added_tokens_decoder": {}},
+        {"added_tokens_decoder": None},
+        {"added_tokens_decoder": [1]},
+        {"eos_token": {"content": "<|eom_id|>"}},
         {"chat_template": "{% generation %}x{% endgeneration %}"},
         {"chat_template": [{"name": "default", "template": "x"}]},
         {"fix_mistral_regex": True},
@@ -222,6 +226,13 @@ def test_special_tokens_that_qwen_s_files_do_not_name_are_the_class_s(tmp_path: 
     assert found is not None
     assert found.special_tokens_map["eos_token"] == "<|endoftext|>"
     same(found, tmp_path)
+
+
+@pytest.mark.parametrize("listed", [{}, {"0": 1}, ["<|im_end|>"]])
+def test_added_tokens_that_qwen_s_configuration_does_not_list_are_left_to_transformers(
+    listed: Any, tmp_path: Path
+) -> None:
+    assert read_tokenizer(qwen(tmp_path, added_tokens_decoder=listed)) is None
 
 
 def change(path: Path, *keys: str | int, value: Any) -> None:

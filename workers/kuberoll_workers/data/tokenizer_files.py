@@ -85,7 +85,7 @@ _FLAGS: Final = ("content", "lstrip", "normalized", "rstrip", "single_word", "sp
 
 
 class _Unknown(Exception):
-    """transformers might make something else of these files."""
+    """transformers might load these files differently."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class FileTokenizer:
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        # As Hugging Face's documentation of chat templates promises their authors.
+        # The environment that Hugging Face documents for chat templates.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
@@ -170,7 +170,7 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
     """Read a model's tokenizer from its directory.
 
     Returns:
-        None: Files are missing or damaged, or transformers might make something else of them.
+        None: Files are missing or damaged, or transformers might load them differently.
     """
     try:
         return _read(directory)
@@ -219,7 +219,7 @@ def _class(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 
 
 def _check_qwen2(backend: Tokenizer, special: Collection[str]) -> None:
-    """Refuse a tokenizer of which the class would make another one."""
+    """Refuse a tokenizer that the class would build differently."""
     state = orjson.loads(backend.to_str())
     model, splits = state["model"], state["pre_tokenizer"]
     words = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
@@ -269,18 +269,16 @@ def _backend(path: Path) -> Tokenizer:
 
 
 def _check_added_tokens(config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> None:
-    """Refuse a configuration whose added tokens are not those of the tokenizer, flag by flag."""
-    listed = config.get("added_tokens_decoder")
-    if listed is None:
+    """Refuse a configuration that lists added tokens other than the tokenizer's, or with other flags."""
+    if "added_tokens_decoder" not in config:
         return
-    for index, token in listed.items():
-        known = added.get(int(index))
-        if known is None or any(getattr(known, flag) != token.get(flag) for flag in _FLAGS):
-            raise _Unknown
+    own = {str(index): {flag: getattr(token, flag) for flag in _FLAGS} for index, token in added.items()}
+    if config["added_tokens_decoder"] != own:
+        raise _Unknown
 
 
 def _content(token: Any) -> str:
-    content = token.get("content") if isinstance(token, dict) else token
+    content = token.get("content") if isinstance(token, dict) and token.get("__type") == "AddedToken" else token
     if not isinstance(content, str):
         raise _Unknown
     return content
