@@ -6,23 +6,15 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
+from kuberoll_api.model.types import Model
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 
-class EnvironmentConfig(BaseModel):
-    """Base of the configs: camelCase keys as in the manifest, no unknown keys, no conversions."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        alias_generator=to_camel,
-        validate_by_alias=True,
-        validate_by_name=False,
-    )
+class EnvironmentConfig(Model):
+    """Base of the configs: as the manifest's models, camelCase keys, no unknown keys, no conversions."""
 
 
 _Config = TypeVar("_Config", bound=EnvironmentConfig)
