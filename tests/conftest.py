@@ -27,7 +27,9 @@ settings.register_profile("quick", settings.get_profile("kuberoll"), max_example
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the tests that take a minute or more, too.")
     parser.addoption(
-        "--quick", action="store_true", help="Run only tests without any marker, and property tests with few examples."
+        "--quick",
+        action="store_true",
+        help="Run only the quick tests, and property tests with few examples.",
     )
 
 

@@ -32,6 +32,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels /more")
     monkeypatch.setenv("PIP_TRUSTED_HOST", "more.example.com")
+    monkeypatch.setenv("PIP_CONSTRAINT", "/pins.txt")
 
 
 @pytest.mark.slow
@@ -47,6 +48,7 @@ def test_uv_asks_where_pip_would() -> None:
         ("--find-links", "/wheels"),
         ("--find-links", "/more"),
         ("--allow-insecure-host", "more.example.com"),
+        ("--constraint", "/pins.txt"),
     ]
     variables = uv_environment(settings)
     assert (variables["SSL_CERT_FILE"], variables["UV_HTTP_TIMEOUT"]) == ("/certificates.pem", "60")

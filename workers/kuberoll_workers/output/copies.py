@@ -71,7 +71,7 @@ class Copies:
 
         self.location = location
         try:
-            # The run may go on: what was listed once is no longer all.
+            # The run may continue, so listings must not be cached.
             self._fs, root = fsspec.core.url_to_fs(location.rstrip("/"), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StorageError(f"{location}: {error}") from error

@@ -294,7 +294,7 @@ class ObjectStorage:
         self.location = uri.rstrip("/")
         self._parts = parts
         try:
-            # Others write there too: what was listed once is no longer all.
+            # Others write to the store, too, so listings must not be cached.
             self._fs, root = fsspec.core.url_to_fs(self.location, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StorageError(f"{uri}: {error}") from error
