@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kuberoll_workers.serving.ray_settings import free_ports
 
 DEFAULT_ASSETS = "/usr/local/kubebuilder/bin"
 START_SECONDS = 120.0
@@ -77,10 +78,7 @@ def find_binaries(*names: str) -> dict[str, Path]:
 
 def free_port() -> int:
     """A TCP port that nothing listens on, right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
 
 
 def _die_with_parent() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import resource
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from kuberoll_api.contract import ServeArgs, weights_source
 from kuberoll_api.model.generation import Generation, Weights
+from kuberoll_workers.serving import ray_settings
 from kuberoll_workers.serving.app import (
     build,
     deployment_options,
@@ -257,6 +259,26 @@ def test_two_runs_share_neither_ports_nor_files(tmp_path: Path) -> None:
             assert first[name] != second[name], name
     assert first["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == "hdr(x-session-id)"
     assert second["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] == "leastconn"
+
+
+def test_chosen_ports_are_not_those_that_the_kernel_gives_to_connections() -> None:
+    # A port of that range was lost to one of Ray's processes, or to anybody's connection, while Ray started.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        given = listener.getsockname()[1]
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < 30_000 <= given
+
+
+def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, unused = free_ports(2)
+    monkeypatch.setattr(ray_settings, "_PORTS", (used, unused))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", used))
+        assert free_ports(1) == [unused]
+        with pytest.raises(OSError, match="fewer than 2 ports"):
+            free_ports(2)
 
 
 def test_without_haproxy_serve_s_own_proxy_is_used(tmp_path: Path) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import random
 import resource
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.serving.slow_clients import write_haproxy_launcher
+
+_PORTS: Sequence[int] = range(20_000, 30_000)
+"""Ports that may be chosen: above those of Ray's workers (from 10,002), below those of Serve's replicas (30,000)."""
+
+_IANA_EPHEMERAL_PORTS = range(49_152, 65_536)
 
 HAPROXY_OPEN_FILES = 10_276
 """Open files that HAProxy needs for the 4,096 connections that Serve configures; with fewer it does not start."""
@@ -111,12 +119,41 @@ def ray_environment(token: str | None = None) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find distinct ports that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Find distinct ports that are free now and that the kernel assigns to nobody.
+
+    Between this and their use, Ray's many processes open ports of their own. A port of the kernel's ephemeral range
+    would be lost to one of them now and then.
+
+    Raises:
+        OSError: There are not so many free ports.
+    """
+    candidates = _assignable_ports()
+    random.SystemRandom().shuffle(candidates)
+    ports = list(islice(filter(_is_free, candidates), count))
+    if len(ports) < count:
+        raise OSError(errno.EADDRINUSE, f"fewer than {count} ports of this machine are free")
+    return ports
+
+
+def _assignable_ports() -> list[int]:
+    ephemeral = _ephemeral_ports()
+    outside = [port for port in _PORTS if port not in ephemeral]
+    # A machine whose ephemeral range covers all of them has nothing better.
+    return outside or list(_PORTS)
+
+
+def _ephemeral_ports() -> range:
     try:
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [int(item.getsockname()[1]) for item in sockets]
-    finally:
-        for item in sockets:
-            item.close()
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return _IANA_EPHEMERAL_PORTS
+    return range(int(low), int(high) + 1)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as candidate:
+        try:
+            candidate.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
