@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import re
 import sys
@@ -11,7 +12,21 @@ from pathlib import Path
 
 import click
 
-from kuberoll_api.manifest.loading import ManifestError, load_jobs
+SUMMARIES = {
+    "aggregate": "Compute the numbers of a run again.",
+    "crd": "Print the CustomResourceDefinition of the RolloutJob.",
+    "export": "Write a run in a format of a trainer's library.",
+    "get": "Copy the output of a RolloutJob from a cluster.",
+    "logs": "Show the logs of a RolloutJob in a cluster.",
+    "render": "Print the objects that the operator creates for a job.",
+    "report": "Write a run as an HTML page.",
+    "rescore": "Compute the rewards of a run again.",
+    "run": "Run a RolloutJob on this machine.",
+    "show": "Show the trajectories of a run.",
+    "top": "Show the RolloutJobs of a cluster and their throughput.",
+    "validate": "Check manifests.",
+}
+"""Lines of `kuberoll --help` for our own commands, which it would otherwise import."""
 
 COMMANDS = "kuberoll.commands"
 """Group of the subcommands' entry points: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
@@ -42,6 +57,34 @@ class _Root(click.Group):
             raise TypeError(f"entry point {entry.value} is not a click command")
         return command
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        # Options are click's to report.
+        if name.isidentifier() and self.get_command(context, name) is None:
+            near = difflib.get_close_matches(name, self.list_commands(context), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            context.fail(f"there is no command {name}{hint}")
+        return super().resolve_command(context, args)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._summary(context, name)) for name in self.list_commands(context)])
+
+    def _summary(self, context: click.Context, name: str) -> str:
+        entry = _entries().get(name)
+        if entry is not None and next(_missing(entry), None) is not None:
+            return f"(not installed: {_remedy(entry)})"
+        if name in SUMMARIES:
+            return SUMMARIES[name]
+        command = self.get_command(context, name)
+        return "" if command is None else command.get_short_help_str(limit=80)
+
+
+def _remedy(entry: EntryPoint) -> str:
+    return f"pip install 'kuberoll[{_extra(entry)}]'"
+
 
 def _entries() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
@@ -64,8 +107,7 @@ def _missing(entry: EntryPoint) -> Iterator[str]:
 
 def _stand_in(entry: EntryPoint, missing: str) -> click.Command:
     """Placeholder for a command that cannot run here; it prints how to install it."""
-    remedy = f"pip install 'kuberoll[{_extra(entry)}]'"
-    text = f"`kuberoll {entry.name}` needs {missing}, which is not installed: {remedy}"
+    text = f"`kuberoll {entry.name}` needs {missing}, which is not installed: {_remedy(entry)}"
 
     def say() -> None:
         click.echo(text, err=True)
@@ -75,7 +117,6 @@ def _stand_in(entry: EntryPoint, missing: str) -> click.Command:
         entry.name,
         callback=say,
         help=text,
-        short_help=f"(not installed: {remedy})",
         # Whatever the arguments, even --help, the placeholder prints what is missing.
         add_help_option=False,
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
@@ -96,6 +137,8 @@ def validate(files: tuple[Path, ...]) -> None:
     Prints the line and field of each mistake, what was found and what is allowed. The exit code is 0
     if all files are valid, and 2 if one has a mistake.
     """
+    from kuberoll_api.manifest.loading import ManifestError, load_jobs
+
     failed = False
     for file in files:
         try:
