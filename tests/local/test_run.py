@@ -1,4 +1,4 @@
-"""`kuberoll run` with real processes: Ray, Serve, HAProxy, workers; only the engine is simulated."""
+"""`kuberoll run` with real processes; the engine is simulated, in the workers or, with --serve, behind Ray Serve."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.serving.engines import vllm_engine
 from tests.local.support import (
     EXAMPLES,
+    TINY,
     external_generation,
     manifest,
     run_to_end,
@@ -33,8 +34,6 @@ from tests.local.support import (
 )
 from tests.output.s3 import S3Server, s3, s3_server
 
-pytestmark = pytest.mark.ray
-
 __all__ = ["s3", "s3_server"]
 
 
@@ -42,7 +41,7 @@ def _contents(records: list[TrajectoryRecord]) -> dict[tuple[int, int], list[lis
     return {record.key: [list(message.token_ids) for message in record.messages] for record in records}
 
 
-def slow_down(job: Path, seconds: float = 0.2) -> None:
+def slow_down(job: Path, seconds: float = 0.1) -> None:
     """Make the simulated engine take its time, so that there is a middle of the run to look at."""
     document = json.loads(job.read_text())
     document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = seconds
@@ -61,16 +60,18 @@ class Leaving:
 
 @pytest.fixture
 def slow_generation() -> Iterator[dict[str, Any]]:
-    """Somebody else's engine, which takes 0.2 s for a response."""
-    with external_generation(0.2) as generation:
+    """Another engine, which takes 0.1 s for a response."""
+    with external_generation(0.1) as generation:
         yield generation
 
 
-def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+@pytest.mark.ray
+@pytest.mark.parametrize("options", [[], ["--serve"]], ids=["simulated in the workers", "behind Serve"])
+def test_a_run_from_start_to_end(options: list[str], tmp_path: Path) -> None:
     job = manifest(tmp_path / "job.yaml", workers={"replicas": 2, "shards": 3}, rollout={"concurrency": 2})
     slow_down(job)
     output = tmp_path / "out"
-    with running(job, "--output", output, "--metrics-port", "0") as run:
+    with running(job, "--output", output, "--metrics-port", "0", *options) as run:
         url = run.until(r"metrics: (http://\S+)")[1]
         wait_for_trajectories(run, output, 2)
         metrics = urllib.request.urlopen(url, timeout=10).read().decode()
@@ -259,7 +260,24 @@ def test_bad_jobs_are_refused_before_anything_starts(changes: dict[str, object],
     assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+@pytest.mark.ray
+def test_both_places_of_a_simulated_engine_give_the_same_tokens(tmp_path: Path) -> None:
+    job = manifest(tmp_path / "job.yaml", generation={"model": {"source": str(TINY)}, "engine": "Simulated"})
+    contents = []
+    for name, options in (("workers", []), ("serve", ["--serve"])):
+        code, text = run_to_end(job, "--output", tmp_path / name, "--metrics-port", "0", *options)
+        assert code == 0, text
+        assert ("ray:" in text) == bool(options)
+        contents.append(_contents(trajectories(tmp_path / name)))
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [([], "spec.generation.model: JSONDecodeError"), (["--serve"], "generation did not start: JSONDecodeError")],
+)
+def test_an_engine_that_does_not_start_says_why(options: list[str], words: str, tmp_path: Path) -> None:
     job = manifest(tmp_path / "job.yaml")
     # The tokenizer is there, the replica fails while it loads.
     document = json.loads(job.read_text())
@@ -271,9 +289,9 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
         "tokenizer": document["spec"]["generation"]["model"]["source"],
     }
     job.write_text(json.dumps(document))
-    code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
+    code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0", *options)
     assert code == 1
-    assert "generation did not start: JSONDecodeError" in text, text
+    assert words in text, text
 
 
 def test_a_library_that_is_not_there_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ def test_a_worker_without_its_run_and_watchdog_ends_and_the_run_goes_on_at_once(
     assert len(set(found)) == 400
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("how", ["two interrupts", "a kill"])
 def test_what_a_stopped_run_started_is_gone_as_soon_as_its_watchdog_is(how: str, tmp_path: Path) -> None:
     environments = [
@@ -85,7 +86,7 @@ def test_what_a_stopped_run_started_is_gone_as_soon_as_its_watchdog_is(how: str,
     document["spec"]["generation"]["simulated"]["firstTokenSeconds"] = 0.5
     job.write_text(json.dumps(document))
     output = tmp_path / "out"
-    with running(job, "--output", output, "--metrics-port", "0") as run:
+    with running(job, "--output", output, "--metrics-port", "0", "--serve") as run:
         wait_for_trajectories(run, output, 2)
         run_id = run.run_id()
         below = psutil.Process(run.process.pid).children(recursive=True)

@@ -25,6 +25,7 @@ from typing import Final, Literal, TextIO
 import msgspec
 from pydantic import TypeAdapter
 
+from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
@@ -64,6 +65,7 @@ from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
+from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics, TrajectoryCounts
 
 REPORT_SECONDS = 0.25
@@ -76,7 +78,7 @@ class WorkerConfig:
     Attributes:
         base: The directory where the job's relative paths start.
         tokenizer: Directory or hub id of the tokenizer.
-        endpoint: Base URL of the policy.
+        endpoint: Base URL of the policy; None: see `simulated`.
         max_model_len: The engine's window, tokens.
         output: The run's directory, which must exist, or URI.
         turns: Directory of the turn log; None: turns are not journaled.
@@ -88,12 +90,13 @@ class WorkerConfig:
         discovery: Source of the list of replicas: the endpoint, DNS, or `replicas`.
         replicas: Base URLs of the replicas, with discovery `Static`.
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
+        simulated: Arguments of an engine that this worker simulates instead of using an endpoint.
     """
 
     job: RolloutJob
     base: str
     tokenizer: str
-    endpoint: str
+    endpoint: str | None
     max_model_len: int
     output: str
     turns: str | None
@@ -107,6 +110,7 @@ class WorkerConfig:
     discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
     replicas: list[str] = field(default_factory=list)
     replicas_host: str | None = None
+    simulated: ServeArgs | None = None
 
     def encode(self) -> bytes:
         """The configuration as one line of JSON."""
@@ -301,12 +305,19 @@ def external_client(
 @asynccontextmanager
 async def open_policy(
     config: WorkerConfig, metrics: RolloutMetrics, tokenizer: HuggingFaceTokenizer
-) -> AsyncIterator[RoutedPolicy]:
-    """Open the policy over all replicas of the config.
+) -> AsyncIterator[Policy]:
+    """Open the config's policy: a simulated engine, or all replicas of the endpoint.
 
     Raises:
         ValueError: The config lacks the address for its kind of discovery, or the API key is not set.
     """
+    if config.simulated is not None:
+        engine = Simulated.of(config.simulated)
+        await engine.start()
+        if (weights := config.simulated.weights) is not None:
+            await engine.load_weights(weights.uri, weights.version)
+        yield engine
+        return
     job = config.job
     limit, token, external = job.spec.rollout.concurrency, config.token, job.spec.generation.external
     # Samples of a batch wait for one another, so none of them may wait for room until another one ends.
@@ -326,12 +337,13 @@ async def open_policy(
             # Report a missing key before waiting for the endpoint.
             connect(external.url)
         elif config.discovery == "Static":
-            discovery = StaticDiscovery(config.replicas or [config.endpoint])
+            discovery = StaticDiscovery(config.replicas or [_endpoint(config)])
         elif config.discovery == "DNS":
             discovery = DnsDiscovery(config.replicas_host or "")
         else:
-            asking = await stack.enter_async_context(ServeClient(config.endpoint, limit=1, token=token))
-            discovery = EndpointDiscovery(asking, config.endpoint)
+            endpoint = _endpoint(config)
+            asking = await stack.enter_async_context(ServeClient(endpoint, limit=1, token=token))
+            discovery = EndpointDiscovery(asking, endpoint)
         yield await stack.enter_async_context(
             RoutedPolicy(
                 discovery,
@@ -341,6 +353,12 @@ async def open_policy(
                 metrics=metrics.routing,
             )
         )
+
+
+def _endpoint(config: WorkerConfig) -> str:
+    if config.endpoint is None:
+        raise ValueError("the worker's configuration has neither an endpoint nor a simulated engine")
+    return config.endpoint
 
 
 async def run_worker(

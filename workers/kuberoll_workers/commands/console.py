@@ -14,10 +14,11 @@ from rich.text import Text
 
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 from kuberoll_workers.analysis.report.text import visible
-from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
+from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
 from kuberoll_workers.rollouts.drop_report import DropReport
 
 LOG_SECONDS = 5.0
+START_LOG_SECONDS = 10.0
 
 
 def reporter_for(console: Console) -> Reporter:
@@ -34,6 +35,12 @@ class LogReporter:
 
     def note(self, text: str) -> None:
         self._print(text)
+
+    def starting(self, name: str, seconds: float) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + START_LOG_SECONDS
+            if seconds >= LOG_SECONDS:
+                self._print(f"starting: {name}, {seconds:.0f} s so far")
 
     def phase(self, name: str, seconds: float) -> None:
         self._print(f"{name}: {seconds:.1f} s")
@@ -71,6 +78,9 @@ class BarReporter:
 
     def note(self, text: str) -> None:
         self._console.print(Text(visible(text)), soft_wrap=True)
+
+    def starting(self, name: str, seconds: float) -> None:
+        self._bar.update(self._task, description=f"starting: {name}", counts=clock(seconds))
 
     def phase(self, name: str, seconds: float) -> None:
         self._console.print(Text(f"{name}: {seconds:.1f} s", style="dim"))
@@ -119,13 +129,6 @@ def dropped_text(tail: DropReport) -> str:
         if lot.trajectories
     )
     return f"dropped: {reasons} ({tail.unfinished} stopped before they ended). On average {means}"
-
-
-def clock(seconds: float) -> str:
-    """`h:mm:ss`, or `m:ss` below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _print_result(console: Console, result: RunResult) -> None:

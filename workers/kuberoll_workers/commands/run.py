@@ -25,6 +25,7 @@ DEFAULT_METRICS_PORT = 9464
     show_default=True,
     help="Port of /metrics during the run; 0 for any free one.",
 )
+@click.option("--serve", is_flag=True, help="Put a Simulated engine behind Ray Serve, as a real one is.")
 @click.option("--monitor", is_flag=True, help="Run a local Prometheus alongside, with graphs and alerts.")
 def run(
     manifest: Path,
@@ -33,6 +34,7 @@ def run(
     resume: bool,
     force: bool,
     metrics_port: int,
+    serve: bool,
     monitor: bool,
 ) -> None:
     """Run the RolloutJob in MANIFEST on this machine.
@@ -40,8 +42,7 @@ def run(
     Ctrl-C finishes the trajectories in flight and leaves a run that --resume continues; a second Ctrl-C stops at
     once. The exit code is 0 only if every trajectory finished, or failed within the failure budget; 1: some are missing
     or failed; 2: the job was rejected, nothing was started; 3: all are stored, but the aggregates or the report could
-    not
-    be written; 130: interrupted.
+    not be written; 130: interrupted.
     """
     try:
         job = load_job(manifest, overrides)
@@ -68,6 +69,7 @@ def run(
         force=force,
         metrics_port=metrics_port,
         monitor=monitor,
+        serve=serve,
     )
     reporter = reporter_for(Console(highlight=False))
     try:

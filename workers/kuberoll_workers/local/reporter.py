@@ -69,8 +69,12 @@ class Reporter(Protocol):
         """Show a sentence."""
         ...
 
+    def starting(self, name: str, seconds: float) -> None:
+        """Show the phase of the start in progress, and for how long it has been."""
+        ...
+
     def phase(self, name: str, seconds: float) -> None:
-        """Show that a phase of the start is done."""
+        """Show that a phase of the start or of the end is done."""
         ...
 
     def progress(self, totals: RunProgress) -> None:
@@ -84,3 +88,10 @@ class Reporter(Protocol):
     def close(self) -> None:
         """Restore the terminal; also called if there is no result."""
         ...
+
+
+def clock(seconds: float) -> str:
+    """`h:mm:ss`, or `m:ss` below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -6,30 +6,41 @@ import asyncio
 import errno
 import hashlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
+from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.dataset.inputs import repeats_of
+from kuberoll_workers.local.generation import (
+    HOST_PATIENCE_SECONDS,
+    EngineHost,
+    PolicyEndpoint,
+    RunFailed,
+    StartClock,
+    external_endpoint,
+    literal_variables,
+    serve_args,
+    simulated_endpoint,
+    simulated_shares,
+)
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import JobRefused, Preflight, check
 from kuberoll_workers.local.processes import Child
-from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
+from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables
 from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graph_url, prometheus
@@ -42,12 +53,8 @@ from kuberoll_workers.output.run_directory import (
 from kuberoll_workers.output.run_files import NotARun, RunFiles
 from kuberoll_workers.output.run_state import read_state
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageError, open_storage
-from kuberoll_workers.policy.auth import Tokens
-from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.run_end import RunEnd, end_run
-from kuberoll_workers.serving.app import requested_gpus
-from kuberoll_workers.serving.host import HostConfig
-from kuberoll_workers.worker import Progress, WorkerConfig, external_client, planned_trajectories
+from kuberoll_workers.worker import Progress, WorkerConfig, planned_trajectories
 
 EXIT_POSTPROCESSING = 3
 """Exit code: every trajectory is stored, but the aggregates, the report or the list of files could not be made."""
@@ -55,8 +62,9 @@ EXIT_POSTPROCESSING = 3
 _COMMANDS = {"aggregation": "aggregate", "report": "report"}
 
 REFRESH_SECONDS = 0.25
-HOST_PATIENCE_SECONDS = 20.0
 WORKER_PATIENCE_SECONDS = 5.0
+# A shorter shutdown is not worth a line.
+_NOTABLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,7 @@ class RunOptions:
         force: Continue the run there even if its dataset or settings have changed.
         metrics_port: Where `/metrics` is served; 0: any free port.
         monitor: Run a local Prometheus, which ends with the run.
+        serve: Put a Simulated engine behind Ray Serve, as real ones are, instead of into the workers.
     """
 
     base: Path
@@ -77,19 +86,7 @@ class RunOptions:
     force: bool = False
     metrics_port: int = 0
     monitor: bool = False
-
-
-class PolicyEndpoint(NamedTuple):
-    """The policy's URL, its context window in tokens, its token, and the port of its metrics."""
-
-    url: str
-    max_model_len: int
-    token: str | None = None
-    metrics_port: int | None = None
-
-
-class RunFailed(Exception):
-    """A part that the run needs has failed; the message names it and its log."""
+    serve: bool = False
 
 
 def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
@@ -117,7 +114,6 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
         raise JobRefused(str(error)) from error
     finally:
         directory.close()
-    reporter.finish(result)
     return result
 
 
@@ -174,6 +170,8 @@ class _LocalRun:
         self._progress: list[Progress] = []
         self._main: asyncio.Task[None] | None = None
         self._seconds: dict[str, float] = {}
+        self._clock = StartClock(reporter.phase, self._seconds)
+        self._parts = AsyncExitStack()
         self._workers_started = 0.0
         self._problems: list[str] = []
 
@@ -186,8 +184,20 @@ class _LocalRun:
             scratch = stack.enter_context(scratch_directory())
             stack.enter_context(_watchdog(run_id, scratch))
             self._seconds["checks"] = time.perf_counter() - started
-            asyncio.run(self._supervise(run_id, scratch))
-        return self._result(started)
+            runner = stack.enter_context(asyncio.Runner())
+            try:
+                runner.run(self._supervise(run_id, scratch))
+                # The engine shuts down meanwhile.
+                result = self._result(started)
+                self._reporter.finish(result)
+            finally:
+                stopping = time.perf_counter()
+                with suppress(KeyboardInterrupt):
+                    # The watchdog ends the remaining processes.
+                    runner.run(self._parts.aclose())
+        if (seconds := time.perf_counter() - stopping) >= _NOTABLE_SECONDS:
+            self._reporter.phase("shutdown", seconds)
+        return result
 
     async def _supervise(self, run_id: str, scratch: Path) -> None:
         loop = asyncio.get_running_loop()
@@ -220,31 +230,97 @@ class _LocalRun:
         metrics_directory = scratch / "metrics"
         metrics_directory.mkdir()
         environment = run_variables(run_id)
-        async with AsyncExitStack() as stack:
-            port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
-            self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
-            assignment = self._assignment()
-            workers: list[Child] = []
-            stack.push_async_callback(self._stop_workers, workers)
+        stack = self._parts
+        port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
+        self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
+        assignment = self._assignment()
+        workers: list[Child] = []
+        host: EngineHost | None = None
+        try:
+            # They initialize while the engine starts.
             for number in range(len(assignment)):
                 worker = await self._start_worker(number, metrics_directory, environment)
                 workers.append(worker)
-            host, endpoint = await self._start_generation(stack, scratch, environment)
-            # Workers start before the engine and also stop before it.
-            stack.push_async_callback(self._stop_workers, workers)
+            if self._needs_host:
+                host = await EngineHost.start(
+                    self._job, self._preflight, scratch=scratch, log=self._logs / "generation.log",
+                    environment=environment,
+                )  # fmt: skip
+                stack.push_async_callback(self._stop, host.child, HOST_PATIENCE_SECONDS)
+            endpoint = await self._started(host)
             if self._options.monitor:
-                await self._start_monitor(stack, environment, port, endpoint.metrics_port)
+                await self._start_monitor(environment, port, endpoint.metrics_port)
+            engines = self._simulated_engines(len(assignment)) if endpoint.url is None else [None] * len(assignment)
             self._workers_started = time.perf_counter()
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Metrics of workers are summed, so each gets its share.
                 planned = share(self._planned, number, len(assignment))
-                await worker.send_line(self._worker_config(endpoint, shards, planned).encode())
+                config = self._worker_config(endpoint, shards, planned, engines[number])
+                await worker.send_line(config.encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
-            await self._watch(host)
+            await self._watch(None if host is None else host.child)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
-            stopping = time.perf_counter()
-        self._seconds["shutdown"] = time.perf_counter() - stopping
+        finally:
+            await self._stop_workers(workers)
+            if host is not None:
+                host.child.signal(signal.SIGTERM)
+
+    @property
+    def _needs_host(self) -> bool:
+        generation = self._job.spec.generation
+        return generation.external is None and (generation.engine != "Simulated" or self._options.serve)
+
+    async def _started(self, host: EngineHost | None) -> PolicyEndpoint:
+        """Wait until the job's engine can generate.
+
+        Raises:
+            RunFailed: It cannot, or not in time.
+        """
+        external = self._job.spec.generation.external
+        deadline = float(self._job.spec.startup_deadline_seconds)
+        ticks = asyncio.create_task(self._tick())
+        try:
+            if external is not None:
+                return await self._external(external, deadline)
+            if host is None:
+                return simulated_endpoint(serve_args(self._job, self._preflight))
+            try:
+                async with asyncio.timeout(deadline):
+                    return await host.ready(self._clock)
+            except TimeoutError as error:
+                raise RunFailed(
+                    f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); "
+                    f"see {host.child.log}"
+                ) from error
+        finally:
+            ticks.cancel()
+
+    async def _external(self, external: External, deadline: float) -> PolicyEndpoint:
+        self._clock.begin("endpoint")
+
+        def report(trouble: str) -> None:
+            left = clock(max(0.0, deadline - self._clock.elapsed))
+            self._reporter.note(f"waiting for the endpoint, {left} left: {trouble}")
+
+        endpoint = await external_endpoint(
+            external,
+            window=self._job.spec.rollout.max_sequence_length,
+            deadline=deadline,
+            environment={**os.environ, **literal_variables(self._job.spec.workers.env)},
+            trouble=report,
+        )
+        self._clock.finish("endpoint", self._clock.elapsed)
+        return endpoint
+
+    async def _tick(self) -> None:
+        while True:
+            if self._clock.name:
+                self._reporter.starting(self._clock.name, self._clock.elapsed)
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def _simulated_engines(self, workers: int) -> Sequence[ServeArgs | None]:
+        return simulated_shares(serve_args(self._job, self._preflight), workers)
 
     async def _start_worker(self, number: int, metrics: Path, environment: Mapping[str, str]) -> Child:
         """Start a worker without its configuration: it initializes while the engine starts."""
@@ -268,47 +344,7 @@ class _LocalRun:
         # After a second Ctrl-C do not wait; the watchdog ends the remaining processes.
         await child.stop(patience if self._interrupts < 2 else 0.0)
 
-    async def _start_generation(
-        self, stack: AsyncExitStack, scratch: Path, environment: dict[str, str]
-    ) -> tuple[Child | None, PolicyEndpoint]:
-        generation = self._job.spec.generation
-        deadline = float(self._job.spec.startup_deadline_seconds)
-        if generation.external is not None:
-            return None, await self._external(generation.external, deadline)
-        # Other users of this machine must not be able to generate.
-        tokens = msgspec.convert({scope: secrets.token_hex(32) for scope in SCOPES}, Tokens)
-        config = HostConfig(
-            app=ServeArgs.of(
-                generation,
-                model=self._preflight.model,
-                tokenizer=self._preflight.tokenizer,
-                gpus=requested_gpus(generation),
-                weights=weights_source(self._job.spec.weights),
-            ),
-            scratch=str(scratch),
-            routing=generation.routing,
-            tokens=tokens,
-        )
-        path = _secret_file(scratch / "generation.json", msgspec.json.encode(config))
-        host = await Child.start(
-            "kuberoll_workers.serving.host",
-            ["--config", str(path)],
-            log=self._logs / "generation.log",
-            # Sockets and files that the engine leaves in the temporary directory are removed with the run's.
-            environment={**environment, "TMPDIR": str(scratch), **literal_variables(generation.env)},
-        )
-        stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
-        try:
-            async with asyncio.timeout(deadline):
-                return host, (await self._host_ready(host))._replace(token=tokens.generate)
-        except TimeoutError as error:
-            raise RunFailed(
-                f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {host.log}"
-            ) from error
-
-    async def _start_monitor(
-        self, stack: AsyncExitStack, environment: Mapping[str, str], port: int, engine_port: int | None
-    ) -> None:
+    async def _start_monitor(self, environment: Mapping[str, str], port: int, engine_port: int | None) -> None:
         job = self._job.metadata.name
         targets = [Target(name="kuberoll", address=f"127.0.0.1:{port}")]
         if engine_port is not None:
@@ -316,7 +352,7 @@ class _LocalRun:
             targets.append(Target(name="engine", address=f"127.0.0.1:{engine_port}", labels={"rolloutjob": job}))
         directory = self._local / "prometheus"
         try:
-            url = await stack.enter_async_context(prometheus(targets, directory, environment=environment))
+            url = await self._parts.enter_async_context(prometheus(targets, directory, environment=environment))
         except PrometheusUnavailable as error:
             self._reporter.note(f"--monitor: {error}. The run continues without it")
             return
@@ -324,42 +360,14 @@ class _LocalRun:
         self._reporter.note(f"graphs: {graph_url(url)}")
         self._reporter.note(f"alerts: {url}/alerts")
 
-    async def _host_ready(self, host: Child) -> PolicyEndpoint:
-        async for event in host.reports():
-            if event["event"] == "phase":
-                self._seconds[event["name"]] = event["seconds"]
-                self._reporter.phase(event["name"], event["seconds"])
-            elif event["event"] == "ready":
-                return PolicyEndpoint(event["url"], event["info"]["max_model_len"], metrics_port=event["metrics_port"])
-            else:
-                raise RunFailed(f"generation did not start: {event['message']}\nSee {host.log}")
-        code = await host.wait()
-        raise RunFailed(f"generation ended before it was ready (exit code {code}); see {host.log}\n{host.log_tail()}")
-
-    async def _external(self, external: External, deadline: float) -> PolicyEndpoint:
-        began = time.perf_counter()
-        window = self._job.spec.rollout.max_sequence_length
-        environment = {**os.environ, **literal_variables(self._job.spec.workers.env)}
-        try:
-            # The others may become ready later; the run can start with this one.
-            async with external_client(
-                external, external.url, limit=1, window=window, environment=environment
-            ) as client:
-                info = await client.wait_ready(
-                    deadline, trouble=lambda trouble: self._reporter.note(f"waiting for the policy: {trouble}")
-                )
-        except (PolicyUnavailable, PolicyRefused, ValueError) as error:
-            raise RunFailed(f"spec.generation.external.url: {error}") from error
-        self._seconds["endpoint"] = time.perf_counter() - began
-        self._reporter.phase("endpoint", self._seconds["endpoint"])
-        return PolicyEndpoint(external.url, info.max_model_len)
-
     def _assignment(self) -> list[list[int]]:
         """Shards by worker process; a shard's results do not depend on its process."""
         workers = max(1, min(self._job.spec.workers.replicas, self._shards))
         return [list(range(number, self._shards, workers)) for number in range(workers)]
 
-    def _worker_config(self, endpoint: PolicyEndpoint, shards: list[int], planned: int) -> WorkerConfig:
+    def _worker_config(
+        self, endpoint: PolicyEndpoint, shards: list[int], planned: int, engine: ServeArgs | None
+    ) -> WorkerConfig:
         return WorkerConfig(
             job=self._job,
             base=str(self._options.base.resolve()),
@@ -376,6 +384,7 @@ class _LocalRun:
             blocks=list(self._preflight.inputs.blocks),
             planned=planned,
             token=endpoint.token,
+            simulated=engine,
         )
 
     def _output_location(self) -> str:
@@ -520,20 +529,9 @@ def describe_error(error: BaseException) -> str:
     return words if for_users else f"{type(error).__name__}: {words}"
 
 
-def _secret_file(path: Path, data: bytes) -> Path:
-    path.touch(mode=0o600)
-    path.write_bytes(data)
-    return path
-
-
 def import_directories(base: Path) -> list[str]:
     """Directories in which modules of entrypoints are searched, besides installed packages."""
     return list(dict.fromkeys([str(base.resolve()), str(Path.cwd())]))
-
-
-def literal_variables(env: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The environment variables of a container that have literal values; secrets exist only in the cluster."""
-    return {str(item["name"]): str(item["value"]) for item in env if "name" in item and "value" in item}
 
 
 def local_directory(job: RolloutJob, storage: Storage) -> Path:

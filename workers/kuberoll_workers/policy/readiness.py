@@ -11,7 +11,7 @@ from kuberoll_workers.policy.interface import EngineInfo, PolicyUnavailable
 
 CHANGE_SECONDS: Final = 5.0
 """Minimum seconds between reports of different troubles."""
-REPEAT_SECONDS: Final = 30.0
+REPEAT_SECONDS: Final = 10.0
 """Seconds after which an unchanged trouble is reported again."""
 
 

@@ -49,6 +49,9 @@ from kuberoll_workers.serving.ray_start import start_in_attempts
 from kuberoll_workers.serving.root_cause import MESSAGE_CHARACTERS, root_cause
 
 _log = logging.getLogger(__name__)
+START_PHASES = ("ray", "serve", "engine", "proxy")
+"""Phases of the start, in their order."""
+
 _PROXY_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from kuberoll_api.contract import ServeArgs
-from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.serving.engines import vllm_engine
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.engines.simulated import Simulated
@@ -37,12 +36,7 @@ class SimulatedKind:
     """A simulation of an engine's latency."""
 
     def make(self, args: ServeArgs) -> Engine:
-        return Simulated(
-            model=args.model,
-            tokenizer=args.tokenizer,
-            settings=SimulatedEngine.model_validate(args.simulated or {}),
-            engine_args=args.engine_args,
-        )
+        return Simulated.of(args)
 
     def missing(self) -> str | None:
         return None

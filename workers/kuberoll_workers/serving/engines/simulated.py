@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -51,6 +52,20 @@ class Simulated:
         # Versions of the weights with the times from which they were served.
         self._versions: list[tuple[float, str]] = [(0.0, OWN_VERSION)]
         self.in_flight = 0
+
+    @classmethod
+    def of(cls, args: ServeArgs) -> Simulated:
+        """Create it from the Serve application's arguments.
+
+        Raises:
+            OSError, ValueError: The model's configuration cannot be read.
+        """
+        return cls(
+            model=args.model,
+            tokenizer=args.tokenizer,
+            settings=SimulatedEngine.model_validate(args.simulated or {}),
+            engine_args=args.engine_args,
+        )
 
     async def start(self) -> None:
         if self._settings.responses:
