@@ -22,10 +22,10 @@ from kuberoll_workers.serving.app import (
     max_replicas,
     read_args,
     replica_gpus,
-    requested_gpus,
 )
 from kuberoll_workers.serving.engines.registry import ENGINES, placed_engine_args
 from kuberoll_workers.serving.engines.vllm_engine import check_argument_names, engine_arguments
+from kuberoll_workers.serving.host_config import requested_gpus
 from kuberoll_workers.serving.ray_settings import (
     HAPROXY_OPEN_FILES,
     free_ports,

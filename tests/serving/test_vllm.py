@@ -149,6 +149,19 @@ async def test_impossible_requests_are_refused_and_harm_nobody(engine: VLLMEngin
     assert len((await engine.generate(request([1, 2], max_tokens=1))).token_ids) == 1
 
 
+async def test_tokens_of_unfinished_requests_are_counted(engine: VLLMEngine) -> None:
+    generation = asyncio.gather(
+        *(engine.generate(request([5, 6, 7], name=str(n), seed=n, max_tokens=300, temperature=2.0)) for n in range(8))
+    )
+    counts = []
+    while not generation.done():
+        counts.append(engine.info().tokens_in_flight)
+        await asyncio.sleep(0)
+    generated = sum(len(result.token_ids) for result in await generation)
+    assert 0 < max(counts) <= generated
+    assert engine.info().tokens_in_flight == 0
+
+
 async def test_a_cancelled_request_leaves_the_engine(engine: VLLMEngine) -> None:
     tasks = [
         asyncio.create_task(engine.generate(request([5, 6, 7], name=str(n), max_tokens=500, temperature=2.0)))

@@ -16,8 +16,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TextIO
@@ -27,7 +27,6 @@ from pydantic import TypeAdapter
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.environments import Environment
-from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
 from kuberoll_workers.data.observations import (
@@ -53,12 +52,7 @@ from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.store import ResultStore
-from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.external import ExternalClient
 from kuberoll_workers.policy.interface import Policy, SamplingParameters
-from kuberoll_workers.policy.routing.discovery import Discovery, DnsDiscovery, EndpointDiscovery, StaticDiscovery
-from kuberoll_workers.policy.routing.replica import ReplicaClient
-from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.rollout import Rollout
@@ -66,7 +60,7 @@ from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
 from kuberoll_workers.serving.engines.simulated import Simulated
-from kuberoll_workers.telemetry import RolloutMetrics, TrajectoryCounts
+from kuberoll_workers.telemetry import Activity, RolloutMetrics, TrajectoryCounts
 
 REPORT_SECONDS = 0.25
 
@@ -131,6 +125,8 @@ class Progress:
 
     Attributes:
         dropped: Dropped trajectories, `filtered` of them with their whole group.
+        generating, stepping: Trajectories that wait for generation, or for an environment, now.
+        ended_turns, received_tokens: Turns and generated tokens, with those of unfinished trajectories.
     """
 
     resumed: int = 0
@@ -145,12 +141,21 @@ class Progress:
     generation_seconds: float = 0.0
     environment_seconds: float = 0.0
     reward_sum: float = 0.0
+    generating: int = 0
+    stepping: int = 0
+    ended_turns: int = 0
+    received_tokens: int = 0
     done: bool = False
 
     @property
     def results(self) -> int:
         """Number of stored results of all kinds."""
         return self.trajectories + self.failed + self.dropped
+
+    def update(self, activity: Activity) -> None:
+        """Take over the counts of the present work."""
+        self.generating, self.stepping = activity.generating, activity.stepping
+        self.ended_turns, self.received_tokens = activity.turns, activity.tokens
 
     def add(self, result: Result) -> None:
         """Count a stored trajectory."""
@@ -263,45 +268,6 @@ async def open_environments(
         yield runners
 
 
-def external_client(
-    external: External,
-    url: str,
-    *,
-    limit: int,
-    token: str | None = None,
-    tokenizer: HuggingFaceTokenizer | None = None,
-    window: int | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> ExternalClient:
-    """Create the client of an externally managed endpoint.
-
-    Args:
-        token: Used if the job names no variable with an API key.
-        tokenizer, window: As in `ExternalClient`.
-        environment: Environment variables, with the API key.
-
-    Raises:
-        ValueError: The variable of the API key is not set.
-    """
-    variable = external.api_key_variable
-    key = token if variable is None else environment.get(variable)
-    if variable is not None and not key:
-        raise ValueError(
-            f"spec.generation.external.apiKeyVariable: {variable} is not set in this worker's environment: set it with "
-            "spec.workers.env or envFrom"
-        )
-    return ExternalClient(
-        url,
-        api=external.api,
-        model=external.model,
-        api_key=key,
-        limit=limit,
-        tokenizer=tokenizer,
-        window=window,
-        vocabulary=None if tokenizer is None else tokenizer.vocabulary,
-    )
-
-
 @asynccontextmanager
 async def open_policy(
     config: WorkerConfig, metrics: RolloutMetrics, tokenizer: HuggingFaceTokenizer
@@ -318,47 +284,21 @@ async def open_policy(
             await engine.load_weights(weights.uri, weights.version)
         yield engine
         return
-    job = config.job
-    limit, token, external = job.spec.rollout.concurrency, config.token, job.spec.generation.external
-    # Samples of a batch wait for one another, so none of them may wait for room until another one ends.
-    share = 0.0 if job.spec.rollout.scheduling == "Lockstep" else 1 / max(1, job.spec.workers.replicas)
+    # HTTP clients are a fifth of what a worker imports, and a simulation needs none.
+    from kuberoll_workers.policy.endpoints import open_endpoints
 
-    def connect(url: str) -> AbstractAsyncContextManager[ReplicaClient]:
-        if external is None:
-            return ServeClient(url, limit=limit, token=token)
-        return external_client(
-            external, url, limit=limit, token=token, tokenizer=tokenizer, window=config.max_model_len
-        )
-
-    async with AsyncExitStack() as stack:
-        discovery: Discovery
-        if external is not None:
-            discovery = StaticDiscovery(config.replicas or [external.url, *external.urls])
-            # Report a missing key before waiting for the endpoint.
-            connect(external.url)
-        elif config.discovery == "Static":
-            discovery = StaticDiscovery(config.replicas or [_endpoint(config)])
-        elif config.discovery == "DNS":
-            discovery = DnsDiscovery(config.replicas_host or "")
-        else:
-            endpoint = _endpoint(config)
-            asking = await stack.enter_async_context(ServeClient(endpoint, limit=1, token=token))
-            discovery = EndpointDiscovery(asking, endpoint)
-        yield await stack.enter_async_context(
-            RoutedPolicy(
-                discovery,
-                connect,
-                sticky=job.spec.generation.routing == "Session",
-                share=share,
-                metrics=metrics.routing,
-            )
-        )
-
-
-def _endpoint(config: WorkerConfig) -> str:
-    if config.endpoint is None:
-        raise ValueError("the worker's configuration has neither an endpoint nor a simulated engine")
-    return config.endpoint
+    async with open_endpoints(
+        config.job,
+        endpoint=config.endpoint,
+        token=config.token,
+        discovery=config.discovery,
+        replicas=config.replicas,
+        replicas_host=config.replicas_host,
+        window=config.max_model_len,
+        tokenizer=tokenizer,
+        metrics=metrics.routing,
+    ) as policy:
+        yield policy
 
 
 async def run_worker(
@@ -532,7 +472,10 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain.set)
     metrics = RolloutMetrics(str(config.job.metadata.name))
-    background = [asyncio.create_task(metrics.watch_event_loop()), asyncio.create_task(_report(progress, reports))]
+    background = [
+        asyncio.create_task(metrics.watch_event_loop()),
+        asyncio.create_task(_report(progress, metrics, reports)),
+    ]
     try:
         await run_worker(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
         progress.done = True
@@ -544,6 +487,7 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+    progress.update(metrics.activity())
     _print(progress, reports)
     return problem
 
@@ -561,8 +505,9 @@ def problem_of(error: BaseException) -> str | None:
     return str(error) or type(error).__name__ if isinstance(error, _REFUSALS) else None
 
 
-async def _report(progress: Progress, reports: TextIO) -> None:
+async def _report(progress: Progress, metrics: RolloutMetrics, reports: TextIO) -> None:
     while True:
+        progress.update(metrics.activity())
         _print(progress, reports)
         await asyncio.sleep(REPORT_SECONDS)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -32,17 +32,18 @@ class LogReporter:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._next = 0.0
+        self._next_start = LOG_SECONDS
 
     def note(self, text: str) -> None:
         self._print(text)
 
     def starting(self, name: str, seconds: float) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + START_LOG_SECONDS
-            if seconds >= LOG_SECONDS:
-                self._print(f"starting: {name}, {seconds:.0f} s so far")
+        if seconds >= self._next_start:
+            self._next_start = seconds + START_LOG_SECONDS
+            self._print(f"{name}: {seconds:.0f} s so far")
 
     def phase(self, name: str, seconds: float) -> None:
+        self._next_start = LOG_SECONDS
         self._print(f"{name}: {seconds:.1f} s")
 
     def progress(self, totals: RunProgress) -> None:
@@ -60,38 +61,50 @@ class LogReporter:
         self._console.print(Text(visible(text)), soft_wrap=True)
 
 
+class _Bar(Progress):
+    """A bar with a line of counts below it, which needs the width of the terminal for itself."""
+
+    counts = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.counts:
+            yield Text(self.counts, style="dim")
+
+
 class BarReporter:
     """One bar at the bottom of the terminal, with everything else above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
+        self._bar = _Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[counts]}"),
+            TextColumn("{task.fields[clock]}"),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=None, counts="")
+        self._task = self._bar.add_task("starting", total=None, clock="")
         self._bar.start()
 
     def note(self, text: str) -> None:
         self._console.print(Text(visible(text)), soft_wrap=True)
 
     def starting(self, name: str, seconds: float) -> None:
-        self._bar.update(self._task, description=f"starting: {name}", counts=clock(seconds))
+        self._bar.update(self._task, description=f"starting: {name}", clock=clock(seconds))
 
     def phase(self, name: str, seconds: float) -> None:
         self._console.print(Text(f"{name}: {seconds:.1f} s", style="dim"))
 
     def progress(self, totals: RunProgress) -> None:
+        self._bar.counts = describe(totals)
         self._bar.update(
             self._task,
             description="rollouts",
             total=totals.planned,
             completed=totals.completed,
-            counts=describe(totals),
+            clock=clock(totals.seconds),
         )
 
     def finish(self, result: RunResult) -> None:
@@ -106,12 +119,17 @@ def describe(totals: RunProgress) -> str:
     """Rates of this run without resumed trajectories, mean reward, failures and remaining time."""
     progress = totals.progress
     seconds = max(totals.seconds, 1e-9)
-    turns = progress.turns + progress.dropped_turns
-    tokens = progress.generated_tokens + progress.dropped_tokens
-    parts = [f"{turns / seconds:.1f} turns/s", f"{tokens / seconds:.0f} tokens/s"]
+    tokens = progress.received_tokens + totals.tokens_in_flight
+    parts = [
+        f"{progress.generating} generating",
+        f"{progress.stepping} in environments",
+        f"{progress.ended_turns / seconds:.1f} turns/s",
+        f"{tokens / seconds:.0f} tokens/s",
+    ]
     if progress.trajectories:
         parts.append(f"reward {progress.reward_sum / progress.trajectories:.3f}")
-    parts.append(f"{progress.failed} failed")
+    if progress.failed:
+        parts.append(f"{progress.failed} failed")
     if progress.dropped:
         parts.append(f"{progress.dropped} dropped")
     remaining = totals.remaining_seconds

@@ -21,10 +21,8 @@ from kuberoll_workers.local.preflight import Preflight
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
-from kuberoll_workers.serving.app import requested_gpus
 from kuberoll_workers.serving.engines.simulated import Simulated
-from kuberoll_workers.serving.host import START_PHASES, HostConfig
-from kuberoll_workers.worker import external_client
+from kuberoll_workers.serving.host_config import START_PHASES, HostConfig, requested_gpus
 
 HOST_PATIENCE_SECONDS = 20.0
 
@@ -199,6 +197,9 @@ async def external_endpoint(
     Raises:
         RunFailed: It was not ready in time, or cannot be used; the message has the reason.
     """
+    # With an HTTP client, which other sources do not need.
+    from kuberoll_workers.policy.endpoints import external_client
+
     try:
         async with external_client(external, external.url, limit=1, window=window, environment=environment) as client:
             info = await client.wait_ready(deadline, trouble=trouble)

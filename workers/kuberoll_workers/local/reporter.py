@@ -18,11 +18,13 @@ class RunProgress:
     Attributes:
         planned: Trajectories of the job, including those of an earlier run, which `progress.resumed` counts.
         seconds: Since the first worker was started.
+        tokens_in_flight: Tokens that the engine has generated for turns that have not ended.
     """
 
     planned: int
     progress: Progress
     seconds: float
+    tokens_in_flight: int = 0
 
     @property
     def completed(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,7 +43,6 @@ from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables
-from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graph_url, prometheus
 from kuberoll_workers.output.records import FAILURES
 from kuberoll_workers.output.run_directory import (
     RunDirectory,
@@ -55,6 +54,9 @@ from kuberoll_workers.output.run_state import read_state
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageError, open_storage
 from kuberoll_workers.run_end import RunEnd, end_run
 from kuberoll_workers.worker import Progress, WorkerConfig, planned_trajectories
+
+if TYPE_CHECKING:
+    from kuberoll_workers.local.engine_load import EngineLoad
 
 EXIT_POSTPROCESSING = 3
 """Exit code: every trajectory is stored, but the aggregates, the report or the list of files could not be made."""
@@ -172,6 +174,7 @@ class _LocalRun:
         self._seconds: dict[str, float] = {}
         self._clock = StartClock(reporter.phase, self._seconds)
         self._parts = AsyncExitStack()
+        self._load: EngineLoad | None = None
         self._workers_started = 0.0
         self._problems: list[str] = []
 
@@ -259,7 +262,7 @@ class _LocalRun:
                 await worker.send_line(config.encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
-            await self._watch(None if host is None else host.child)
+            await self._watch(None if host is None else host.child, endpoint)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
         finally:
             await self._stop_workers(workers)
@@ -345,6 +348,8 @@ class _LocalRun:
         await child.stop(patience if self._interrupts < 2 else 0.0)
 
     async def _start_monitor(self, environment: Mapping[str, str], port: int, engine_port: int | None) -> None:
+        from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graph_url, prometheus
+
         job = self._job.metadata.name
         targets = [Target(name="kuberoll", address=f"127.0.0.1:{port}")]
         if engine_port is not None:
@@ -397,7 +402,7 @@ class _LocalRun:
         given = os.environ.get("PYTHONPATH")
         return {"PYTHONPATH": os.pathsep.join([*import_directories(self._options.base), *([given] if given else [])])}
 
-    async def _watch(self, host: Child | None) -> None:
+    async def _watch(self, host: Child | None, endpoint: PolicyEndpoint) -> None:
         """Wait until all workers have ended.
 
         Raises:
@@ -406,6 +411,7 @@ class _LocalRun:
         readers = asyncio.gather(*(self._follow(number) for number in range(len(self._workers))))
         host_end = asyncio.create_task(host.wait()) if host is not None else None
         refresh = asyncio.create_task(self._refresh())
+        load = self._poll_load(host, endpoint)
         try:
             waiting: set[asyncio.Future[Any]] = {readers}
             if host_end is not None:
@@ -418,11 +424,20 @@ class _LocalRun:
             await readers
             self._reporter.progress(self._totals())
         finally:
-            ending = [task for task in (readers, refresh, host_end) if task is not None]
+            ending = [task for task in (readers, refresh, host_end, load) if task is not None]
             for task in ending:
                 task.cancel()
             # Their results have been read or no longer matter.
             await asyncio.gather(*ending, return_exceptions=True)
+
+    def _poll_load(self, host: Child | None, endpoint: PolicyEndpoint) -> asyncio.Task[None] | None:
+        """Start to poll the engine's load, if the engine is this run's."""
+        if host is None or endpoint.url is None:
+            return None
+        from kuberoll_workers.local.engine_load import EngineLoad
+
+        self._load = EngineLoad(endpoint.url, endpoint.token)
+        return asyncio.create_task(self._load.poll())
 
     async def _follow(self, number: int) -> None:
         worker = self._workers[number]
@@ -458,6 +473,7 @@ class _LocalRun:
             planned=self._planned,
             progress=total,
             seconds=time.perf_counter() - self._workers_started,
+            tokens_in_flight=0 if self._load is None else self._load.tokens,
         )
 
     def _result(self, started: float) -> RunResult:

@@ -53,18 +53,17 @@ from kuberoll_workers.pods.files import ConfigRefused, clip, read_config, write_
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.serving import controller
-from kuberoll_workers.serving.app import requested_gpus
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.group import PodGroup, follow, pod_group
 from kuberoll_workers.serving.host import (
     Host,
-    HostConfig,
     adopt_orphans,
     end_descendants,
     exit_on_signal,
     metrics_port,
 )
+from kuberoll_workers.serving.host_config import HostConfig, requested_gpus
 from kuberoll_workers.serving.ray_settings import free_ports, haproxy_problem, ray_environment, serve_environment
 from kuberoll_workers.serving.weights import version_of, wanted_weights
 

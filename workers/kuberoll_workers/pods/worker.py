@@ -51,13 +51,13 @@ from kuberoll_workers.pods.files import ConfigRefused, encode_message, read_conf
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.endpoints import external_client
 from kuberoll_workers.policy.interface import PolicyRefused
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import (
     Progress,
     WorkerConfig,
-    external_client,
     isolated_environment_factory,
     local_paths,
     part_limits,

@@ -83,6 +83,7 @@ class EngineInfo:
         ongoing_requests: Requests that it works on now.
         max_ongoing_requests: How many one replica takes at once; 0: unknown.
         kv_cache_tokens: Capacity of one replica's key-value cache in tokens; 0: unknown.
+        tokens_in_flight: Tokens generated so far for requests that it has not answered yet.
     """
 
     model: str
@@ -93,6 +94,7 @@ class EngineInfo:
     ongoing_requests: int = 0
     max_ongoing_requests: int = 0
     kv_cache_tokens: int = 0
+    tokens_in_flight: int = 0
 
 
 class PolicyError(Exception):

@@ -21,7 +21,7 @@ from kuberoll_api.contract import (
     token_variable,
     user_config,
 )
-from kuberoll_api.model.generation import Generation, Weights
+from kuberoll_api.model.generation import Weights
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.auth import AccessDenied, authorize, take_tokens
 from kuberoll_workers.policy.client import LOAD_HEADER
@@ -46,8 +46,6 @@ REPLICA_HEADER = "x-kuberoll-replica"
 
 _log = logging.getLogger("ray.serve")
 
-_GPU_RESOURCE = "nvidia.com/gpu"
-
 # Serve replaces a replica after the third failure in a row.
 _HEALTH_PERIOD_SECONDS = 2.0
 _HEALTH_TIMEOUT_SECONDS = 120.0
@@ -69,14 +67,6 @@ def read_args(args: Mapping[str, Any]) -> ServeArgs:
         ValidationError: They do not match `ServeArgs`.
     """
     return _ARGS.validate_python(dict(args))
-
-
-def requested_gpus(generation: Generation) -> float | None:
-    """GPUs of one replica as the job sets them; None: as the engine's arguments imply."""
-    if generation.gpus_per_replica is not None:
-        return generation.gpus_per_replica
-    gpus = generation.resources.limits.get(_GPU_RESOURCE)
-    return None if gpus is None else float(gpus)
 
 
 class GenerationServer:

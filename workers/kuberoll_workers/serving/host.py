@@ -25,18 +25,17 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 import psutil
 
-from kuberoll_api.contract import ServeArgs
-from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.serving.app import build, max_replicas, replica_gpus
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.exit_watcher import ExitWatcher
-from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, PodGroup, start_leader, wait_for_group
+from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, start_leader, wait_for_group
+from kuberoll_workers.serving.host_config import HostConfig
 from kuberoll_workers.serving.processes import kill_all
 from kuberoll_workers.serving.ray_settings import (
     free_ports,
@@ -49,35 +48,8 @@ from kuberoll_workers.serving.ray_start import start_in_attempts
 from kuberoll_workers.serving.root_cause import MESSAGE_CHARACTERS, root_cause
 
 _log = logging.getLogger(__name__)
-START_PHASES = ("ray", "serve", "engine", "proxy")
-"""Phases of the start, in their order."""
-
 _PROXY_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class HostConfig(msgspec.Struct, kw_only=True):
-    """Configuration of the host.
-
-    Attributes:
-        scratch: Directory for Ray's and the proxy's files; a path of at most 25 characters, because sockets with long
-            names are below it.
-        routing: `Session` keeps a trajectory's turns on one replica.
-        address: Address to serve at; 0.0.0.0: all addresses of the machine.
-        port: Port to serve at; 0: any free one.
-        tokens: Tokens that callers must present; None: no authorization.
-        group: The pods that the one replica spans, led by this one; None: it is on this machine only.
-        patience: Seconds for the other pods to join.
-    """
-
-    app: ServeArgs
-    scratch: str
-    routing: Literal["Session", "LeastLoaded"] = "Session"
-    address: str = "127.0.0.1"
-    port: int = 0
-    tokens: Tokens | None = None
-    group: PodGroup | None = None
-    patience: float = 1800.0
 
 
 class Host:

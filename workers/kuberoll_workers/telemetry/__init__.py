@@ -6,6 +6,7 @@ processes share one endpoint (prometheus_client's multiprocess mode), which is h
 
 from kuberoll_workers.telemetry.rollouts import (
     FLUSH_SECONDS,
+    Activity,
     EnvironmentMetrics,
     JournalMetrics,
     RolloutMetrics,
@@ -16,6 +17,7 @@ from kuberoll_workers.telemetry.routing import RequestOutcome, RoutingMetrics, R
 
 __all__ = [
     "FLUSH_SECONDS",
+    "Activity",
     "EnvironmentMetrics",
     "JournalMetrics",
     "RequestOutcome",

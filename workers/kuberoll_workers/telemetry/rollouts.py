@@ -58,6 +58,15 @@ class JournalMetrics:
         self._errors.inc()
 
 
+class Activity(NamedTuple):
+    """Trajectories that wait for generation and for environments now; turns and generated tokens since the start."""
+
+    generating: int
+    stepping: int
+    turns: int
+    tokens: int
+
+
 class RolloutMetrics:
     """All metrics of one job in this process.
 
@@ -127,6 +136,16 @@ class RolloutMetrics:
         """Number of turns that wait for a response now."""
         return sum(environment.generating for environment in self._environments.values())
 
+    def activity(self) -> Activity:
+        """Count the work of this process, with that of unfinished trajectories."""
+        environments = self._environments.values()
+        return Activity(
+            generating=self.generating,
+            stepping=sum(environment.stepping for environment in environments),
+            turns=sum(environment.turns for environment in environments),
+            tokens=sum(environment.tokens for environment in environments),
+        )
+
 
 class _Turns:
     """The turns of one bucket that are not published yet."""
@@ -155,6 +174,7 @@ class EnvironmentMetrics:
 
     Attributes:
         generating, stepping: Number of trajectories that wait for generation, or for the environment, now.
+        turns, tokens: Finished turns and generated tokens since the start.
     """
 
     def __init__(self, rollouts: RolloutMetrics, name: str) -> None:
@@ -174,6 +194,7 @@ class EnvironmentMetrics:
         self._seconds = HistogramTally(metrics.TRAJECTORY_SECONDS, rollouts._trajectory_seconds.labels(*labels))
         self._gained = self._lost = 0.0
         self.generating = self.stepping = 0
+        self.turns = self.tokens = 0
         # Start at 0: Prometheus does not see the increase of a series that first appears above 0.
         rollouts._trajectories.labels(*labels, "failed")
         for stage in ("generation", "environment"):
@@ -190,6 +211,7 @@ class EnvironmentMetrics:
         self._prompt += prompt
         self._cached += cached
         self._generated += generated
+        self.tokens += generated
 
     def record_turn(
         self,
@@ -206,6 +228,7 @@ class EnvironmentMetrics:
         turns.generation.observe(generation_seconds)
         turns.environment.observe(environment_seconds)
         self._observed += observed
+        self.turns += 1
 
     def _first(self, turn: int) -> _Turns:
         bucket = turn_bucket(turn)

@@ -320,7 +320,15 @@ class VLLMEngine:
             policy_version=self._version,
             ongoing_requests=self._engine.output_processor.get_num_unfinished_requests() if self._engine else 0,
             kv_cache_tokens=self._room,
+            tokens_in_flight=self._tokens_in_flight(),
         )
+
+    def _tokens_in_flight(self) -> int:
+        if self._engine is None:
+            return 0
+        # vLLM counts them for each request, whether it streams or not.
+        states = self._engine.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
     async def shutdown(self) -> None:
         if self._engine is not None:

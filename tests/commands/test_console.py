@@ -1,0 +1,63 @@
+"""The terminal during a run: plain lines, and a bar that fits 80 columns."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+
+from kuberoll_workers.commands.console import BarReporter, LogReporter, describe
+from kuberoll_workers.local.reporter import RunProgress
+from kuberoll_workers.worker import Progress
+
+PROGRESS = RunProgress(
+    planned=64,
+    progress=Progress(
+        trajectories=12, generating=40, stepping=3, turns=30, generated_tokens=300, ended_turns=51,
+        received_tokens=600, reward_sum=9.0,
+    ),
+    seconds=10.0,
+    tokens_in_flight=400,
+)  # fmt: skip
+
+
+def test_work_under_way_counts() -> None:
+    text = describe(PROGRESS)
+    assert text == "40 generating, 3 in environments, 5.1 turns/s, 100 tokens/s, reward 0.750, ETA 0:43"
+
+
+def test_a_log_repeats_a_long_phase_with_its_seconds() -> None:
+    output = io.StringIO()
+    reporter = LogReporter(Console(file=output))
+    for seconds in range(32):
+        reporter.starting("engine", float(seconds))
+    reporter.phase("engine", 32.0)
+    reporter.starting("proxy", 1.0)
+    assert output.getvalue().splitlines() == [
+        "engine: 5 s so far",
+        "engine: 15 s so far",
+        "engine: 25 s so far",
+        "engine: 32.0 s",
+    ]
+
+
+def test_a_terminal_has_the_phase_with_a_clock_and_then_the_counts_below_the_bar() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, highlight=False)
+    reporter = BarReporter(console)
+    reporter.starting("engine", 75.0)
+    reporter._bar.refresh()
+    starting = _lines(output)
+    reporter.progress(PROGRESS)
+    reporter._bar.refresh()
+    rollouts = _lines(output)
+    reporter.close()
+    assert any(line.startswith("starting: engine") and line.rstrip().endswith("1:15") for line in starting)
+    assert any(line.startswith("rollouts") and "12/64" in line for line in rollouts)
+    assert any(line.startswith("40 generating, 3 in environments") for line in rollouts)
+    assert all(len(line) <= 80 for line in rollouts)
+
+
+def _lines(output: io.StringIO) -> list[str]:
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue()))
