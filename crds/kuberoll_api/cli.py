@@ -22,6 +22,7 @@ SUMMARIES = {
     "report": "Write a run as an HTML page.",
     "rescore": "Compute the rewards of a run again.",
     "run": "Run a RolloutJob on this machine.",
+    "serve": "Keep the engine of a RolloutJob up on this machine.",
     "show": "Show the trajectories of a run.",
     "top": "Show the RolloutJobs of a cluster and their throughput.",
     "validate": "Check manifests.",

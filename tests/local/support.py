@@ -37,7 +37,7 @@ from tests.without_torch import without_torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny-policy"
-COMMAND = [sys.executable, "-c", "from kuberoll_api.cli import main; main()", "run"]
+COMMAND = [sys.executable, "-c", "from kuberoll_api.cli import main; main()"]
 PATIENCE_SECONDS = 240.0
 
 
@@ -153,13 +153,14 @@ def external_generation(seconds: float = 0.0) -> Iterator[dict[str, Any]]:
 class Run:
     """A `kuberoll run` under way; its output is read as it comes."""
 
-    def __init__(self, arguments: list[str], *, torch: bool) -> None:
+    def __init__(self, arguments: list[str], *, torch: bool, command: str = "run") -> None:
         """
         Args:
+            command: `run` or `serve`.
             torch: Whether there is PyTorch, which vLLM needs.
         """
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*COMMAND, command, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -217,9 +218,9 @@ class Run:
 
 
 @contextmanager
-def running(*arguments: str | Path, torch: bool = False) -> Iterator[Run]:
+def running(*arguments: str | Path, torch: bool = False, command: str = "run") -> Iterator[Run]:
     """Start a run; whatever is left of it at the end is killed, and its watchdog ends the rest."""
-    run = Run([str(argument) for argument in arguments], torch=torch)
+    run = Run([str(argument) for argument in arguments], torch=torch, command=command)
     try:
         yield run
     finally:

@@ -25,6 +25,11 @@ DEFAULT_METRICS_PORT = 9464
     show_default=True,
     help="Port of /metrics during the run; 0 for any free one.",
 )
+@click.option(
+    "--endpoint",
+    metavar="URL|none",
+    help="Generate at this engine of kuberoll serve.  [default: the one of the job's name; else one of its own]",
+)
 @click.option("--serve", is_flag=True, help="Put a Simulated engine behind Ray Serve, as a real one is.")
 @click.option("--monitor", is_flag=True, help="Run a local Prometheus alongside, with graphs and alerts.")
 def run(
@@ -34,10 +39,17 @@ def run(
     resume: bool,
     force: bool,
     metrics_port: int,
+    endpoint: str | None,
     serve: bool,
     monitor: bool,
 ) -> None:
     """Run the RolloutJob in MANIFEST on this machine.
+
+    \b
+    Examples:
+      kuberoll run job.yaml
+      kuberoll run job.yaml --set spec.generation.engine=Simulated
+      kuberoll run job.yaml --output runs/first --resume
 
     Ctrl-C finishes the trajectories in flight and leaves a run that --resume continues; a second Ctrl-C stops at
     once. The exit code is 0 only if every trajectory finished, or failed within the failure budget; 1: some are missing
@@ -70,6 +82,7 @@ def run(
         metrics_port=metrics_port,
         monitor=monitor,
         serve=serve,
+        endpoint=endpoint,
     )
     reporter = reporter_for(Console(highlight=False))
     try:

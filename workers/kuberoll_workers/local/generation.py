@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,19 @@ from kuberoll_api.contract import SCOPES, ServeArgs, weights_source
 from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.shards import share
-from kuberoll_workers.local.preflight import Preflight
+from kuberoll_workers.local import engines
+from kuberoll_workers.local.preflight import JobRefused, ModelSource
 from kuberoll_workers.local.processes import Child
+from kuberoll_workers.local.reporter import Reporter
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.serving.host_config import START_PHASES, HostConfig, requested_gpus
 
 HOST_PATIENCE_SECONDS = 20.0
+REFRESH_SECONDS = 0.25
+TOKEN_VARIABLE = "KUBEROLL_TOKEN"
+"""Environment variable with the token for an endpoint of another user or machine."""
 
 
 class RunFailed(Exception):
@@ -48,32 +55,47 @@ class PolicyEndpoint:
     metrics_port: int | None = None
 
 
-@dataclass(slots=True)
 class StartClock:
-    """The phase of the start in progress, for the terminal.
+    """Shows the phase of the start in progress, with its time, on the terminal."""
 
-    Attributes:
-        seconds: Seconds that each finished phase took.
-    """
-
-    report: Callable[[str, float], None]
-    seconds: dict[str, float]
-    name: str = ""
-    began: float = 0.0
+    def __init__(self, reporter: Reporter, seconds: dict[str, float]) -> None:
+        """
+        Args:
+            seconds: Gets the time of each finished phase.
+        """
+        self._reporter = reporter
+        self._seconds = seconds
+        self._name = ""
+        self._began = 0.0
 
     def begin(self, name: str) -> None:
         """Begin a phase."""
-        self.name, self.began = name, time.perf_counter()
+        self._name, self._began = name, time.perf_counter()
 
     def finish(self, name: str, seconds: float) -> None:
         """Report the end of a phase."""
-        self.seconds[name] = seconds
-        self.report(name, seconds)
+        self._seconds[name] = seconds
+        self._reporter.phase(name, seconds)
 
     @property
     def elapsed(self) -> float:
         """Seconds since the phase began."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self._began
+
+    @asynccontextmanager
+    async def ticking(self) -> AsyncIterator[None]:
+        """Show the time of the phase while the context lasts."""
+        ticks = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            ticks.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            if self._name:
+                self._reporter.starting(self._name, self.elapsed)
+            await asyncio.sleep(REFRESH_SECONDS)
 
 
 class EngineHost:
@@ -87,7 +109,7 @@ class EngineHost:
     async def start(
         cls,
         job: RolloutJob,
-        preflight: Preflight,
+        args: ServeArgs,
         *,
         scratch: Path,
         log: Path,
@@ -97,6 +119,7 @@ class EngineHost:
         """Start the process; it is not ready yet.
 
         Args:
+            args: See `serve_args`.
             scratch: The run's scratch directory.
             environment: Additional environment variables.
             port: Port to serve at; 0: any free one.
@@ -104,9 +127,7 @@ class EngineHost:
         generation = job.spec.generation
         # Other users of this machine must not be able to generate.
         tokens = msgspec.convert({scope: secrets.token_hex(32) for scope in SCOPES}, Tokens)
-        config = HostConfig(
-            app=serve_args(job, preflight), scratch=str(scratch), routing=generation.routing, port=port, tokens=tokens
-        )
+        config = HostConfig(app=args, scratch=str(scratch), routing=generation.routing, port=port, tokens=tokens)
         path = write_secret(scratch / "generation.json", msgspec.json.encode(config))
         child = await Child.start(
             "kuberoll_workers.serving.host",
@@ -117,12 +138,24 @@ class EngineHost:
         )
         return cls(child, tokens)
 
-    async def ready(self, clock: StartClock) -> PolicyEndpoint:
+    async def ready(self, clock: StartClock, *, deadline: float) -> PolicyEndpoint:
         """Wait until it can generate.
 
+        Args:
+            deadline: Maximum time to wait, seconds.
+
         Raises:
-            RunFailed: It has failed or ended.
+            RunFailed: It has failed or ended, or was not ready in time.
         """
+        try:
+            async with asyncio.timeout(deadline), clock.ticking():
+                return await self._ready(clock)
+        except TimeoutError as error:
+            raise RunFailed(
+                f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {self.child.log}"
+            ) from error
+
+    async def _ready(self, clock: StartClock) -> PolicyEndpoint:
         child = self.child
         waiting = iter(START_PHASES)
         clock.begin(next(waiting))
@@ -143,16 +176,90 @@ class EngineHost:
         raise RunFailed(f"generation ended before it was ready (exit code {code}); see {child.log}\n{child.log_tail()}")
 
 
-def serve_args(job: RolloutJob, preflight: Preflight) -> ServeArgs:
+def serve_args(job: RolloutJob, source: ModelSource) -> ServeArgs:
     """Arguments of the Serve application on this machine."""
     generation = job.spec.generation
     return ServeArgs.of(
         generation,
-        model=preflight.model,
-        tokenizer=preflight.tokenizer,
+        model=source.model,
+        tokenizer=source.tokenizer,
         gpus=requested_gpus(generation),
         weights=weights_source(job.spec.weights),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEndpoint:
+    """An engine of `kuberoll serve` that a run uses.
+
+    Attributes:
+        token: For generation; None: none is known.
+        description: Text for the user.
+    """
+
+    url: str
+    token: str | None
+    description: str
+
+
+def served_endpoint(job: RolloutJob, args: ServeArgs, endpoint: str | None) -> ServedEndpoint | None:
+    """Find the served engine that a run shall use; None: none.
+
+    Args:
+        endpoint: Its URL; `none` for none; None for the one that serves a job of this name, if there is one.
+
+    Raises:
+        JobRefused: It cannot be used for this job; the message says how to mend it.
+    """
+    if job.spec.generation.external is not None:
+        if endpoint not in (None, "none"):
+            raise JobRefused("--endpoint: spec.generation.external.url names the endpoint already: remove one of them")
+        return None
+    if endpoint == "none":
+        return None
+    name = job.metadata.name
+    engine = engines.find(name) if endpoint is None else engines.find_by_url(endpoint)
+    if engine is None:
+        if endpoint is None:
+            return None
+        url = endpoint.rstrip("/").removesuffix("/v1")
+        return ServedEndpoint(url=url, token=os.environ.get(TOKEN_VARIABLE), description=url)
+    if changed := engines.differences(engine, args):
+        lines = "\n  ".join(changed)
+        raise JobRefused(
+            f"kuberoll serve (process {engine.pid}) has another engine for the job {engine.name!r}:\n  {lines}\n"
+            "End it, or start an engine of this run's own with --endpoint none"
+        )
+    description = f"{engine.url} (kuberoll serve, process {engine.pid})"
+    return ServedEndpoint(url=engine.url, token=engine.tokens.generate, description=description)
+
+
+async def served_ready(
+    served: ServedEndpoint, *, version: str | None, deadline: float, trouble: Callable[[str], None]
+) -> PolicyEndpoint:
+    """Wait until a served engine can generate.
+
+    Args:
+        version: Of the weights that the job wants; None: whatever it serves.
+        deadline: Maximum time to wait, seconds.
+        trouble: Called with the reason while it is not ready.
+
+    Raises:
+        RunFailed: It was not ready in time, or serves other weights.
+    """
+    from kuberoll_workers.policy.client import ServeClient
+
+    try:
+        async with ServeClient(served.url, limit=1, token=served.token) as client:
+            info = await client.wait_ready(deadline, trouble=trouble)
+    except (PolicyUnavailable, PolicyRefused) as error:
+        raise RunFailed(f"--endpoint {error}") from error
+    if version is not None and info.policy_version != version:
+        raise RunFailed(
+            f"{served.url} serves the weights {info.policy_version!r}, and spec.weights.version is {version!r}: "
+            "POST them to /v1/weights there, or change the manifest"
+        )
+    return PolicyEndpoint(url=served.url, max_model_len=info.max_model_len, token=served.token)
 
 
 def simulated_shares(args: ServeArgs, workers: int) -> list[ServeArgs]:

@@ -30,16 +30,22 @@ class JobRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Directory or hub id of a model and of its tokenizer."""
+
+    model: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
     """Results of the checks.
 
     Attributes:
-        model, tokenizer: Directory or hub id.
         notes: Settings that have no effect on this machine.
     """
 
-    model: str
-    tokenizer: str
+    source: ModelSource
     inputs: InputSummary
     notes: tuple[str, ...]
 
@@ -53,19 +59,34 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     Raises:
         JobRefused: A check failed; the message names the manifest's field.
     """
+    # In the order of their time: code and data of the user come last.
     _check_processes(job)
-    _check_packages(job)
-    _check_environments(job)
+    source = check_model(job, base=base)
     _check_tracking(job)
-    model = job.spec.generation.model
-    source = _locate("spec.generation.model.source", model.source, base, ("config.json",))
-    tokenizer = _locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES)
-    _check_observations(job, tokenizer)
+    _check_observations(job, source.tokenizer)
+    _check_environments(job)
     try:
         inputs = scan(job, base=base, environment=isolated_environment_factory(job, protected=()))
     except DatasetError as error:
         raise JobRefused(str(error)) from error
-    return Preflight(model=source, tokenizer=tokenizer, inputs=inputs, notes=tuple(_notes(job)))
+    return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)))
+
+
+def check_model(job: RolloutJob, *, base: Path) -> ModelSource:
+    """Check that a job's engine is installed, and find its model and tokenizer.
+
+    Args:
+        base: As in `check`.
+
+    Raises:
+        JobRefused: One of them is missing; the message names the manifest's field.
+    """
+    _check_packages(job)
+    model = job.spec.generation.model
+    return ModelSource(
+        model=_locate("spec.generation.model.source", model.source, base, ("config.json",)),
+        tokenizer=_locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES),
+    )
 
 
 def _check_processes(job: RolloutJob) -> None:

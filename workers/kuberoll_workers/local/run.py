@@ -7,12 +7,11 @@ import errno
 import hashlib
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,26 +26,32 @@ from kuberoll_workers.data.shards import share
 from kuberoll_workers.dataset.inputs import repeats_of
 from kuberoll_workers.local.generation import (
     HOST_PATIENCE_SECONDS,
+    REFRESH_SECONDS,
     EngineHost,
     PolicyEndpoint,
     RunFailed,
+    ServedEndpoint,
     StartClock,
     external_endpoint,
     literal_variables,
     serve_args,
+    served_endpoint,
+    served_ready,
     simulated_endpoint,
     simulated_shares,
+    write_secret,
 )
 from kuberoll_workers.local.metrics import serve_metrics
 from kuberoll_workers.local.preflight import JobRefused, Preflight, check
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
 from kuberoll_workers.local.scratch import scratch_directory
-from kuberoll_workers.local.watchdog import run_variables
+from kuberoll_workers.local.watchdog import run_variables, watchdog
 from kuberoll_workers.output.records import FAILURES
 from kuberoll_workers.output.run_directory import (
     RunDirectory,
     RunRefused,
+    check_contents,
     new_manifest,
 )
 from kuberoll_workers.output.run_files import NotARun, RunFiles
@@ -63,7 +68,6 @@ EXIT_POSTPROCESSING = 3
 
 _COMMANDS = {"aggregation": "aggregate", "report": "report"}
 
-REFRESH_SECONDS = 0.25
 WORKER_PATIENCE_SECONDS = 5.0
 # A shorter shutdown is not worth a line.
 _NOTABLE_SECONDS = 1.0
@@ -80,6 +84,7 @@ class RunOptions:
         metrics_port: Where `/metrics` is served; 0: any free port.
         monitor: Run a local Prometheus, which ends with the run.
         serve: Put a Simulated engine behind Ray Serve, as real ones are, instead of into the workers.
+        endpoint: As in `generation.served_endpoint`.
     """
 
     base: Path
@@ -89,6 +94,7 @@ class RunOptions:
     metrics_port: int = 0
     monitor: bool = False
     serve: bool = False
+    endpoint: str | None = None
 
 
 def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
@@ -100,9 +106,12 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
     started = time.perf_counter()
     # The module of an entrypoint may be next to the manifest or in the working directory.
     sys.path[:0] = import_directories(options.base)
-    preflight = check(job, base=options.base)
     shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
     storage = _storage(options.output)
+    _check_output(storage, options)
+    preflight = check(job, base=options.base)
+    args = serve_args(job, preflight.source)
+    served = served_endpoint(job, args, options.endpoint)
     directory = RunDirectory(storage)
     try:
         resumed = _open_run(directory, job, options, preflight, shards)
@@ -110,13 +119,30 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
             reporter.note(note)
         if resumed:
             reporter.note(f"continuing the run in {options.output}")
+        elif options.resume:
+            reporter.note(f"{options.output} contains no run yet: starting one")
         reporter.phase("checks", time.perf_counter() - started)
-        result = _LocalRun(job, options, storage, preflight, shards, reporter).execute(started)
+        result = _LocalRun(job, options, storage, preflight, args, served, shards, reporter).execute(started)
     except RunRefused as error:
         raise JobRefused(str(error)) from error
     finally:
         directory.close()
     return result
+
+
+def _check_output(storage: Storage, options: RunOptions) -> None:
+    """Check the output before everything that takes longer; it is checked again when it is locked.
+
+    Raises:
+        JobRefused: It contains a run, which must not be resumed, or something else.
+    """
+    try:
+        check_contents(storage, resume=options.resume)
+    except (RunRefused, StorageError, OSError) as error:
+        raise JobRefused(describe_error(error)) from error
+    except Exception as error:
+        # Every object store's library raises its own exceptions.
+        raise JobRefused(f"--output {options.output}: {type(error).__name__}: {error}") from error
 
 
 def _open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
@@ -156,6 +182,8 @@ class _LocalRun:
         options: RunOptions,
         storage: Storage,
         preflight: Preflight,
+        args: ServeArgs,
+        served: ServedEndpoint | None,
         shards: int,
         reporter: Reporter,
     ) -> None:
@@ -172,7 +200,9 @@ class _LocalRun:
         self._progress: list[Progress] = []
         self._main: asyncio.Task[None] | None = None
         self._seconds: dict[str, float] = {}
-        self._clock = StartClock(reporter.phase, self._seconds)
+        self._args = args
+        self._served = served
+        self._clock = StartClock(reporter, self._seconds)
         self._parts = AsyncExitStack()
         self._load: EngineLoad | None = None
         self._workers_started = 0.0
@@ -185,7 +215,7 @@ class _LocalRun:
         run_id = uuid.uuid4().hex
         with ExitStack() as stack:
             scratch = stack.enter_context(scratch_directory())
-            stack.enter_context(_watchdog(run_id, scratch))
+            stack.enter_context(watchdog(run_id, scratch))
             self._seconds["checks"] = time.perf_counter() - started
             runner = stack.enter_context(asyncio.Runner())
             try:
@@ -246,14 +276,16 @@ class _LocalRun:
                 workers.append(worker)
             if self._needs_host:
                 host = await EngineHost.start(
-                    self._job, self._preflight, scratch=scratch, log=self._logs / "generation.log",
+                    self._job, self._args, scratch=scratch, log=self._logs / "generation.log",
                     environment=environment,
                 )  # fmt: skip
                 stack.push_async_callback(self._stop, host.child, HOST_PATIENCE_SECONDS)
-            endpoint = await self._started(host)
+            endpoint = await self._started(host, scratch)
             if self._options.monitor:
                 await self._start_monitor(environment, port, endpoint.metrics_port)
-            engines = self._simulated_engines(len(assignment)) if endpoint.url is None else [None] * len(assignment)
+            engines = (
+                simulated_shares(self._args, len(assignment)) if endpoint.url is None else [None] * len(assignment)
+            )
             self._workers_started = time.perf_counter()
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Metrics of workers are summed, so each gets its share.
@@ -272,9 +304,11 @@ class _LocalRun:
     @property
     def _needs_host(self) -> bool:
         generation = self._job.spec.generation
-        return generation.external is None and (generation.engine != "Simulated" or self._options.serve)
+        if generation.external is not None or self._served is not None:
+            return False
+        return generation.engine != "Simulated" or self._options.serve
 
-    async def _started(self, host: EngineHost | None) -> PolicyEndpoint:
+    async def _started(self, host: EngineHost | None, scratch: Path) -> PolicyEndpoint:
         """Wait until the job's engine can generate.
 
         Raises:
@@ -282,54 +316,50 @@ class _LocalRun:
         """
         external = self._job.spec.generation.external
         deadline = float(self._job.spec.startup_deadline_seconds)
-        ticks = asyncio.create_task(self._tick())
-        try:
-            if external is not None:
-                return await self._external(external, deadline)
-            if host is None:
-                return simulated_endpoint(serve_args(self._job, self._preflight))
-            try:
-                async with asyncio.timeout(deadline):
-                    return await host.ready(self._clock)
-            except TimeoutError as error:
-                raise RunFailed(
-                    f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); "
-                    f"see {host.child.log}"
-                ) from error
-        finally:
-            ticks.cancel()
+        if external is not None or self._served is not None:
+            async with self._clock.ticking():
+                return await self._elsewhere(external, deadline)
+        if host is None:
+            return simulated_endpoint(self._args)
+        endpoint = await host.ready(self._clock, deadline=deadline)
+        tokens = write_secret(scratch / "tokens.json", msgspec.json.encode(host.tokens))
+        self._reporter.note(f"policy: {endpoint.url} (tokens, until the run ends: {tokens})")
+        return endpoint
 
-    async def _external(self, external: External, deadline: float) -> PolicyEndpoint:
+    async def _elsewhere(self, external: External | None, deadline: float) -> PolicyEndpoint:
+        """Wait for an engine that this run does not start."""
         self._clock.begin("endpoint")
 
         def report(trouble: str) -> None:
             left = clock(max(0.0, deadline - self._clock.elapsed))
             self._reporter.note(f"waiting for the endpoint, {left} left: {trouble}")
 
-        endpoint = await external_endpoint(
-            external,
-            window=self._job.spec.rollout.max_sequence_length,
-            deadline=deadline,
-            environment={**os.environ, **literal_variables(self._job.spec.workers.env)},
-            trouble=report,
-        )
+        if external is not None:
+            endpoint = await external_endpoint(
+                external,
+                window=self._job.spec.rollout.max_sequence_length,
+                deadline=deadline,
+                environment={**os.environ, **literal_variables(self._job.spec.workers.env)},
+                trouble=report,
+            )
+        else:
+            assert self._served is not None
+            self._reporter.note(f"engine: {self._served.description}")
+            weights = self._job.spec.weights
+            endpoint = await served_ready(
+                self._served,
+                version=None if weights is None else weights.version,
+                deadline=deadline,
+                trouble=report,
+            )
         self._clock.finish("endpoint", self._clock.elapsed)
         return endpoint
-
-    async def _tick(self) -> None:
-        while True:
-            if self._clock.name:
-                self._reporter.starting(self._clock.name, self._clock.elapsed)
-            await asyncio.sleep(REFRESH_SECONDS)
-
-    def _simulated_engines(self, workers: int) -> Sequence[ServeArgs | None]:
-        return simulated_shares(serve_args(self._job, self._preflight), workers)
 
     async def _start_worker(self, number: int, metrics: Path, environment: Mapping[str, str]) -> Child:
         """Start a worker without its configuration: it initializes while the engine starts."""
         return await Child.start(
             "kuberoll_workers.worker",
-            ["--tokenizer", self._preflight.tokenizer],
+            ["--tokenizer", self._preflight.source.tokenizer],
             log=self._logs / f"worker-{number}.log",
             environment={
                 **environment,
@@ -376,7 +406,7 @@ class _LocalRun:
         return WorkerConfig(
             job=self._job,
             base=str(self._options.base.resolve()),
-            tokenizer=self._preflight.tokenizer,
+            tokenizer=self._preflight.source.tokenizer,
             endpoint=endpoint.url,
             max_model_len=endpoint.max_model_len,
             output=self._output_location(),
@@ -411,7 +441,7 @@ class _LocalRun:
         readers = asyncio.gather(*(self._follow(number) for number in range(len(self._workers))))
         host_end = asyncio.create_task(host.wait()) if host is not None else None
         refresh = asyncio.create_task(self._refresh())
-        load = self._poll_load(host, endpoint)
+        load = self._poll_load(endpoint)
         try:
             waiting: set[asyncio.Future[Any]] = {readers}
             if host_end is not None:
@@ -430,9 +460,9 @@ class _LocalRun:
             # Their results have been read or no longer matter.
             await asyncio.gather(*ending, return_exceptions=True)
 
-    def _poll_load(self, host: Child | None, endpoint: PolicyEndpoint) -> asyncio.Task[None] | None:
-        """Start to poll the engine's load, if the engine is this run's."""
-        if host is None or endpoint.url is None:
+    def _poll_load(self, endpoint: PolicyEndpoint) -> asyncio.Task[None] | None:
+        """Start to poll the engine's load, if the engine is one of KubeRoll's."""
+        if endpoint.url is None or self._job.spec.generation.external is not None:
             return None
         from kuberoll_workers.local.engine_load import EngineLoad
 
@@ -569,16 +599,3 @@ def _storage(output: str) -> Storage:
         return open_storage(output)
     except StorageError as error:
         raise JobRefused(f"--output {error}") from error
-
-
-@contextmanager
-def _watchdog(run_id: str, scratch: Path) -> Iterator[None]:
-    """Run the watchdog (see `local.watchdog`) while the context lasts; wait for it at the end."""
-    command = [sys.executable, "-m", "kuberoll_workers.local.watchdog", run_id, str(scratch)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
-    assert process.stdin is not None
-    try:
-        yield
-    finally:
-        process.stdin.close()
-        process.wait()

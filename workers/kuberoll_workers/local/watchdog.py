@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -28,6 +31,23 @@ def run_variables(run_id: str) -> dict[str, str]:
         # Ray's agents and vLLM set their titles by setproctitle, which by default overwrites the variables.
         "SPT_NOENV": "1",
     }
+
+
+@contextmanager
+def watchdog(run_id: str, scratch: Path) -> Iterator[None]:
+    """Run the watchdog of this process while the context lasts; wait for it at the end.
+
+    Args:
+        scratch: Directory that it removes.
+    """
+    command = [sys.executable, "-m", "kuberoll_workers.local.watchdog", run_id, str(scratch)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
+    assert process.stdin is not None
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        process.wait()
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:

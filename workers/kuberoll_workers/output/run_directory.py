@@ -125,19 +125,10 @@ class RunDirectory:
             self.storage.lock()
         except StorageError as error:
             raise RunRefused(str(error)) from error
-        old = read_manifest(self.storage)
+        old = check_contents(self.storage, resume=resume)
         if old is None:
-            if self.storage.shards():
-                raise RunRefused(
-                    f"{where} has trajectories but no {MANIFEST}, so their origin is unknown: choose another --output"
-                )
             self._write(manifest)
             return False
-        if not resume:
-            raise RunRefused(
-                f"{where} already contains a run of {old.created}: continue it with --resume, or choose another "
-                "--output"
-            )
         changed = differences(old, manifest)
         if not changed:
             return True
@@ -160,6 +151,29 @@ class RunDirectory:
 
     def _write(self, manifest: RunManifest) -> None:
         self.storage.write(MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+
+
+def check_contents(storage: Storage, *, resume: bool) -> RunManifest | None:
+    """Check that a run may write to the storage, as far as its dataset need not be known; nothing is changed.
+
+    Returns:
+        The manifest of the run to resume; None: there is none.
+
+    Raises:
+        RunRefused: It contains a run that may not be resumed, or trajectories of unknown origin.
+    """
+    where = storage.location
+    old = read_manifest(storage)
+    if old is None:
+        if storage.shards():
+            raise RunRefused(
+                f"{where} has trajectories but no {MANIFEST}, so their origin is unknown: choose another --output"
+            )
+    elif not resume:
+        raise RunRefused(
+            f"{where} already contains a run of {old.created}: continue it with --resume, or choose another --output"
+        )
+    return old
 
 
 def read_manifest(storage: Storage) -> RunManifest | None:
