@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 
@@ -29,26 +30,37 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install demo crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
+.PHONY: help install install-dev demo crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
 
 help: ## List the targets.
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-install: $(STAMP) ## Make .venv and install everything, vLLM for CPUs included.
+install: $(STAMP) ## Make .venv and install KubeRoll with vLLM for CPUs.
+
+install-dev: $(DEV_STAMP) ## Also install what the tests and the generated files need.
 
 $(STAMP): pyproject.toml scripts/install.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "KubeRoll needs Python 3.11 or newer; name one with make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' || \
-		{ echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(MAKE_VENV)
 	$(BIN)/python scripts/install.py
 	@touch $@
+
+$(DEV_STAMP): pyproject.toml scripts/install.py
+	$(MAKE_VENV)
+	$(BIN)/python scripts/install.py --dev
+	@touch $(STAMP) $@
+
+define MAKE_VENV
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "KubeRoll needs Python 3.11 or newer; name one with make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' || \
+	{ echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+$(PYTHON) -m venv $(VENV)
+endef
 
 demo: install ## Play 256 sliding puzzles with a tiny policy on this machine's CPU.
 	$(BIN)/kuberoll run examples/sliding-puzzle/rolloutjob.yaml --output runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-crd: install ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
+crd: install-dev ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml
 	$(BIN)/kuberoll crd --reference > docs/rolloutjob.md
 	$(BIN)/python scripts/chart.py
@@ -74,38 +86,38 @@ release-chart: ## Push and sign the package of `make chart` in REGISTRY: helm, c
 	digest=$$(helm push dist/kuberoll-$(VERSION).tgz oci://$(REGISTRY)/kuberoll/charts 2>&1 | tee /dev/stderr | sed -n 's/^Digest: //p') && \
 		test -n "$$digest" && cosign sign --yes $(REGISTRY)/kuberoll/charts/kuberoll@$$digest
 
-chart: install ## Lint the Helm chart and package it into dist/.
+chart: install-dev ## Lint the Helm chart and package it into dist/.
 	$(BIN)/python scripts/package_chart.py dist
 
-wheel: install ## Build the wheel and the source distribution into dist/.
+wheel: install-dev ## Build the wheel and the source distribution into dist/.
 	$(BIN)/python -m build --outdir dist
 
 # As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
 PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
 
-check: install lint ## Check style, types and imports, and run the quick tests: about a minute.
+check: install-dev lint ## Check style, types and imports, and run the quick tests: about a minute.
 	$(BIN)/pytest $(PARALLEL) --quick
 
-test: install lint ## Check and test everything.
+test: install-dev lint ## Check and test everything.
 	$(BIN)/pytest $(PARALLEL) --durations 25
 
 # `make test` in parts, for machines side by side: each test is in one of these.
-test-units: install lint ## Check style, types and imports, and run all tests that start nothing large.
+test-units: install-dev lint ## Check style, types and imports, and run all tests that start nothing large.
 	$(BIN)/pytest $(PARALLEL) --durations 25 -m "not (browser or cluster or engine or images or processes or ray)"
 
-test-ray: install ## Run the tests that start Ray or vLLM.
+test-ray: install-dev ## Run the tests that start Ray or vLLM.
 	$(BIN)/pytest $(PARALLEL) --durations 25 -m "engine or ray"
 
-test-processes: install ## Run the tests that start processes of KubeRoll, Prometheus or Chromium.
+test-processes: install-dev ## Run the tests that start processes of KubeRoll, Prometheus or Chromium.
 	$(BIN)/pytest $(PARALLEL) --durations 25 -m "(browser or processes) and not (engine or ray)"
 
-test-cluster: install ## Run the tests that need an API server or containers.
+test-cluster: install-dev ## Run the tests that need an API server or containers.
 	$(BIN)/pytest $(PARALLEL) --durations 25 -m "(cluster or images) and not (browser or engine or processes or ray)"
 
-test-long: install ## The tests that take a minute or more, too: half an hour and more.
+test-long: install-dev ## The tests that take a minute or more, too: half an hour and more.
 	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long
 
-lint: install ## Check style, types, the import rules and the workflows of GitHub.
+lint: install-dev ## Check style, types, the import rules and the workflows of GitHub.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -115,7 +127,7 @@ lint: install ## Check style, types, the import rules and the workflows of GitHu
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/zizmor --offline --quiet --no-progress .github
 
-format: install ## Format the code.
+format: install-dev ## Format the code.
 	$(BIN)/ruff check --fix --quiet
 	$(BIN)/ruff format
 

@@ -1,6 +1,7 @@
-"""Install KubeRoll with the CPU engine into the running interpreter's environment (`make install`).
+"""Install KubeRoll with the CPU engine into the running interpreter's environment (`make install`, `make install-dev`).
 
-    python scripts/install.py                            # KubeRoll, editable, with all that its development needs
+    python scripts/install.py                            # KubeRoll, editable
+    python scripts/install.py --dev                      # with all that its development needs
     python scripts/install.py -r FILE                    # the engine and what the file names, without KubeRoll
     python scripts/install.py --without-engine -r FILE   # what the file names
 
@@ -154,13 +155,15 @@ def install_engine(installer: Installer) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Install KubeRoll, or what a file names, into this environment.")
     parser.add_argument("--without-engine", action="store_true", help="neither vLLM nor PyTorch")
+    parser.add_argument("--dev", action="store_true", help="also what tests and generated files need")
     parser.add_argument("-r", dest="file", metavar="FILE", help="requirements to install instead of KubeRoll itself")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         installer = Installer(fetch_uv(Path(directory)))
         engine = [] if arguments.without_engine else install_engine(installer)
         print("installing everything else", flush=True)
-        wanted = ["-r", arguments.file] if arguments.file else ["--editable", f"{ROOT}[operator,workers,dev]"]
+        extras = "operator,workers,dev" if arguments.dev else "operator,workers"
+        wanted = ["-r", arguments.file] if arguments.file else ["--editable", f"{ROOT}[{extras}]"]
         installer.install(*wanted, *engine)
 
 

@@ -31,6 +31,9 @@ class Child:
     @classmethod
     async def start(cls, module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> Self:
         """Start `python -m module` with additional environment variables."""
+        variables = {**os.environ, **environment}
+        # Engines import thousands of modules. If none of them is ever compiled, each start takes a minute longer.
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
         with log.open("ab") as words:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -40,7 +43,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=words,
-                env={**os.environ, **environment},
+                env=variables,
                 start_new_session=True,
                 limit=LINE_LIMIT,
             )
