@@ -137,6 +137,10 @@ def validate(files: tuple[Path, ...]) -> None:
 
     Prints the line and field of each mistake, what was found and what is allowed. The exit code is 0
     if all files are valid, and 2 if one has a mistake.
+
+    \b
+    Example:
+      kuberoll validate job.yaml examples/*/rolloutjob.yaml
     """
     from kuberoll_api.manifest.loading import ManifestError, load_jobs
 

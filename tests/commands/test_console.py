@@ -59,5 +59,18 @@ def test_a_terminal_has_the_phase_with_a_clock_and_then_the_counts_below_the_bar
     assert all(len(line) <= 80 for line in rollouts)
 
 
+def test_a_long_url_is_short_on_a_terminal_and_whole_in_a_log() -> None:
+    url = "http://127.0.0.1:9090/graph?" + "&".join(f"g{number}.expr=rate" for number in range(40))
+    terminal, log = io.StringIO(), io.StringIO()
+    reporter = BarReporter(Console(file=terminal, force_terminal=True, width=80))
+    reporter.link("graphs", url)
+    reporter.close()
+    (line,) = [line for line in _lines(terminal) if "graphs: " in line]
+    assert url in line
+    assert len(re.sub(r"\x1b\]8;.*?\x1b\\", "", line)) < 80
+    LogReporter(Console(file=log)).link("graphs", url)
+    assert log.getvalue() == f"graphs: {url}\n"
+
+
 def _lines(output: io.StringIO) -> list[str]:
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue()))

@@ -19,6 +19,7 @@ from kuberoll_workers.rollouts.drop_report import DropReport
 
 LOG_SECONDS = 5.0
 START_LOG_SECONDS = 10.0
+_LINK_CHARACTERS = 60
 
 
 def reporter_for(console: Console) -> Reporter:
@@ -36,6 +37,9 @@ class LogReporter:
 
     def note(self, text: str) -> None:
         self._print(text)
+
+    def link(self, name: str, url: str) -> None:
+        self._print(f"{name}: {url}")
 
     def starting(self, name: str, seconds: float) -> None:
         if seconds >= self._next_start:
@@ -90,6 +94,11 @@ class BarReporter:
 
     def note(self, text: str) -> None:
         self._console.print(Text(visible(text)), soft_wrap=True)
+
+    def link(self, name: str, url: str) -> None:
+        # A terminal opens it from its short form.
+        short = url if len(url) <= _LINK_CHARACTERS else url[: _LINK_CHARACTERS - 1] + "…"
+        self._console.print(Text.assemble(f"{name}: ", (short, f"link {url}")), soft_wrap=True)
 
     def starting(self, name: str, seconds: float) -> None:
         self._bar.update(self._task, description=f"starting: {name}", clock=clock(seconds))

@@ -71,6 +71,10 @@ class Reporter(Protocol):
         """Show a sentence."""
         ...
 
+    def link(self, name: str, url: str) -> None:
+        """Show a URL, possibly a long one."""
+        ...
+
     def starting(self, name: str, seconds: float) -> None:
         """Show the phase of the start in progress, and for how long it has been."""
         ...

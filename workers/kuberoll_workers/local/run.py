@@ -392,7 +392,7 @@ class _LocalRun:
             self._reporter.note(f"--monitor: {error}. The run continues without it")
             return
         self._reporter.note(f"prometheus: {url} (data: {directory})")
-        self._reporter.note(f"graphs: {graph_url(url)}")
+        self._reporter.link("graphs", graph_url(url))
         self._reporter.note(f"alerts: {url}/alerts")
 
     def _assignment(self) -> list[list[int]]:

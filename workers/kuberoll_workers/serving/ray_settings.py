@@ -114,6 +114,9 @@ def ray_environment(token: str | None = None) -> dict[str, str]:
         # would not start within its own time limits.
         "RAY_worker_niceness": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Logs are files.
+        "RAY_COLOR_PREFIX": "0",
+        "NO_COLOR": "1",
         **(alone if token is None else {}),
     }
 
