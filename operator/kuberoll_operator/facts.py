@@ -12,6 +12,7 @@ from kuberoll_api import conditions, contract
 from kuberoll_api.conditions import Reason
 from kuberoll_api.contract import FinishMessage
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends import BACKENDS, Backend, GenerationState, backend_of, runs_in_job
 from kuberoll_operator.backends.pods import (
@@ -29,7 +30,6 @@ from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
-from kuberoll_operator.render.output import InvalidOutput, output_of
 from kuberoll_operator.settings import Settings
 
 FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})

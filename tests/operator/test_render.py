@@ -17,13 +17,13 @@ from pydantic import SecretStr
 
 from kuberoll_api import contract
 from kuberoll_api.manifest.loading import load_job
+from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.commands.render import TOKEN, UID, children_of, to_yaml
 from kuberoll_operator.model import Object
 from kuberoll_operator.render import RenderContext, generation, seal, workers
 from kuberoll_operator.render.objects import annotation, has_other_shape, keep_shape
-from kuberoll_operator.render.output import InvalidOutput, output_of
 from kuberoll_operator.settings import MissingTokenKey, Settings
 from tests.operator import published_crds, support
 from tests.schemas import validate

@@ -10,10 +10,10 @@ from kuberoll_api.contract import PodConfig
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJobSpec
 from kuberoll_api.model.traits import Traits
+from kuberoll_api.output_location import output_of
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
-from kuberoll_operator.render.output import output_of
 
 CONFIG_DIRECTORY: Final = "/etc/kuberoll"
 CONFIG_FILE: Final = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"

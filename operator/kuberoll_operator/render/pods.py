@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_api.model.pods import PodOptions
+from kuberoll_api.output_location import OUTPUT_DIRECTORY, output_of
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge, merge_named
 from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, STATE_DIRECTORY
 from kuberoll_operator.render.context import Assignment, RenderContext
-from kuberoll_operator.render.output import OUTPUT_DIRECTORY, output_of
 
 TEMPORARY_DIRECTORY: Final = "/tmp"
 
