@@ -28,6 +28,15 @@ class InvalidOutput(ValueError):
     """An output that pods cannot write to; the message names the field and the remedy."""
 
 
+def default_output(root: str, namespace: str, name: str) -> str:
+    """Output of a job that names none: ROOT/NAMESPACE/NAME, as `kuberoll run` writes to runs/NAME.
+
+    Args:
+        root: The operator's setting for the cluster, e.g. s3://bucket/rollouts or pvc://CLAIM.
+    """
+    return f"{root.rstrip('/')}/{namespace}/{name}"
+
+
 def output_of(uri: str | None) -> OutputLocation:
     """The output of `spec.output.uri`, as pods see it.
 
@@ -35,7 +44,10 @@ def output_of(uri: str | None) -> OutputLocation:
         InvalidOutput: It is a path, or names no claim.
     """
     if not uri:
-        raise InvalidOutput(f"spec.output.uri: missing; in a cluster, {_REMEDY}")
+        raise InvalidOutput(
+            f"spec.output.uri: missing, and this cluster has no default; {_REMEDY}, or give the operator a default for "
+            "all jobs (the chart's jobs.defaultOutput, KUBEROLL_DEFAULT_OUTPUT)"
+        )
     scheme, separator, _ = uri.partition("://")
     if not separator or scheme in {"file", "local", "memory"}:
         raise InvalidOutput(f'spec.output.uri: found "{uri}", which is lost with the pod; {_REMEDY}')

@@ -97,6 +97,15 @@ class Progress(Model):
     last_updated: Timestamp | None = Field(default=None, description="Time of these numbers.")
 
 
+class OutputStatus(Model):
+    """Destination of the trajectories."""
+
+    uri: Annotated[str, StringConstraints(max_length=2048)] | None = Field(
+        default=None,
+        description="URI of the output: the spec's, or the operator's default, which this job then keeps.",
+    )
+
+
 class EnvironmentResults(Model):
     """The results of one environment."""
 
@@ -152,6 +161,7 @@ class RolloutJobStatus(Model):
     generation: GenerationStatus | None = Field(default=None, description="The policy's replicas.")
     workers: WorkersStatus | None = Field(default=None, description="The environment workers and their shards.")
     progress: Progress | None = Field(default=None, description="Progress of the trajectories.")
+    output: OutputStatus | None = Field(default=None, description="Destination of the trajectories.")
     results: Results | None = Field(default=None, description="The main numbers of a finished job.")
     summary: Summary | None = Field(default=None, description="The columns of kubectl get, as text; for people.")
 

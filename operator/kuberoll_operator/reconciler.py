@@ -20,6 +20,7 @@ from kuberoll_api.paths import format_path
 from kuberoll_operator import names, queueing
 from kuberoll_operator.backends.pods import missing_secrets
 from kuberoll_operator.cache import Cache
+from kuberoll_operator.defaults import with_defaults
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.apply import CREATE_ONLY_KINDS, Applier
 from kuberoll_operator.kube.client import Client
@@ -91,7 +92,7 @@ class Reconciler:
         if raw["spec"].get("managedBy", names.MANAGED_BY) != names.MANAGED_BY:
             return None
         try:
-            job = RolloutJob.model_validate(raw)
+            job = with_defaults(RolloutJob.model_validate(raw), raw, self._settings)
         except ValidationError as error:
             return await self._reject(raw, error)
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
 
+from kuberoll_api.output_location import InvalidOutput, output_of
+
 ENVIRONMENT_PREFIX = "KUBEROLL_"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -20,6 +22,14 @@ Network = Annotated[str, AfterValidator(lambda text: str(ip_network(text)))]
 
 def _image(role: str) -> str:
     return f"kuberoll/{role}:{version('kuberoll')}"
+
+
+def _output_root(uri: str) -> str:
+    try:
+        output_of(uri)
+    except InvalidOutput as error:
+        raise ValueError(str(error).removeprefix("spec.output.uri: ")) from error
+    return uri
 
 
 class InvalidSettings(ValueError):
@@ -56,6 +66,11 @@ class Settings(BaseModel):
         default=65532,
         ge=1,
         description="Group id of volumes that pods write to; absent if the cluster chooses it (OpenShift).",
+    )
+    default_output: Annotated[str, AfterValidator(_output_root)] | None = Field(
+        default=None,
+        description="Root of the output of jobs that name none, which write to ROOT/NAMESPACE/NAME: s3://bucket/path "
+        "or pvc://CLAIM[/path], a claim of the job's namespace; absent: such jobs are rejected.",
     )
     egress_ports: tuple[Port, ...] = Field(
         default=(443,),

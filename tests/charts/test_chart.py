@@ -44,6 +44,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         },
         "jobs": {
             "imagePullPolicy": "Always",
+            "defaultOutput": "s3://bucket/rollouts",
             "generationImage": "mine/engine:1",
             "tokenKey": {"existingSecret": "token"},
             "kuberayNamespace": "ray-system",
@@ -153,6 +154,7 @@ def test_the_operator_understands_its_environment(values: dict[str, Any]) -> Non
     ):
         assert found == values.get("jobs", {}).get(name, 65532)
     assert settings.egress_ports == (443,)
+    assert settings.default_output == (values.get("jobs", {}).get("defaultOutput") or None)
 
 
 def test_the_operator_s_policy_lets_it_ask_what_it_asks() -> None:

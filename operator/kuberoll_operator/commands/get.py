@@ -127,6 +127,7 @@ def rendered_template(job: Object, image: str | None) -> Object:
     from kuberoll_api.model.rolloutjob import RolloutJob
     from kuberoll_operator import names
     from kuberoll_operator.commands.render import children_of
+    from kuberoll_operator.defaults import with_defaults
     from kuberoll_operator.settings import InvalidSettings, Settings
 
     try:
@@ -134,6 +135,7 @@ def rendered_template(job: Object, image: str | None) -> Object:
     except InvalidSettings as error:
         raise ConsoleError(str(error)) from error
     parsed = RolloutJob.model_validate({key: value for key, value in job.items() if key != "status"})
+    parsed = with_defaults(parsed, job, settings)
     name = names.finish(job["metadata"]["name"])
     try:
         children = [child for _, child in children_of(parsed, job["metadata"]["namespace"], settings)]

@@ -37,8 +37,9 @@ TOKEN: Final = "made by the operator from its key and the RolloutJob's uid"
 def render(manifest: Path, namespace: str | None, overrides: tuple[str, ...], every: bool) -> None:
     """Print the Kubernetes objects that the operator creates for MANIFEST.
 
-    They are sorted by their time of creation, which a comment describes. Images are the operator's defaults, or
-    KUBEROLL_GENERATION_IMAGE and KUBEROLL_WORKER_IMAGE. The exit code is 2 if a cluster would reject the job.
+    They are sorted by their time of creation, which a comment describes. Settings of the operator that
+    they depend on are read from the variables of its Deployment: KUBEROLL_GENERATION_IMAGE, KUBEROLL_WORKER_IMAGE,
+    KUBEROLL_DEFAULT_OUTPUT and others. The exit code is 2 if a cluster would reject the job.
     """
     from kuberoll_operator.settings import InvalidSettings, Settings
 
@@ -75,10 +76,12 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     """
     from kuberoll_operator import render as built
     from kuberoll_operator.backends import BACKENDS, backend_of
+    from kuberoll_operator.defaults import with_defaults
     from kuberoll_operator.facts import spec_problem
     from kuberoll_operator.model import Observed
     from kuberoll_operator.queueing import priority_class_of, queue_of
 
+    job = with_defaults(job, {"metadata": {"namespace": namespace}}, settings)
     name = backend_of(job, {}, kuberay=settings.kuberay)
     if (problem := spec_problem(job, name, settings)) is not None:
         raise ValueError(problem)

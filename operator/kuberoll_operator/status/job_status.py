@@ -65,6 +65,7 @@ def compute_status(facts: Facts) -> Json:
         "generation": _generation(old, facts),
         "workers": _workers(old, facts),
         "progress": progress_of(old, facts),
+        **({"output": {"uri": uri}} if (uri := job.spec.output.uri) is not None else {}),
     }
     if (results := _results(job, facts.finish.message) or old.get("results")) is not None:
         new["results"] = results
