@@ -67,7 +67,8 @@ class PodConfig:
 
     Attributes:
         job: The RolloutJob, without the fields that only the operator needs.
-        base: Directory of the mounted dataset.
+        base: Directory of the dataset, where its relative paths start.
+        modules: Directory of modules of the job's own, searched first; None if it brings none.
         endpoint: Base URL of the policy.
         port: Port that a generation pod listens at.
         output: The run's directory or URI.
@@ -79,6 +80,7 @@ class PodConfig:
 
     job: dict[str, Any]
     base: str
+    modules: str | None = None
     endpoint: str
     port: int = GENERATION_PORT
     shard_count: int

@@ -35,5 +35,6 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
     places = [place for place in (found.turns, None if "://" in found.output else found.output) if place]
     for place in [*places, TEMPORARY_DIRECTORY]:
         assert any(place.startswith(mount) and name in writable for mount, name in mounts.items())
-    source = job.spec.dataset.source
-    assert (found.base in mounts) == (source.config_map is not None or source.pvc is not None)
+    source, files = job.spec.dataset.source, mounts.get("/opt/kuberoll-files")
+    assert (found.base in mounts) == (source.config_map is not None or source.pvc is not None or files is not None)
+    assert found.modules == (None if files is None else "/opt/kuberoll-files")

@@ -19,7 +19,7 @@ from kuberoll_workers.output.run_directory import RunRefused, new_manifest, read
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.pods.exit_codes import exit_status, is_permanent
 from kuberoll_workers.pods.files import ConfigRefused, clip, encode_message, read_config
-from kuberoll_workers.pods.worker import claim_output, with_mounted_dataset
+from kuberoll_workers.pods.worker import check_files, claim_output, with_mounted_dataset
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 from kuberoll_workers.worker import planned_trajectories
 
@@ -147,3 +147,40 @@ def test_a_configuration_that_is_none_is_named(tmp_path: Path) -> None:
     path.write_text('{"job": {}}')
     with pytest.raises(ConfigRefused, match=r"job\.json: Object missing required field"):
         read_config(path)
+
+
+GUESSING = {"name": "guess", "entrypoint": "guessing_beside:Guess"}
+
+
+def job_beside(**spec: Any) -> RolloutJob:
+    given = {
+        "generation": {"model": {"source": "m"}},
+        "environments": [{"name": "math", "type": "math"}],
+        "dataset": {"source": {"uri": "data/rows.jsonl"}},
+        **spec,
+    }
+    kind = {"apiVersion": "kuberoll.io/v1alpha1", "kind": "RolloutJob", "metadata": {"name": "beside"}}
+    return RolloutJob.model_validate({**kind, "spec": given})
+
+
+def test_a_module_that_was_not_shipped_is_named_with_the_way_to_ship_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigRefused, match=r"environments\[0\]\.entrypoint: .*'guessing_beside'.*kuberoll apply"):
+        check_files(job_beside(environments=[GUESSING]), tmp_path)
+
+
+def test_a_dataset_that_was_not_shipped_is_named_with_the_way_to_ship_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigRefused, match=r"dataset\.source\.uri: .*rows\.jsonl.*kuberoll apply"):
+        check_files(job_beside(), tmp_path)
+
+
+def test_what_was_shipped_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "guessing_beside.py").write_text("raise AssertionError('the check runs no code')\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").touch()
+    check_files(job_beside(environments=[GUESSING]), tmp_path)
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/rows.jsonl", "/data/rows.jsonl", "data/*.jsonl"])
+def test_what_is_not_beside_a_manifest_is_left_to_the_dataset(uri: str, tmp_path: Path) -> None:
+    check_files(job_beside(dataset={"source": {"uri": uri}}), tmp_path)

@@ -27,6 +27,9 @@ VERSION_PATTERN = r"^[A-Za-z0-9]([-._+A-Za-z0-9]*[A-Za-z0-9])?$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 # No part of the path is "." or "..".
 PVC_PATTERN = r"^pvc://[a-z0-9]([-.a-z0-9]*[a-z0-9])?(/([^./]|[.][^./]|[.][.][^/])[^/]*)*/?$"
+# Relative, and no part is "." or begins with "..": what Kubernetes accepts as path of a ConfigMap's key.
+FILE_PATH_PATTERN = r"^([^./]|[.][^./])[^/]*(/([^./]|[.][^./])[^/]*)*$"
+CONFIG_MAP_KEY_PATTERN = r"^[-._A-Za-z0-9]+$"
 QUANTITY_PATTERN = r"^[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
 
 DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]

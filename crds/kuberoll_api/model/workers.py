@@ -4,10 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from kuberoll_api.model.pods import PodOptions, Resources
 from kuberoll_api.model.traits import OPERATION, POD, Traits
+from kuberoll_api.model.types import CONFIG_MAP_KEY_PATTERN, FILE_PATH_PATTERN, DnsName, Model
+
+
+class FileItem(Model):
+    """A key of a ConfigMap, and the path of its file."""
+
+    key: Annotated[str, StringConstraints(pattern=CONFIG_MAP_KEY_PATTERN, max_length=253)] = Field(
+        description="Key of the ConfigMap."
+    )
+    path: Annotated[str, StringConstraints(pattern=FILE_PATH_PATTERN, max_length=512)] = Field(
+        description="Path of the file, relative to the manifest's directory."
+    )
+
+
+class FilesConfigMap(Model):
+    """A ConfigMap with files, as in a pod's volume."""
+
+    name: DnsName = Field(description="Name of the ConfigMap, in the job's namespace.")
+    items: list[FileItem] = Field(
+        default_factory=list,
+        max_length=256,
+        description="Paths of its keys, for files in directories; none: every key is a file of that name.",
+    )
+
+
+class WorkerFiles(Model):
+    """The files beside the manifest, for worker pods."""
+
+    config_map: FilesConfigMap = Field(description="The ConfigMap that holds the files; `kuberoll apply` makes it.")
 
 
 class Workers(PodOptions):
@@ -24,6 +53,11 @@ class Workers(PodOptions):
         ge=1,
         le=100_000,
         description="Number of parts of the dataset, each with its own output file; absent: replicas.",
+    )
+    files: Annotated[WorkerFiles | None, POD] = Field(
+        default=None,
+        description="Files that stand in for the manifest's directory in worker pods, where modules of entrypoints and "
+        "relative paths of the dataset are searched. Cluster only: `kuberoll run` uses the directory itself.",
     )
     retries_per_shard: Annotated[int, POD] = Field(
         default=6,

@@ -18,6 +18,9 @@ from kuberoll_operator.render.context import RenderContext
 CONFIG_DIRECTORY: Final = "/etc/kuberoll"
 CONFIG_FILE: Final = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"
 DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
+FILES_DIRECTORY: Final = "/opt/kuberoll-files"
+"""Directory of `workers.files`; not below /etc/kuberoll*, which processes of environments cannot read."""
+
 STATE_DIRECTORY: Final = "/var/lib/kuberoll"
 
 
@@ -44,9 +47,12 @@ def pod_config(context: RenderContext) -> PodConfig:
     output = output_of(context.job.spec.output.uri)
     # Pods are not restarted in place, so turns are only written to a volume that outlives them.
     kept = output.claim is not None and context.job.spec.rollout.journal_turns
+    source, files = context.job.spec.dataset.source, context.job.spec.workers.files
+    mounted = source.config_map is not None or source.pvc is not None
     return PodConfig(
         job=_for_pods(context),
-        base=DATASET_DIRECTORY,
+        base=DATASET_DIRECTORY if mounted or files is None else FILES_DIRECTORY,
+        modules=None if files is None else FILES_DIRECTORY,
         endpoint=context.hosting.endpoint,
         shard_count=context.shards,
         output=output.location,

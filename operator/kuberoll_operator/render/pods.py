@@ -11,7 +11,7 @@ from kuberoll_api.output_location import OUTPUT_DIRECTORY, output_of
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge, merge_named
-from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, STATE_DIRECTORY
+from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, FILES_DIRECTORY, STATE_DIRECTORY
 from kuberoll_operator.render.context import Assignment, RenderContext
 
 TEMPORARY_DIRECTORY: Final = "/tmp"
@@ -42,8 +42,11 @@ def standard_volumes(context: RenderContext) -> Volumes:
 
 
 def data_volumes(context: RenderContext) -> Volumes:
-    """The standard volumes, and those of the dataset and the output."""
+    """The standard volumes, and those of the dataset, the job's files and the output."""
     volumes = standard_volumes(context)
+    if (files := context.job.spec.workers.files) is not None:
+        named = files.config_map.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        volumes.add("files", FILES_DIRECTORY, {"configMap": named}, read_only=True)
     source = context.job.spec.dataset.source
     if source.config_map is not None:
         named = {"configMap": {"name": source.config_map.name}}

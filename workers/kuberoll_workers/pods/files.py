@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,12 @@ def read_config(path: Path) -> PodConfig:
         return msgspec.json.decode(path.read_bytes(), type=PodConfig)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigRefused(f"{path}: {error}") from error
+
+
+def add_modules(config: PodConfig) -> None:
+    """Search modules in the job's own files first, as `kuberoll run` does beside the manifest."""
+    if config.modules is not None:
+        sys.path.insert(0, config.modules)
 
 
 def clip(text: str, limit: int = CAUSE_BYTES) -> str:

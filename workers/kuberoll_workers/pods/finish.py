@@ -23,7 +23,7 @@ from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, Environ
 from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.pods.exit_codes import exit_status
-from kuberoll_workers.pods.files import encode_message, read_config, write_termination_message
+from kuberoll_workers.pods.files import add_modules, encode_message, read_config, write_termination_message
 from kuberoll_workers.run_end import RunEnd, end_run
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ def main() -> None:
     try:
         config = read_config(arguments.config)
         log_to_stderr(job=config.job.get("metadata", {}).get("name"))
+        add_modules(config)
         code, message = finish_pod(config)
         if message.cause:
             _log.log(logging.ERROR if code else logging.WARNING, message.cause)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
@@ -47,7 +48,13 @@ from kuberoll_workers.output.run_directory import (
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.output.trajectories import Trajectories
 from kuberoll_workers.pods.exit_codes import exit_status
-from kuberoll_workers.pods.files import ConfigRefused, encode_message, read_config, write_termination_message
+from kuberoll_workers.pods.files import (
+    ConfigRefused,
+    add_modules,
+    encode_message,
+    read_config,
+    write_termination_message,
+)
 from kuberoll_workers.pods.http import health_route, json_route
 from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
@@ -71,6 +78,7 @@ DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
 # Less than the pod's terminationGracePeriodSeconds (120), to leave time for storing finished trajectories.
 _DRAIN_SECONDS = 90.0
 _LOG_SECONDS = 60.0
+_SHIP = "apply the job with `kuberoll apply`, which ships what lies beside the manifest"
 
 _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -219,6 +227,7 @@ class ShardPod:
     def _inspect(self) -> Storage:
         """Check the environments, the model's path, the dataset and the output; raises if one cannot be used."""
         job, config = self._job, self._config
+        check_files(job, self._base)
         environment = self._environments()
         for spec in job.spec.environments:
             environment(spec.name)
@@ -352,6 +361,32 @@ def with_mounted_dataset(job: RolloutJob) -> RolloutJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"dataset": dataset})})
 
 
+def check_files(job: RolloutJob, base: Path) -> None:
+    """Check that this pod has what may lie beside the manifest: modules of entrypoints, and a dataset's relative path.
+
+    Args:
+        base: Directory where relative paths of the dataset start.
+
+    Raises:
+        ConfigRefused: It has not; the message says how it gets there.
+    """
+    for number, spec in enumerate(job.spec.environments):
+        module = (spec.entrypoint or "").partition(":")[0].partition(".")[0]
+        if module and importlib.util.find_spec(module) is None:
+            raise ConfigRefused(
+                f"spec.environments[{number}].entrypoint: {spec.entrypoint}: there is no module {module!r} in this "
+                f"pod: {_SHIP} (spec.workers.files), or install it in the workers' image (spec.workers.image)"
+            )
+    uri = job.spec.dataset.source.uri
+    if uri is None or "://" in uri or uri.startswith(("/", "~")) or any(letter in uri for letter in "*?["):
+        return
+    if not (base / uri).exists():
+        raise ConfigRefused(
+            f"spec.dataset.source.uri: there is no {base / uri} in this pod: {_SHIP} (spec.workers.files), or name an "
+            "object store (s3://bucket/rows.jsonl), a ConfigMap or a volume"
+        )
+
+
 def check_model_path(source: str) -> None:
     """Check that a tokenizer's directory is mounted.
 
@@ -458,6 +493,7 @@ def main() -> None:
         token = take_token(os.environ, "generate")
         config, shard = read_config(arguments.config), 0 if arguments.check else _shard()
         log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
+        add_modules(config)
         pod = ShardPod(config, shard, token=token)
         tune_garbage_collector()
         asyncio.run(_check(pod) if arguments.check else _run(pod))
