@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
+from kuberoll_api.manifest.modules import imported_modules, module_file
 from kuberoll_workers.environments.registry import BUILT_INS, EnvironmentSpec
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -33,12 +32,12 @@ def source_digest(spec: EnvironmentSpec) -> str | None:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        path = _source(root, name)
+        path = module_file(root, name)
         if path is None or name in sources or (scope is not None and name.partition(".")[0] != scope):
             continue
         sources[name] = path.read_bytes()
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        waiting.extend(_imports(sources[name], package))
+        waiting.extend(imported_modules(sources[name], package))
         if package and package != name:
             # A package's __init__ runs before its modules.
             waiting.append(package)
@@ -62,26 +61,3 @@ def _root(module: str) -> Path | None:
     if found.submodule_search_locations:
         return Path(next(iter(found.submodule_search_locations))).parent
     return Path(found.origin).parent if found.origin and found.origin.endswith(".py") else None
-
-
-def _source(root: Path, module: str) -> Path | None:
-    place = root.joinpath(*module.split("."))
-    candidates = (place.with_name(f"{place.name}.py"), place / "__init__.py")
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _imports(source: bytes, package: str) -> Iterator[str]:
-    """Modules that a source imports anywhere, including imported names that may be modules."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            above = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, (above, node.module)))
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
