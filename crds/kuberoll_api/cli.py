@@ -9,11 +9,16 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from kuberoll_api.manifest.loading import Manifest
+
 SUMMARIES = {
     "aggregate": "Compute the numbers of a run again.",
+    "apply": "Apply a manifest to a cluster, with the files beside it.",
     "crd": "Print the CustomResourceDefinition of the RolloutJob.",
     "export": "Write a run in a format of a trainer's library.",
     "get": "Copy the output of a RolloutJob from a cluster.",
@@ -132,29 +137,55 @@ def main() -> None:
 
 @main.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-def validate(files: tuple[Path, ...]) -> None:
+@click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; repeatable.")
+@click.option("--cluster", is_flag=True, help="Also check whether a cluster can run them; needs no cluster.")
+def validate(files: tuple[Path, ...], overrides: tuple[str, ...], cluster: bool) -> None:
     """Check RolloutJob manifests.
 
-    Prints the line and field of each mistake, what was found and what is allowed. The exit code is 0
-    if all files are valid, and 2 if one has a mistake.
+    Prints the line and field of each mistake, what was found and what is allowed. With --cluster also what would be
+    missing in a cluster, and, as notes, what the cluster must have. The exit code is 0 if all files are valid, and 2
+    if one has a mistake.
 
-    \b
-    Example:
+    
+    Examples:
       kuberoll validate job.yaml examples/*/rolloutjob.yaml
+      kuberoll validate --cluster job.yaml
     """
-    from kuberoll_api.manifest.loading import ManifestError, load_jobs
+    from kuberoll_api.manifest.loading import ManifestError, load_manifest
 
     failed = False
     for file in files:
         try:
-            jobs = load_jobs(file)
-        except ManifestError as error:
+            manifest = load_manifest(file, overrides)
+            if cluster:
+                _check_for_cluster(manifest, file)
+        except (ManifestError, OSError) as error:
             click.echo(str(error), err=True)
             failed = True
         else:
-            names = ", ".join(job.metadata.name for job in jobs)
+            names = ", ".join(item.job.metadata.name for item in manifest.jobs)
             click.echo(f"{file}: ok (RolloutJob {names})")
     sys.exit(2 if failed else 0)
+
+
+def _check_for_cluster(manifest: Manifest, file: Path) -> None:
+    """Print what the manifest's jobs need in a cluster.
+
+    Raises:
+        ManifestError: No cluster can run one of them.
+        OSError: A file beside the manifest cannot be read.
+    """
+    from kuberoll_api.manifest.cluster import check_for_cluster
+    from kuberoll_api.manifest.loading import ManifestError
+
+    checks = [(item, check_for_cluster(item.job, file.parent)) for item in manifest.jobs]
+    for item, check in checks:
+        for note in check.notes:
+            click.echo(str(item.mistake(note.path, f"note: {note.message}")))
+        if check.beside.files:
+            click.echo(f"{file}: note: `kuberoll apply` ships {check.beside}")
+    if mistakes := [item.mistake(*problem) for item, check in checks for problem in check.problems]:
+        raise ManifestError(mistakes)
 
 
 @main.command()

@@ -36,6 +36,9 @@ AUTOSCALING: Final = "kuberoll.io/autoscaling"
 """Annotation of the Deployment: the number of replicas called for and since when, while it has another number."""
 
 CONFIG: Final = "config"
+FILES: Final = "files"
+"""Component of the ConfigMap that `kuberoll apply` creates."""
+
 TOKENS: Final = "tokens"
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
@@ -59,6 +62,11 @@ RAY_DASHBOARD_PORT: Final = 8265
 def config(job: str) -> str:
     """Name of the ConfigMap that all pods read."""
     return f"{job}-config"
+
+
+def files(job: str, digest: str) -> str:
+    """Name of the ConfigMap with the files beside a manifest; it contains a digest of them."""
+    return f"{job}-files-{digest}"
 
 
 def tokens(job: str, digest: str) -> str:

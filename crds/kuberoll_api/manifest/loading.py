@@ -14,7 +14,16 @@ from kuberoll_api.manifest.overrides import OverrideError, apply_overrides
 from kuberoll_api.model.rolloutjob import API_VERSION, GROUP, KIND, RolloutJob
 from kuberoll_api.paths import Path, format_path
 
-__all__ = ["MOST_SHOWN", "ManifestError", "Mistake", "load_job", "load_jobs"]
+__all__ = [
+    "MOST_SHOWN",
+    "LoadedJob",
+    "Manifest",
+    "ManifestError",
+    "Mistake",
+    "load_job",
+    "load_jobs",
+    "load_manifest",
+]
 
 MOST_SHOWN = 20
 """Maximum number of mistakes in the text of a ManifestError."""
@@ -60,6 +69,31 @@ class ManifestError(ValueError):
         return "\n".join([*shown, f"and {more} more"] if more else shown)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedJob:
+    """A RolloutJob with its document, for messages about its lines.
+
+    Attributes:
+        file: The manifest's path, as it was given.
+    """
+
+    job: RolloutJob
+    document: Document
+    file: str
+
+    def mistake(self, path: Path, message: str) -> Mistake:
+        """A mistake at a field, which may be absent."""
+        return _mistake(path, message, self.document, self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A file's RolloutJobs, at least one, and its objects of other APIs."""
+
+    jobs: tuple[LoadedJob, ...]
+    others: tuple[Document, ...]
+
+
 def load_job(path: FilePath, overrides: Sequence[str] = ()) -> RolloutJob:
     """The only RolloutJob of a file.
 
@@ -86,6 +120,18 @@ def load_jobs(path: FilePath, overrides: Sequence[str] = ()) -> list[RolloutJob]
     Raises:
         ManifestError: The file has mistakes; the error has all of them.
     """
+    return [loaded.job for loaded in load_manifest(path, overrides).jobs]
+
+
+def load_manifest(path: FilePath, overrides: Sequence[str] = ()) -> Manifest:
+    """The objects of a file.
+
+    Args:
+        overrides: `path=value` texts, applied to each job before it is checked.
+
+    Raises:
+        ManifestError: The file has mistakes; the error has all of them.
+    """
     file = str(path)
     try:
         documents = read_documents(path)
@@ -94,7 +140,7 @@ def load_jobs(path: FilePath, overrides: Sequence[str] = ()) -> list[RolloutJob]
     ours = [document for document in documents if not _is_foreign(document)]
     if not ours:
         raise ManifestError([_no_job(documents, file)])
-    jobs: list[RolloutJob] = []
+    jobs: list[LoadedJob] = []
     mistakes: list[Mistake] = []
     for document in ours:
         job, found = _check(document, overrides, file)
@@ -102,10 +148,10 @@ def load_jobs(path: FilePath, overrides: Sequence[str] = ()) -> list[RolloutJob]
         mistakes += found
     if mistakes:
         raise ManifestError(list(dict.fromkeys(mistakes)))
-    return jobs
+    return Manifest(tuple(jobs), tuple(document for document in documents if _is_foreign(document)))
 
 
-def _check(document: Document, overrides: Sequence[str], file: str) -> tuple[RolloutJob | None, list[Mistake]]:
+def _check(document: Document, overrides: Sequence[str], file: str) -> tuple[LoadedJob | None, list[Mistake]]:
     """The job of a document, or all its mistakes, sorted by line; those of overrides come first."""
     mistakes: list[Mistake] = []
     for override in overrides:
@@ -118,7 +164,7 @@ def _check(document: Document, overrides: Sequence[str], file: str) -> tuple[Rol
     mistakes += [Mistake(file, item.line, format_path(item.path), item.message) for item in document.problems]
     job = None
     try:
-        job = RolloutJob.model_validate(document.value)
+        job = LoadedJob(RolloutJob.model_validate(document.value), document, file)
     except ValidationError as error:
         found = explain(error, document.value)
         mistakes += [_mistake(path, message, document, file) for path, message in found if path not in known]

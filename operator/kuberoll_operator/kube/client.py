@@ -68,6 +68,20 @@ class Client:
         except NotFound:
             return None
 
+    async def find_resource(self, api_version: str, kind: str) -> tuple[Resource, bool] | None:
+        """The resource of any kind, and True if it is namespaced; None if the API server does not serve it."""
+        group, _, version = api_version.rpartition("/")
+        listing = Resource(group, version, "", kind)
+        try:
+            found = await self._request("list", listing, f"/{'apis' if group else 'api'}/{api_version}")
+        except NotFound:
+            return None
+        for item in found.get("resources") or ():
+            # Subresources have the kinds of others.
+            if item.get("kind") == kind and "/" not in str(item.get("name")):
+                return listing._replace(plural=str(item["name"])), bool(item.get("namespaced"))
+        return None
+
     async def serves(self, resource: Resource) -> bool:
         """True if the API server serves a kind."""
         try:
@@ -116,15 +130,27 @@ class Client:
         resource, metadata = resource_of_object(item), item["metadata"]
         return await self._write("update", resource, resource.path(metadata["namespace"], metadata["name"]), item)
 
-    async def apply(self, item: Object, manager: str, *, subresource: str | None = None, force: bool = False) -> Object:
+    async def apply(
+        self,
+        item: Object,
+        manager: str,
+        *,
+        resource: Resource | None = None,
+        subresource: str | None = None,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> Object:
         """Apply an object on the server side; returns the result.
 
         Args:
+            resource: The object's resource; None for one of the operator's own.
             force: True to take fields from other managers; otherwise they raise FieldConflict.
+            dry_run: True to have the API server check the object without storing it.
         """
-        resource, metadata = resource_of_object(item), item["metadata"]
-        path = resource.path(metadata["namespace"], metadata["name"], subresource)
+        resource, metadata = resource or resource_of_object(item), item["metadata"]
+        path = resource.path(metadata.get("namespace"), metadata["name"], subresource)
         query = {"fieldManager": manager, "force": "true" if force else "false"}
+        query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("patch", resource, path, item, query=query, content=_APPLY)
 
     async def patch_status(

@@ -1,0 +1,173 @@
+"""Files beside a manifest that a job needs: modules of its environments, and rows of its dataset.
+
+`kuberoll run` reads them where they are; in a cluster `kuberoll apply` ships them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Final, NamedTuple
+
+from kuberoll_api.manifest.modules import files_of_modules, module_file
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.types import FILE_PATH_PATTERN
+from kuberoll_api.paths import Path
+
+MAX_BYTES: Final = 1 << 20
+"""Maximum size of a ConfigMap's values."""
+
+MAX_FILES: Final = 256
+"""Maximum number of files, as in `workers.files`."""
+
+MAX_PATH: Final = 512
+"""Maximum length of a file's path."""
+
+_MOST_NAMED: Final = 5
+_WILDCARDS: Final = "*?["
+_URI: Final[Path] = ("spec", "dataset", "source", "uri")
+_ELSEWHERE: Final = "an object store (s3://bucket/rows.jsonl), a volume (dataset.source.pvc) or the Hugging Face hub"
+_OWN_PACKAGES: Final = ("kuberoll_workers", "kuberoll_api")
+
+
+class Finding(NamedTuple):
+    """A remark about a field.
+
+    Attributes:
+        path: The field; empty for the job as a whole.
+    """
+
+    path: Path
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesBeside:
+    """Files that a job needs from the manifest's directory.
+
+    Attributes:
+        files: The files, by path relative to the manifest's directory, sorted.
+        problems: Files that are needed and cannot be shipped.
+        notes: Modules that have to come from elsewhere.
+    """
+
+    files: dict[str, FilePath]
+    problems: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Size of all files in bytes."""
+        return sum(path.stat().st_size for path in self.files.values())
+
+    def __str__(self) -> str:
+        """`guessing.py, prompts.jsonl (3.1 KiB)`."""
+        names = list(self.files)
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return f"{', '.join(names[:_MOST_NAMED])}{more} ({size_text(self.size)})"
+
+
+def files_beside(job: RolloutJob, base: FilePath, *, include: Sequence[str] = ()) -> FilesBeside:
+    """Find the files of a job beside its manifest; files are read only to follow imports.
+
+    Args:
+        base: The manifest's directory.
+        include: Patterns of further files, relative to `base`.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    notes = list(_modules_elsewhere(job, base))
+    entrypoints = [environment.entrypoint or "" for environment in job.spec.environments]
+    found = files_of_modules(base, [entrypoint.partition(":")[0] for entrypoint in entrypoints])
+    rows, problems = _rows(job, base)
+    found += rows
+    for pattern in include:
+        more = [path for path in sorted(base.glob(pattern)) if path.is_file()] if _is_below(pattern) else []
+        found += more
+        if not more:
+            problems.append(Finding((), f"--include {pattern}: no file below {base} matches"))
+    files = {path.relative_to(base).as_posix(): path for path in sorted(set(found))}
+    problems += _limits(files)
+    return FilesBeside(files=files, problems=tuple(problems), notes=tuple(notes))
+
+
+def size_text(size: int) -> str:
+    """A number of bytes as text: `512 B`, `3.1 KiB`, `12.0 MiB`."""
+    if size < 1 << 10:
+        return f"{size} B"
+    return f"{size / (1 << 10):.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
+
+
+def _modules_elsewhere(job: RolloutJob, base: FilePath) -> Iterator[Finding]:
+    for number, environment in enumerate(job.spec.environments):
+        module = (environment.entrypoint or "").partition(":")[0]
+        if not module or module.partition(".")[0] in _OWN_PACKAGES or module_file(base, module) is not None:
+            continue
+        message = f"there is no module {module} beside the manifest, so the workers' image must have it installed"
+        if module_file(FilePath.cwd(), module) is not None:
+            message += "; it is in the working directory: move it beside the manifest to ship it"
+        yield Finding(("spec", "environments", number, "entrypoint"), message)
+
+
+def _rows(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding]]:
+    """Files of a local dataset, and problems with them."""
+    source = job.spec.dataset.source
+    if source.huggingface is not None and (base / source.huggingface.name).is_dir():
+        path: Path = ("spec", "dataset", "source", "huggingface", "name")
+        return [], [Finding(path, f"{source.huggingface.name} is a directory of this machine; use {_ELSEWHERE}")]
+    uri = source.uri
+    if uri is None or ("://" in uri and not uri.startswith("file://")):
+        return [], []
+    if uri.startswith(("file://", "/", "~")):
+        if _is_mounted(job, uri):
+            return [], []
+        words = f"{uri} is a path of this machine; write it relative to the manifest to ship it, or use {_ELSEWHERE}"
+        return [], [Finding(_URI, words)]
+    if not _is_below(uri):
+        words = f"{uri} is not below the manifest's directory, whose files are shipped; move it, or use {_ELSEWHERE}"
+        return [], [Finding(_URI, words)]
+    target = base / uri
+    if target.is_dir():
+        found = [path for path in sorted(target.iterdir()) if path.is_file() and path.name[0] not in "._"]
+    elif target.is_file():
+        found = [target]
+    elif any(letter in uri for letter in _WILDCARDS):
+        found = [path for path in sorted(base.glob(uri)) if path.is_file()]
+    else:
+        found = []
+    if not found:
+        return [], [Finding(_URI, f"there is no file {target} to ship")]
+    return found, []
+
+
+def _is_mounted(job: RolloutJob, path: str) -> bool:
+    """True if workers of the job mount a volume at a path or above it."""
+    places = [str(mount["mountPath"]).rstrip("/") for mount in job.spec.workers.volume_mounts]
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def _is_below(path: str) -> bool:
+    return not path.startswith(("/", "~")) and ".." not in path.split("/")
+
+
+def _limits(files: dict[str, FilePath]) -> list[Finding]:
+    found = [
+        Finding((), f"{name}: a file of this name cannot be shipped; rename it")
+        for name in files
+        if len(name) > MAX_PATH or re.fullmatch(FILE_PATH_PATTERN, name) is None
+    ]
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    total = sum(sizes.values())
+    if total > MAX_BYTES or len(files) > MAX_FILES:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:_MOST_NAMED]
+        listed = ", ".join(f"{name} {size_text(sizes[name])}" for name in largest)
+        words = (
+            f"the files beside the manifest do not fit into a ConfigMap: {len(files)} files of {size_text(total)}, "
+            f"where {MAX_FILES} files of {size_text(MAX_BYTES)} fit; the largest: {listed}. Put rows into "
+            f"{_ELSEWHERE}, and code into the workers' image (spec.workers.image)"
+        )
+        found.append(Finding((), words))
+    return found

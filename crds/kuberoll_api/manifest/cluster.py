@@ -1,0 +1,154 @@
+"""What a manifest lacks in a cluster, found without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kuberoll_api.manifest.beside import FilesBeside, Finding, files_beside
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.output_location import InvalidOutput, output_of
+from kuberoll_api.paths import Path
+
+_MODEL: Final[Path] = ("spec", "generation", "model")
+_IN_IMAGES: Final = "/opt/kuberoll/models/"
+"""Directory of the models in KubeRoll's own images."""
+
+_LOCAL_HOSTS: Final = ("localhost", "::1", "0.0.0.0")
+_NOT_THIS_MACHINE: Final = "is this machine, but in a pod the pod itself; name an address that pods reach"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterCheck:
+    """Result of `check_for_cluster`.
+
+    Attributes:
+        problems: Reasons why no cluster can run the job as it is applied.
+        notes: What the cluster or its images must have.
+        beside: Files beside the manifest, for `kuberoll apply` to ship; none if the job names its files itself.
+    """
+
+    problems: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+    beside: FilesBeside
+
+
+def check_for_cluster(job: RolloutJob, base: FilePath, *, include: tuple[str, ...] = ()) -> ClusterCheck:
+    """Check whether a job can be applied to a cluster, as far as its manifest and the files beside it tell.
+
+    Args:
+        base: The manifest's directory.
+        include: Patterns of further files to ship.
+
+    Raises:
+        OSError: A file beside the manifest cannot be read.
+    """
+    beside = FilesBeside(files={})
+    if job.spec.workers.files is None:
+        beside = files_beside(job, base, include=include)
+    problems = [*_output_problems(job), *_model_problems(job, base), *_local_services(job), *beside.problems]
+    notes = [*_missing_output(job), *_mounted_models(job), *_missing_gpus(job), *beside.notes]
+    return ClusterCheck(problems=tuple(problems), notes=tuple(notes), beside=beside)
+
+
+def _output_problems(job: RolloutJob) -> Iterator[Finding]:
+    if job.spec.output.uri is None:
+        return
+    try:
+        output_of(job.spec.output.uri)
+    except InvalidOutput as error:
+        yield Finding(("spec", "output", "uri"), str(error).removeprefix("spec.output.uri: "))
+
+
+def _missing_output(job: RolloutJob) -> Iterator[Finding]:
+    if job.spec.output.uri is None:
+        yield Finding(
+            ("spec", "output", "uri"),
+            "absent: the job writes below the cluster's default (the chart's jobs.defaultOutput) and fails if there is "
+            "none; s3://bucket/run or pvc://CLAIM/path needs no default",
+        )
+
+
+def _model_problems(job: RolloutJob, base: FilePath) -> Iterator[Finding]:
+    generation = job.spec.generation
+    for path, source in _model_sources(job):
+        if _is_relative(source, base):
+            # The engine's side reads object stores, the tokenizer's does not.
+            where = "a hub id or a path in the pods" + ("" if path[-1] == "tokenizer" else ", or an s3:// or gs:// URI")
+            yield Finding(path, f"{source} is a directory of this machine; name {where}")
+    if "://" in generation.model.source and generation.model.tokenizer is None:
+        yield Finding(
+            (*_MODEL, "tokenizer"),
+            "missing: workers load tokenizers from the hub or a directory, not from an object store; name one",
+        )
+
+
+def _model_sources(job: RolloutJob) -> Iterator[tuple[Path, str]]:
+    generation = job.spec.generation
+    yield (*_MODEL, "source"), generation.model.source
+    if generation.model.tokenizer is not None:
+        yield (*_MODEL, "tokenizer"), generation.model.tokenizer
+    if job.spec.weights is not None:
+        yield ("spec", "weights", "uri"), job.spec.weights.uri
+
+
+def _is_relative(source: str, base: FilePath) -> bool:
+    """True for a path that starts at the manifest or in a home directory; a hub id has at most one slash."""
+    if "://" in source or source.startswith("/"):
+        return False
+    return source.startswith((".", "~")) or source.count("/") > 1 or (base / source).is_dir()
+
+
+def _mounted_models(job: RolloutJob) -> Iterator[Finding]:
+    mounts = (*job.spec.generation.volume_mounts, *job.spec.workers.volume_mounts)
+    places = [str(mount["mountPath"]).rstrip("/") + "/" for mount in mounts]
+    for path, source in _model_sources(job):
+        if source.startswith("/") and not f"{source}/".startswith((_IN_IMAGES, *places)):
+            yield Finding(
+                path,
+                f"{source} must exist in the pods: in their images, or on a volume that both generation and workers "
+                "mount (volumes and volumeMounts of each)",
+            )
+
+
+def _missing_gpus(job: RolloutJob) -> Iterator[Finding]:
+    generation = job.spec.generation
+    if generation.engine != "VLLM" or generation.backend == "External":
+        return
+    template: Any = (generation.pod_template or {}).get("spec") or {}
+    limits = set(generation.resources.limits)
+    for container in template.get("containers") or ():
+        limits |= set((container.get("resources") or {}).get("limits") or ())
+    # Extended resources have a domain: nvidia.com/gpu, amd.com/gpu.
+    if not any("/" in name for name in limits):
+        yield Finding(
+            ("spec", "generation", "resources"),
+            "no GPUs in limits, so the engine runs on CPUs, for which the generation image must be made "
+            '(make images ENGINE=cpu); for GPUs set limits: {nvidia.com/gpu: "1"}',
+        )
+
+
+def _local_services(job: RolloutJob) -> Iterator[Finding]:
+    external = job.spec.generation.external
+    if external is not None:
+        path: Path = ("spec", "generation", "external")
+        urls = [((*path, "url"), external.url), *(((*path, "urls", n), url) for n, url in enumerate(external.urls))]
+        for place, url in urls:
+            if _is_this_machine(url):
+                yield Finding(place, f"{url} {_NOT_THIS_MACHINE}")
+    tracking = job.spec.output.tracking
+    if tracking is not None and tracking.mlflow is not None:
+        uri = tracking.mlflow.tracking_uri
+        place = ("spec", "output", "tracking", "mlflow", "trackingUri")
+        if uri.startswith(("sqlite:", "file:", "/", ".")):
+            yield Finding(place, f"{uri} is a file, which is lost with the pod; name a server (https://...)")
+        elif _is_this_machine(uri):
+            yield Finding(place, f"{uri} {_NOT_THIS_MACHINE}")
+
+
+def _is_this_machine(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in _LOCAL_HOSTS or host.startswith("127.")
