@@ -72,8 +72,8 @@ class Output(Model):
         default=None,
         description="URI of an object store (s3://, gs://, abfs:// or any other of fsspec); in a cluster also "
         "pvc://CLAIM[/path], a directory of a PersistentVolumeClaim; with `kuberoll run` also a directory "
-        "(relative to the working directory). Absent: runs/<job's name> with `kuberoll run`; in a cluster the "
-        "operator's default, <root>/<namespace>/<job's name>.",
+        "(relative to the working directory). Absent: in a cluster the operator's default, "
+        "<root>/<namespace>/<job's name>; with `kuberoll run` runs/<job's name>, also in place of pvc://.",
     )
     format: Literal["JSONL", "Parquet"] = Field(
         default="JSONL",

@@ -147,4 +147,7 @@ def _literal(value: Any) -> Any:
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_literal(item) for item in value]
-    return LiteralScalarString(value) if isinstance(value, str) and "\n" in value else value
+    # A literal block cannot have other characters: they would be lost, or make it unreadable.
+    if isinstance(value, str) and "\n" in value and all(line.isprintable() for line in value.split("\n")):
+        return LiteralScalarString(value)
+    return value

@@ -48,11 +48,11 @@ def files_config_map(job: str, namespace: str, files: Mapping[str, bytes]) -> Ob
 
 
 def file_items(paths: Mapping[str, Any]) -> list[FileItem]:
-    """Keys of files in a ConfigMap, sorted by path: the path, with what a key may not contain replaced by dots."""
+    """Keys of files in a ConfigMap, sorted by path: the path, with a dot for each slash."""
     items: list[FileItem] = []
     taken: set[str] = set()
     for path in sorted(paths):
-        stem = re.sub(r"[^-._A-Za-z0-9]", ".", path)[-_MAX_KEY + 4 :]
+        stem = re.sub(r"[^-._A-Za-z0-9]", "_", path.replace("/", "."))[-_MAX_KEY + 4 :]
         key, number = stem, 1
         # The API server refuses keys that begin with two dots.
         while key in taken or key.startswith(".."):

@@ -14,7 +14,9 @@ DEFAULT_METRICS_PORT = 9464
 
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))
-@click.option("--output", metavar="DIR|URI", help="Output of the run.  [default: output.uri, or runs/<job>]")
+@click.option(
+    "--output", metavar="DIR|URI", help="Output of the run.  [default: output.uri unless pvc://, or runs/<job>]"
+)
 @click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output directory.")
 @click.option("--force", is_flag=True, help="With --resume: continue even if dataset or settings have changed.")
@@ -74,9 +76,12 @@ def run(
         click.echo("interrupted before anything was started", err=True)
         sys.exit(130)
 
+    uri = job.spec.output.uri
+    # A claim exists only in the cluster that the manifest was written for.
+    on_claim = output is None and uri is not None and uri.startswith("pvc:")
     options = RunOptions(
         base=manifest.parent,
-        output=output or job.spec.output.uri or f"runs/{job.metadata.name}",
+        output=output or (None if on_claim else uri) or f"runs/{job.metadata.name}",
         resume=resume,
         force=force,
         metrics_port=metrics_port,
@@ -85,6 +90,8 @@ def run(
         endpoint=endpoint,
     )
     reporter = reporter_for(Console(highlight=False))
+    if on_claim:
+        reporter.note(f"spec.output.uri: {uri} is a volume of a cluster; writing to {options.output} instead")
     try:
         result = run_here(job, options, reporter)
     except JobRefused as error:

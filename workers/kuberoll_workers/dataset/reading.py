@@ -48,7 +48,10 @@ def _raw_rows(
     if source.generator is not None:
         return _generated_rows(source.generator, task_names, environment)
     given = "configMap" if source.config_map is not None else "pvc"
-    raise DatasetError(f"{FIELD}.{given} can only be read in a cluster; on this machine use source.uri with the file")
+    raise DatasetError(
+        f"{FIELD}.{given} can only be read in a cluster; on this machine name a file beside the manifest: "
+        f"--set {FIELD}='{{uri: rows.jsonl}}'"
+    )
 
 
 def _generated_rows(

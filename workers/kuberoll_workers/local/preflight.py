@@ -134,7 +134,7 @@ def _check_environments(job: RolloutJob) -> None:
 
 def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:
     if "://" in source:
-        raise JobRefused(f"{field}: {source}: on this machine use a directory or a hub id")
+        raise JobRefused(f"{field}: {source}: on this machine use a directory or a hub id: --set {field}=...")
     path = Path(source).expanduser()
     path = path if path.is_absolute() else base / path
     if path.is_dir():
@@ -145,7 +145,10 @@ def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:
         raise JobRefused(f"{field}: {path} is a file; name the model's directory")
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     if looks_like_path:
-        raise JobRefused(f"{field}: there is no directory {path} (relative paths start at the manifest)")
+        raise JobRefused(
+            f"{field}: there is no directory {path} (relative paths start at the manifest); name another with "
+            f"--set {field}=..."
+        )
     return _on_hub(field, source, path, any_of)
 
 
