@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from ruamel.yaml import YAML
 
 from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.dataset.inputs import scan
-from kuberoll_workers.output.run_directory import MANIFEST, differences, new_manifest, read_manifest
+from kuberoll_workers.output.run_directory import differences, new_manifest, read_manifest
 from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.worker import isolated_environment_factory
 from tests.cluster.api import Api, ApiError, Object, is_true
 from tests.cluster.control_plane import ApiServer
-from tests.cluster.jobs import ANSWERS, CLAIM, TINY, light_engine, read_output
+from tests.cluster.jobs import ANSWERS, CLAIM, TINY, contents, light_engine, read_output
 from tests.cluster.test_lifecycle import Cluster, cluster, complete, installed, message
 from tests.cluster.test_reading import Person, person
 from tests.test_docs import blocks
@@ -38,14 +39,14 @@ ON_A_CLUSTER_WITHOUT_GPUS = {
     "spec.environments[1].isolation": "Process",
 }
 OVERRIDES = [f"{path}={json.dumps(value)}" for path, value in ON_A_CLUSTER_WITHOUT_GPUS.items()]
-RULES: list[Object] = [
-    {"apiGroups": ["kuberoll.io"], "resources": ["rolloutjobs"], "verbs": ["get", "create", "patch"]},
-    {
-        "apiGroups": [""],
-        "resources": ["configmaps", "persistentvolumeclaims"],
-        "verbs": ["get", "create", "patch"],
-    },
-]
+CLAIMS: Object = {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["get", "create", "patch"]}
+
+
+def documented_rules() -> list[Object]:
+    """The rights that docs/laptop-and-cluster.md says the command needs."""
+    text = blocks("docs/laptop-and-cluster.md", "yaml")[-1]
+    found: list[Object] = json.loads(json.dumps(YAML(typ="safe").load(text)["rules"]))
+    return found
 
 
 def write_manifest(directory: Path) -> Path:
@@ -67,11 +68,11 @@ def write_manifest(directory: Path) -> Path:
 
 @pytest_asyncio.fixture
 async def author(api: Api, control_plane: ApiServer, cluster: Cluster, tmp_path: Path) -> Person:
-    """Somebody with the manifest, and with the rights that `kuberoll apply` needs and no others."""
+    """Somebody with the manifest, and with the documented rights and those for a claim; no others."""
     directory = tmp_path / "author"
     directory.mkdir()
     write_manifest(directory)
-    return await person(api, control_plane, cluster.namespace, directory, RULES)
+    return await person(api, control_plane, cluster.namespace, directory, [*documented_rules(), CLAIMS])
 
 
 async def applied(author: Person, *arguments: str) -> str:
@@ -125,12 +126,27 @@ async def test_the_readme_s_manifest_from_a_laptop_to_complete(
         record.total_reward > 0 for record in records if record.task_name == "guess"
     )
     assert laptop_differences(author.directory, output, monkeypatch) == []
-    assert (output / MANIFEST).is_file()
+    await _continued_on_a_laptop(author, output)
 
     assert [line.split()[1] for line in (await applied(author)).splitlines()[:2]] == ["unchanged", "unchanged:"]
     await cluster.api.delete("RolloutJob", cluster.namespace, JOB)
     await cluster.gone("ConfigMap", name)
     assert len(read_output(output)) == 16
+
+
+async def _continued_on_a_laptop(author: Person, output: Path) -> None:
+    """A run that a cluster began is continued by `kuberoll run` with the same manifest."""
+    whole = contents(read_output(output))
+    shard = output / "shard-00000.jsonl"
+    lines = shard.read_bytes().splitlines(keepends=True)
+    shard.write_bytes(lines[0])
+    settings = [word for override in OVERRIDES for word in ("--set", override)]
+    code, _, error = await author.run(
+        "run", "my-job.yaml", *settings, "--resume", "--output", str(output), "--metrics-port", "0"
+    )
+    assert code == 0, error
+    assert len(lines) > 1
+    assert contents(read_output(output)) == whole
 
 
 async def test_code_that_changed_is_another_config_map_and_not_for_a_running_job(
