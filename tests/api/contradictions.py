@@ -203,6 +203,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "shards": 8,
             "retriesPerShard": 0,
             "maxFailedShards": 2,
+            "files": {"configMap": {"name": "job-files-0", "items": [{"key": "a.b.py", "path": "a/b.py"}]}},
             "image": "registry/image@sha256:0",
             "imagePullSecrets": [{"name": "pull.secret"}],
             "env": [

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.model.workers import FileItem
 
 SCHEMA = RolloutJob.model_json_schema(by_alias=True)
 
@@ -59,3 +61,14 @@ def test_unknown_fields_are_refused_everywhere() -> None:
     lax = [name for name, model in objects.items() if model.get("additionalProperties") is not False]
     # An object exported from a cluster has more metadata than anybody writes.
     assert lax == ["ObjectMeta"]
+
+
+@pytest.mark.parametrize("path", ["a.py", "a/b.py", ".a/b", "a b/é.txt", "a..b", "a/.b"])
+def test_paths_of_files(path: str) -> None:
+    assert FileItem(key="a", path=path).path == path
+
+
+@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "..", "./a", "a/./b", "../a", "a/../b", "..a"])
+def test_paths_that_kubernetes_or_a_kubelet_would_not_mount(path: str) -> None:
+    with pytest.raises(ValidationError):
+        FileItem(key="a", path=path)

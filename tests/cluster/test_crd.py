@@ -191,6 +191,15 @@ def nothing_for_null(value: Any) -> Any:
         ({"spec.generation.sampling.topP": 0}, "spec.generation.sampling.topP: Invalid value: 0"),
         ({"spec.generation.backend": "native"}, 'spec.generation.backend: Unsupported value: "native"'),
         ({"spec.generation.sampling.seed": 2**63}, "spec.generation.sampling.seed"),
+        ({"spec.workers.files": {"configMap": {"items": []}}}, "spec.workers.files.configMap.name: Required value"),
+        (
+            {"spec.workers.files": {"configMap": {"name": "a", "items": [{"key": "a", "path": "../a"}]}}},
+            "spec.workers.files.configMap.items[0].path",
+        ),
+        (
+            {"spec.workers.files": {"configMap": {"name": "a", "items": [{"key": "a/b", "path": "a"}]}}},
+            "spec.workers.files.configMap.items[0].key",
+        ),
         ({"spec.environments": []}, "spec.environments: Invalid value: 0"),
         ({"spec.dataset": None}, "spec.dataset: Required value"),
         ({"spec": None}, "spec: Required value"),
@@ -267,6 +276,8 @@ SETTLED: dict[str, dict[str, Any]] = {
     "workers.env, other order": {"spec.workers.env": FULL["spec.workers"]["env"][::-1]},
     "workers.volumes, other kind": {"spec.workers.volumes.0": {"name": "a", "hostPath": {}}},
     "workers.volumeMounts, other order": {"spec.workers.volumeMounts": FULL["spec.workers"]["volumeMounts"][::-1]},
+    "workers.files, other ConfigMap": {"spec.workers.files": {"configMap": {"name": "job-files-1"}}},
+    "workers.files, other path": {"spec.workers.files.configMap.items": [{"key": "a.b.py", "path": "c.py"}]},
     "workers.podTemplate, deep inside": {"spec.workers.podTemplate.spec.containers": [{"name": "d"}]},
     "workers.podTemplate, one key exchanged": {"spec.workers.podTemplate.metadata": {"annotations": {"a": "b"}}},
     **{
