@@ -189,4 +189,6 @@ def _trim(resource: Resource, item: Object) -> Object:
     rest = {key: value for key, value in item.items() if key not in head}
     if resource.kind == "ConfigMap":
         rest["data"] = {key: hash_text(value) for key, value in (item.get("data") or {}).items()}
+        # Of files that users ship; ours are text.
+        rest.pop("binaryData", None)
     return head | rest

@@ -16,10 +16,12 @@ from ruamel.yaml import YAML
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.types import CONFIG_MAP_KEY_PATTERN, FILE_PATH_PATTERN
+from kuberoll_operator.cache import Cache
 from kuberoll_operator.commands.apply import apply
 from kuberoll_operator.commands.render import children_of, to_yaml
 from kuberoll_operator.console.shipping import applied_object, file_items, files_config_map, owned_by, with_files
-from kuberoll_operator.model import Object
+from kuberoll_operator.kube.resources import CHILDREN
+from kuberoll_operator.model import Key, Object
 from tests.operator.support import NAMESPACE, SETTINGS, UID, job, manifest
 from tests.schemas import validate
 
@@ -170,3 +172,13 @@ def test_without_a_cluster_it_says_where_it_looked(tmp_path: Path, monkeypatch: 
     code, _, error = run(write(tmp_path, manifest()))
     assert code == 2
     assert "KUBECONFIG" in error
+
+
+def test_the_operator_keeps_no_content_of_shipped_files() -> None:
+    """It watches all ConfigMaps of jobs, and a thousand jobs may ship a MiB each."""
+    cache, config_maps = Cache(lambda _: None), CHILDREN[0]
+    made = files_config_map("puzzle", NAMESPACE, {"words.txt": b"w" * 10_000, "model.bin": b"\xff" * 10_000})
+    metadata = {**made["metadata"], "uid": UID, "resourceVersion": "1"}
+    cache.add_page(config_maps, None, [{**made, "metadata": metadata}], "1", last=True)
+    [kept] = cache.children(Key(NAMESPACE, "puzzle")).values()
+    assert len(str(kept)) < 2000

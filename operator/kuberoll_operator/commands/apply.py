@@ -49,6 +49,11 @@ def apply(
 
     The exit code is 2 if no job was applied: a mistake in the manifest, something that a cluster does not have, a
     missing permission.
+
+    \b
+    Examples:
+      kuberoll apply job.yaml -n rollouts
+      kuberoll apply job.yaml --set spec.output.uri=s3://bucket/run-1 --dry-run
     """
     try:
         loaded = load_manifest(manifest, overrides)
