@@ -47,8 +47,8 @@ def apply(
     it in spec.workers.files. Objects of other kinds are applied first; all are applied on the server side.
     `kuberoll validate --cluster` shows what would be shipped, and what the cluster must have.
 
-    The exit code is 2 if no job was applied: a mistake in the manifest, something that a cluster does not have, a
-    missing permission.
+    The exit code is 2 for a mistake in the manifest, something in it that no cluster has, or a missing permission; 1 if
+    the API server refuses an object, or does not answer.
 
     \b
     Examples:

@@ -116,7 +116,7 @@ class Applying:
         except FieldConflict as error:
             managers = ", ".join(error.managers) or "others"
             raise ConsoleError(
-                f"{item['kind']} {metadata['name']}: {managers} manage fields that the manifest sets; use "
+                f"{item['kind']} {metadata['name']}: fields that the manifest sets are managed by {managers}; use "
                 f"--force-conflicts to take them over, or remove them from the manifest: {error.message}"
             ) from error
         if before is None:
