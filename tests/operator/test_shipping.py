@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
@@ -97,6 +97,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text
 
 
 @given(TEXTS)
+@example("\x85")
+@example("a\r\nb\n")
 def test_printed_files_are_read_back_unchanged(text: str) -> None:
     made = files_config_map("puzzle", NAMESPACE, {"a.txt": text.encode()})
     assert YAML(typ="safe").load(io.StringIO(to_yaml(made))) == made

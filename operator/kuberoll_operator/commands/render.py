@@ -141,13 +141,14 @@ def to_yaml(value: Any) -> str:
 
 
 def _literal(value: Any) -> Any:
-    from ruamel.yaml.scalarstring import LiteralScalarString
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
     if isinstance(value, dict):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_literal(item) for item in value]
-    # A literal block cannot have other characters: they would be lost, or make it unreadable.
-    if isinstance(value, str) and "\n" in value and all(line.isprintable() for line in value.split("\n")):
-        return LiteralScalarString(value)
-    return value
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    # Other characters than line feeds would be lost in a literal block, or make it unreadable.
+    printable = all(line.isprintable() for line in value.split("\n"))
+    return LiteralScalarString(value) if printable else DoubleQuotedScalarString(value)
