@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable, Iterator
+from typing import TypeVar
 
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupQuota, GroupRun
 from kuberoll_workers.rollouts.rollout import InFlight, Rollout
+from kuberoll_workers.rollouts.run_ahead import RunAhead
+
+_Result = TypeVar("_Result")
 
 
 class Drain(asyncio.Event):
@@ -28,10 +32,13 @@ class SampleAdmission:
         groups: Iterable[SampleGroup] | AsyncIterable[SampleGroup],
         policy: GroupPolicy,
         drain: Drain,
+        run_ahead: RunAhead | None = None,
     ) -> None:
+        """`run_ahead` bounds the trajectories that have been started and not read; None: nobody reads them."""
         self._rollout = rollout
         self.policy = policy
         self._drain = drain
+        self._run_ahead = run_ahead if run_ahead is not None else RunAhead()
         self._quota = GroupQuota(policy)
         self._source: Iterator[SampleGroup] | AsyncIterator[SampleGroup] = (
             aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
@@ -42,35 +49,44 @@ class SampleAdmission:
         self._newest: GroupRun | None = None
         self.open_groups: set[GroupRun] = set()
 
-    async def next(self, *, wait: bool = True) -> tuple[GroupRun, InFlight] | None:
+    async def next(self, *, wait: bool = True, room: int = 1) -> tuple[GroupRun, InFlight] | None:
         """Start the next trajectory; return it with its group, or None when there are no more.
 
         Args:
-            wait: Whether to wait until the groups in flight decide if another one is needed; else return None.
+            wait: Whether to wait for the reader, and until the groups in flight decide if another one is needed; else
+                return None.
+            room: Number of trajectories for which there must be room, one of which is started.
         """
         while not self._drain.is_set():
-            if self._newest is not None and (flight := self._newest.begin()) is not None:
-                return self._newest, flight
-            if self.exhausted:
+            if (run := self._unstarted()) is None and self.exhausted:
                 return None
+            if run is not None and self._has_room(run, room):
+                flight = run.begin()
+                assert flight is not None
+                return run, flight
+            # One at a time waits; the others queue behind it.
             async with self._pull:
-                if self._newest is not None and self._newest.has_more:
-                    continue
-                if self.exhausted:
-                    return None
-                if not self._quota.open:
-                    if not wait or not self.open_groups:
+                run = self._unstarted()
+                if not self._has_room(run, room):
+                    if not wait:
                         return None
-                    self._ended.clear()
-                    await self._ended.wait()
-                    continue
-                group = await self._next_group()
-                if group is None:
-                    continue
-                self._quota.begin()
-                self._newest = GroupRun(group, self.policy, self._quota, self._rollout)
-                self.open_groups.add(self._newest)
+                    await self._unless_drained(self._run_ahead.next_read().wait())
+                elif run is None and not self.exhausted:
+                    if self._quota.open:
+                        await self._pull_group()
+                    elif not wait or not self.open_groups:
+                        return None
+                    else:
+                        self._ended.clear()
+                        await self._ended.wait()
         return None
+
+    def _unstarted(self) -> GroupRun | None:
+        """The group whose samples have not all been started; None: a group must be taken from the source."""
+        return self._newest if self._newest is not None and self._newest.has_more else None
+
+    def _has_room(self, run: GroupRun | None, wanted: int) -> bool:
+        return self._run_ahead.has_room(of_group=0 if run is None else run.started, wanted=wanted)
 
     def note_end(self, run: GroupRun) -> None:
         """Record that a trajectory of a group has ended. Call it once for each trajectory that `next` returned."""
@@ -78,26 +94,30 @@ class SampleAdmission:
             self.open_groups.discard(run)
         self._ended.set()
 
-    async def _next_group(self) -> SampleGroup | None:
+    async def _pull_group(self) -> None:
         group: SampleGroup | None
         if isinstance(self._source, AsyncIterator):
-            group = await self._unless_drained(self._source)
+            source = self._source
+            group = await self._unless_drained(anext(source, None))
         else:
             group = next(self._source, None)
         self.exhausted = group is None
-        return group
+        if group is not None:
+            self._quota.begin()
+            self._newest = GroupRun(group, self.policy, self._quota, self._rollout, self._run_ahead)
+            self.open_groups.add(self._newest)
 
-    async def _unless_drained(self, source: AsyncIterator[SampleGroup]) -> SampleGroup | None:
-        # A source may block for a long time, and draining must not wait for it.
-        async def pull() -> SampleGroup | None:
-            return await anext(source, None)
+    async def _unless_drained(self, awaited: Awaitable[_Result]) -> _Result | None:
+        # It may take a long time, and draining must not wait for it.
+        async def wait() -> _Result:
+            return await awaited
 
-        pulled = asyncio.ensure_future(pull())
+        waiting = asyncio.ensure_future(wait())
         drained = asyncio.ensure_future(self._drain.wait())
         try:
-            await asyncio.wait((pulled, drained), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, drained), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (pulled, drained):
+            for task in (waiting, drained):
                 task.cancel()
-            await asyncio.wait((pulled, drained))
-        return None if pulled.cancelled() else pulled.result()
+            await asyncio.wait((waiting, drained))
+        return None if waiting.cancelled() else waiting.result()

@@ -10,6 +10,7 @@ from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.rollout import InFlight, Rollout
+from kuberoll_workers.rollouts.run_ahead import RunAhead
 
 Result = TrajectoryRecord | FailureRecord | DroppedRecord
 
@@ -110,18 +111,23 @@ class GroupRun:
 
     Attributes:
         pending_results: Number of results that the sink has not yet taken.
+        started: Number of its trajectories that were started; each has one result when the group is closed.
     """
 
-    def __init__(self, group: SampleGroup, policy: GroupPolicy, quota: GroupQuota, rollout: Rollout) -> None:
+    def __init__(
+        self, group: SampleGroup, policy: GroupPolicy, quota: GroupQuota, rollout: Rollout, run_ahead: RunAhead
+    ) -> None:
         self.result = GroupResult(group=group)
         self._policy = policy
         self._quota = quota
         self._rollout = rollout
+        self._run_ahead = run_ahead
         self._todo = deque(group.samples)
         self._in_flight: set[InFlight] = set()
         self._finished: list[tuple[InFlight, TrajectoryRecord]] = []
         self._failure: FailureRecord | None = None
         self.pending_results = 0
+        self.started = 0
 
     @property
     def closed(self) -> bool:
@@ -218,4 +224,7 @@ class GroupRun:
         due.append((flight, result))
 
     def _admit(self, sample: Sample) -> InFlight:
-        return self._rollout.admit(sample, deferred=self._policy.defers_results)
+        flight = self._rollout.admit(sample, deferred=self._policy.defers_results)
+        self.started += 1
+        self._run_ahead.start()
+        return flight

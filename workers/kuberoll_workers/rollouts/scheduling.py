@@ -11,6 +11,7 @@ from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecor
 from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, GroupRun, Result
 from kuberoll_workers.rollouts.rollout import InFlight, Rollout
+from kuberoll_workers.rollouts.run_ahead import RunAhead
 
 _START_BATCH = 64
 
@@ -27,6 +28,7 @@ async def run_rollout(
     drain: Drain | None = None,
     *,
     interrupted: Callable[[Partial], None] | None = None,
+    run_ahead: RunAhead | None = None,
 ) -> None:
     """Run all samples independently, at most `concurrency` at once; the source may be endless.
 
@@ -34,12 +36,14 @@ async def run_rollout(
         samples: Taken one by one, as slots become free.
         sink: Awaited for each result, in the order in which they end. An exception from it stops the run.
         interrupted: Called with the complete turns of each trajectory in flight when the run is cancelled.
+        run_ahead: Bounds the trajectories that have been started and whose results have not been read; None: no bound.
 
     Raises:
         Exception: Only from `samples` or `sink`: errors of a trajectory are stored in its record.
     """
     single: Any = sink
-    await run_groups(rollout, _single_groups(samples), single, drain=drain, interrupted=interrupted)
+    groups = _single_groups(samples)
+    await run_groups(rollout, groups, single, drain=drain, interrupted=interrupted, run_ahead=run_ahead)
 
 
 async def run_groups(
@@ -51,6 +55,7 @@ async def run_groups(
     drain: Drain | None = None,
     group_sink: GroupSink | None = None,
     interrupted: Callable[[Partial], None] | None = None,
+    run_ahead: RunAhead | None = None,
 ) -> None:
     """Run prompt groups, at most `concurrency` trajectories at once; the source may be endless.
 
@@ -61,12 +66,13 @@ async def run_groups(
         policy: None: groups are only counted.
         interrupted: Called with the complete turns of each trajectory that is in flight, or waits for its group, when
             the run is cancelled or drained.
+        run_ahead: Bounds the trajectories that have been started and whose results have not been read; None: no bound.
 
     Raises:
         TrajectoriesMissing: A trajectory was started and has no result; what is stored is not affected.
         Exception: From `groups` or a sink: errors of a trajectory are stored in its record.
     """
-    admission = SampleAdmission(rollout, groups, policy or GroupPolicy(), drain or Drain())
+    admission = SampleAdmission(rollout, groups, policy or GroupPolicy(), drain or Drain(), run_ahead)
     run = _Run(rollout, admission, sink, group_sink, interrupted)
     try:
         await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())
@@ -143,8 +149,10 @@ class _Run:
 
     async def _batch(self) -> list[tuple[GroupRun, InFlight]]:
         batch: list[tuple[GroupRun, InFlight]] = []
-        while len(batch) < self._rollout.settings.concurrency:
-            admitted = await self._admission.next(wait=False)
+        size = self._rollout.settings.concurrency
+        while len(batch) < size:
+            # A reader must leave room for a whole batch: its turns take as long as those of a small one.
+            admitted = await (self._admission.next(wait=False) if batch else self._admission.next(room=size))
             if admitted is None:
                 break
             self._begun += 1

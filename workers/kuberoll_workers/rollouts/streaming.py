@@ -23,6 +23,7 @@ from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, Result
 from kuberoll_workers.rollouts.rollout import Rollout
+from kuberoll_workers.rollouts.run_ahead import RunAhead
 from kuberoll_workers.rollouts.scheduling import run_groups, run_rollout
 
 _Item = TypeVar("_Item")
@@ -39,14 +40,18 @@ class RolloutStream(Generic[_Item]):
         tail: Comparison of kept and dropped trajectories so far.
         partials: After the `async with`: complete turns of trajectories that were in flight or waited for their group.
         unread: After the `async with`: results that were complete but not read.
+        run_ahead: Number of trajectories that were started and not read, and its limit.
     """
 
-    def __init__(self, buffer: int) -> None:
+    def __init__(self, limit: int) -> None:
+        """`limit` is the maximum number of trajectories that have been started and not read."""
         self.tail = DropReport()
         self.partials: list[Partial] = []
         self.unread: list[_Item] = []
         self.drain_event = Drain()
-        self._buffer: asyncio.Queue[_Item | _End] = asyncio.Queue(buffer)
+        self.run_ahead = RunAhead(limit)
+        # Bounded by `run_ahead`.
+        self._buffer: asyncio.Queue[_Item | _End] = asyncio.Queue()
         self._error: Exception | None = None
         self._over = False
 
@@ -57,6 +62,7 @@ class RolloutStream(Generic[_Item]):
         if not self._over:
             item = await self._buffer.get()
             if not isinstance(item, _End):
+                self.run_ahead.read(_trajectories(item))
                 return item
             self._over = True
             if self._error is not None:
@@ -68,8 +74,8 @@ class RolloutStream(Generic[_Item]):
         self.drain_event.set()
 
     async def put(self, item: _Item) -> None:
-        """Pass one item to the reader; waits while the buffer is full, and keeps its slot in the rollout meanwhile."""
-        await self._buffer.put(item)
+        """Pass one item to the reader."""
+        self._buffer.put_nowait(item)
 
     @asynccontextmanager
     async def feed(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
@@ -93,7 +99,17 @@ class RolloutStream(Generic[_Item]):
             await work
         except Exception as error:
             self._error = error
-        await self._buffer.put(_End())
+        self._buffer.put_nowait(_End())
+
+
+def _trajectories(item: Any) -> int:
+    """Number of trajectories whose results an item contains."""
+    return len(item.kept) + len(item.failed) + len(item.dropped) if isinstance(item, GroupResult) else 1
+
+
+def _limit(rollout: Rollout, buffer: int | None) -> int:
+    concurrency = rollout.settings.concurrency
+    return concurrency + (concurrency if buffer is None else buffer)
 
 
 @asynccontextmanager
@@ -102,23 +118,30 @@ async def stream_trajectories(
 ) -> AsyncIterator[RolloutStream[TrajectoryRecord | FailureRecord]]:
     """Run samples independently; yields each result as its trajectory finishes or fails permanently.
 
-    At most `concurrency` trajectories are in flight and `buffer` results wait to be read (None: `concurrency`): a
-    slow reader slows the rollout down instead of filling the memory.
+    At most `concurrency` trajectories are in flight, and at most `concurrency + buffer` are in flight or wait to be
+    read: a slow reader slows the rollout down instead of filling the memory.
 
     Args:
         samples: Taken one by one; may be endless.
+        buffer: Number of trajectories, 0 or more; None: `concurrency`.
 
     Raises:
         Exception: Raised to the reader: what `samples` raised, or KeyError for a task name without an environment.
     """
-    size = rollout.settings.concurrency if buffer is None else buffer
-    stream: RolloutStream[TrajectoryRecord | FailureRecord] = RolloutStream(size)
+    stream: RolloutStream[TrajectoryRecord | FailureRecord] = RolloutStream(_limit(rollout, buffer))
 
     async def sink(result: TrajectoryRecord | FailureRecord) -> None:
         stream.tail.add(result)
         await stream.put(result)
 
-    work = run_rollout(rollout, samples, sink, stream.drain_event, interrupted=stream.partials.append)
+    work = run_rollout(
+        rollout,
+        samples,
+        sink,
+        stream.drain_event,
+        interrupted=stream.partials.append,
+        run_ahead=stream.run_ahead,
+    )
     async with stream.feed(work):
         yield stream
 
@@ -133,18 +156,22 @@ async def stream_groups(
 ) -> AsyncIterator[RolloutStream[GroupResult]]:
     """Run prompt groups; yields each when it is complete or can no longer be completed.
 
-    A group that the policy's filter dropped is yielded too, with an empty `kept`. Concurrency and buffer are those of
-    `stream_trajectories`; the buffer counts groups.
+    A group that the policy's filter dropped is yielded too, with an empty `kept`.
+
+    At most `concurrency` trajectories are in flight, and at most `concurrency + buffer` are in flight, wait for their
+    group, or wait with it to be read. A group with more samples than that is run when all groups before it have been
+    read. The samples that an atomic group fails without starting them exceed the bound, by less than one group.
 
     Args:
         groups: Taken one by one; may be endless.
+        buffer: Number of trajectories, 0 or more; None: `concurrency`. With a small one, finished trajectories that
+            wait for their group keep others from being started.
         policy: Not needed for oversampling: a group is complete with its first `keep` finished trajectories.
 
     Raises:
         Exception: Raised to the reader: what `groups` raised, or KeyError for a task name without an environment.
     """
-    size = rollout.settings.concurrency if buffer is None else buffer
-    stream: RolloutStream[GroupResult] = RolloutStream(size)
+    stream: RolloutStream[GroupResult] = RolloutStream(_limit(rollout, buffer))
 
     async def sink(result: Result) -> None:
         stream.tail.add(result)
@@ -157,6 +184,7 @@ async def stream_groups(
         drain=stream.drain_event,
         group_sink=stream.put,
         interrupted=stream.partials.append,
+        run_ahead=stream.run_ahead,
     )
     async with stream.feed(work):
         yield stream
