@@ -108,9 +108,8 @@ class WeightsSource:
 class ServeArgs:
     """Arguments of the Serve application: everything that a replica needs, as plain JSON.
 
-    Serve restarts all replicas when an argument changes. Only `weights` is overridden by the deployment's
-    `user_config`,
-    which can change in place.
+    Serve restarts all replicas when an argument changes. `weights` is overridden by the deployment's `user_config`, and
+    both by weights that are posted to `/v1/weights`, which can change in place.
 
     Attributes:
         model, tokenizer: Directory or hub id of each.
@@ -200,7 +199,7 @@ def weights_source(weights: Weights | None) -> WeightsSource | None:
 
 
 def user_config(weights: WeightsSource | None) -> dict[str, Any]:
-    """Serve's `user_config` of the deployment: the part that can change while it runs."""
+    """Serve's `user_config` of the deployment: the part of its configuration that can change while it runs."""
     return {"weights": None if weights is None else {"uri": weights.uri, "version": weights.version}}
 
 

@@ -22,7 +22,7 @@ from kuberoll_workers.serving.engines.checkpoint import mismatch
 from kuberoll_workers.serving.engines.fetching import fetch, wanted_files
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.simulated import Simulated, version_spans
-from kuberoll_workers.serving.weights import LiveWeights, wanted_weights
+from kuberoll_workers.serving.weights import LiveWeights, configured_weights
 
 PATIENCE_SECONDS = 240
 
@@ -211,6 +211,6 @@ def test_spans_cover_all_tokens_in_order(changes: list[float], one: float, other
 
 @pytest.mark.parametrize("given_weights", [None, WeightsSource(uri="s3://b/w", version="1")])
 def test_weights_survive_serve_s_configuration(given_weights: WeightsSource | None) -> None:
-    assert wanted_weights(user_config(given_weights)) == given_weights
+    assert configured_weights(user_config(given_weights)) == given_weights
     nothing: dict[str, Any] = {}
-    assert wanted_weights(nothing) is None
+    assert configured_weights(nothing) is None

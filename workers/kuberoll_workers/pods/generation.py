@@ -43,7 +43,6 @@ from kuberoll_api.contract import (
     PodWeights,
     ServeArgs,
     token_variable,
-    user_config,
     weights_source,
 )
 from kuberoll_api.http_server import serving
@@ -64,8 +63,10 @@ from kuberoll_workers.serving.host import (
     metrics_port,
 )
 from kuberoll_workers.serving.host_config import HostConfig, requested_gpus
+from kuberoll_workers.serving.publications import Publications, VersionTaken
 from kuberoll_workers.serving.ray_settings import free_ports, haproxy_problem, ray_environment, serve_environment
-from kuberoll_workers.serving.weights import version_of, wanted_weights
+from kuberoll_workers.serving.ray_store import RayStore
+from kuberoll_workers.serving.weights import version_of
 
 PORT_VARIABLE = "KUBEROLL_PORT"
 """Environment variable that overrides the configured port, for several pods on one machine."""
@@ -272,9 +273,13 @@ async def _follow_weights(status: Status, file: JobFile) -> None:
             weights = read[1].spec.weights
             wanted = weights_source(weights)
             status.wanted = version_of(wanted)
-            if wanted_weights(await controller.get_user_config(APPLICATION, DEPLOYMENT)) != wanted:
+            publications = Publications(RayStore(controller.store_prefix(APPLICATION)))
+            before = publications.newest()
+            if publications.publish(wanted) != before:
                 _log.info("the job asks for the weights %s", status.wanted)
-                await controller.set_user_config(APPLICATION, DEPLOYMENT, user_config(wanted))
+                await controller.call_each_replica(APPLICATION, DEPLOYMENT, "follow_weights", seconds=_ASK_SECONDS)
+    except VersionTaken as error:
+        _log.warning("the job's weights are ignored: %s", error)
     except (ConfigRefused, ValidationError) as error:
         _log.warning("the job has changed, but cannot be read: %s", error)
     except Exception:

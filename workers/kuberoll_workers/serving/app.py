@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -32,9 +33,11 @@ from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.executor import BoundedExecutor
 from kuberoll_workers.serving.openai_api import OpenAIRoutes
+from kuberoll_workers.serving.publications import Publications, VersionTaken
+from kuberoll_workers.serving.ray_store import RayStore
 from kuberoll_workers.serving.replicas import ReplicaList
 from kuberoll_workers.serving.slow_clients import limit_headers
-from kuberoll_workers.serving.weights import LiveWeights, version_of, wanted_weights
+from kuberoll_workers.serving.weights import LiveWeights, WeightsFollower, configured_weights, version_of
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -89,6 +92,9 @@ class GenerationServer:
         self._id = controller.current_replica_id()
         self._engine = ENGINES[self._args.engine].make(self._args)
         self._weights = LiveWeights(self._engine)
+        application = self._args.application
+        self._publications = Publications(RayStore(controller.store_prefix(application)))
+        self._follower = WeightsFollower(self._publications, self._weights, args)
         self._executor = BoundedExecutor()
         self._openai = OpenAIRoutes(
             self._engine,
@@ -99,7 +105,7 @@ class GenerationServer:
         )
         self._begun = False
         self._ongoing = 0
-        application = self._args.application
+        self._calls: set[asyncio.Task[Any]] = set()
         self._replicas = ReplicaList(
             lambda: controller.running_replicas(application),
             lambda: controller.serving_replicas(application, DEPLOYMENT),
@@ -108,18 +114,23 @@ class GenerationServer:
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Apply the `user_config`; Serve calls this before a new replica is ready, and at each change."""
-        wanted = wanted_weights(config)
+        configured = configured_weights(config)
         if self._begun:
             # Serve does not list a replica while this call runs, and stops it on an error: load in the background.
-            self._weights.set_wanted(wanted)
+            self._follower.configure(configured)
         else:
-            await self._weights.load_initial(wanted)
+            await self._follower.start(configured)
 
     async def check_health(self) -> None:
         """Check the engine; Serve replaces a replica that raises."""
         # Serve calls this only after the replica is initialized.
         self._begun = True
+        self._follower.follow_soon()
         await self._engine.check_health()
+
+    async def follow_weights(self) -> None:
+        """Read which weights were published last, for other replicas."""
+        self._follower.follow_soon()
 
     async def weights_state(self) -> dict[str, Any]:
         """The replica's id, the version that it serves, and the problem with the wanted one, for other replicas."""
@@ -129,6 +140,10 @@ class GenerationServer:
         self._ongoing += 1
         try:
             response = await self._answer(request)
+        except Exception as error:
+            # Serve would answer in plain text.
+            _log.exception("%s %s failed", request.method, request.url.path)
+            response = _error(500, type(error).__name__, str(error))
         finally:
             self._ongoing -= 1
         response.headers[LOAD_HEADER] = str(self._ongoing)
@@ -189,14 +204,12 @@ class GenerationServer:
 
     async def _show_weights(self) -> Response:
         application = self._args.application
-        wanted = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
+        wanted = await self._follower.follow()
         silent = dict.fromkeys(await controller.serving_replicas(application, DEPLOYMENT))
-        try:
-            states = await controller.call_each_replica(
-                application, DEPLOYMENT, "weights_state", seconds=_ASK_REPLICAS_SECONDS
-            )
-        except TimeoutError:
-            return _error(503, "PolicyUnavailable", "a replica did not report its weights in time")
+        states = await controller.call_each_replica(
+            application, DEPLOYMENT, "weights_state", seconds=_ASK_REPLICAS_SECONDS
+        )
+        states.append(await self.weights_state())
         weights = ServeWeights(
             wanted=version_of(wanted),
             replicas={**silent, **{state["id"]: state["version"] for state in states}},
@@ -211,26 +224,31 @@ class GenerationServer:
             return _error(error.status, "BodyRefused", str(error))
         except ValidationError as error:
             return _error(400, "BadRequest", f"the body must be a uri and a version: {error}")
-        application = self._args.application
-        now = wanted_weights(await controller.get_user_config(application, DEPLOYMENT))
-        wanted = WeightsSource(uri=given.uri, version=given.version)
         if given.version == OWN_VERSION:
             return _error(
                 400, "BadRequest", f"version {OWN_VERSION} is the model's own; use another version for these weights"
             )
-        if now is not None and now.version == wanted.version and now != wanted:
-            message = f"version {now.version} is already {now.uri}; use another version for other weights"
-            return _error(409, "Conflict", message)
-        if now != wanted:
-            try:
-                await controller.set_user_config(application, DEPLOYMENT, user_config(wanted))
-            except TimeoutError:
-                return _error(503, "PolicyUnavailable", "Serve's controller does not respond; retry later")
+        wanted = WeightsSource(uri=given.uri, version=given.version)
+        try:
+            await asyncio.to_thread(self._publications.publish, wanted)
+        except VersionTaken as error:
+            return _error(409, "Conflict", str(error))
+        self._tell_replicas()
         return _json(202, {"version": wanted.version})
+
+    def _tell_replicas(self) -> None:
+        """Have all replicas follow at once; one that does not hear of it follows at its next health check."""
+        call = controller.call_each_replica(
+            self._args.application, DEPLOYMENT, "follow_weights", seconds=_ASK_REPLICAS_SECONDS
+        )
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        self._follower.follow_soon()
 
     async def __del__(self) -> None:
         self._executor.close()
-        await self._weights.stop()
+        await self._follower.stop()
         await self._engine.shutdown()
 
 
@@ -290,7 +308,7 @@ def deployment_options(args: ServeArgs, *, gpus: float) -> dict[str, Any]:
         # A log line per request costs too much for turns of a millisecond, and the worker has metrics of each.
         "logging_config": {"enable_access_log": False},
         **_place(args, gpus),
-        # Always set, so that a new replica gets its weights before it is ready.
+        # Always set: Serve then calls `reconfigure`, in which a new replica loads its weights before it is ready.
         "user_config": user_config(args.weights),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 
 from kuberoll_api.contract import WeightsSource
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, Engine, WeightsRefused
+from kuberoll_workers.serving.publications import Publication, Publications
 
 _log = logging.getLogger("ray.serve")
 
@@ -19,7 +21,7 @@ _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
 
 
-def wanted_weights(config: Mapping[str, Any] | None) -> WeightsSource | None:
+def configured_weights(config: Mapping[str, Any] | None) -> WeightsSource | None:
     """The weights that a `user_config` names; None: the model's own.
 
     Raises:
@@ -112,3 +114,87 @@ class LiveWeights:
     async def _load(self, wanted: WeightsSource | None) -> None:
         uri = None if wanted is None else wanted.uri
         await self._engine.load_weights(uri, version_of(wanted))
+
+
+class WeightsFollower:
+    """Has a replica's engine load the newest published weights.
+
+    The log of publications is read when a replica starts, when it is told of a new entry, and periodically, so that no
+    entry is missed.
+    """
+
+    def __init__(self, publications: Publications, live: LiveWeights, args: Mapping[str, Any]) -> None:
+        """`args` are the application's arguments."""
+        self._publications = publications
+        self._live = live
+        self._args = args
+        self._configured: WeightsSource | None = None
+        # Whether the log may lack the configuration.
+        self._unlogged = False
+        self._followed: Publication | None = None
+        self._reading = asyncio.Lock()
+        self._news = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, configured: WeightsSource | None) -> None:
+        """Load the newest weights, before the replica serves requests.
+
+        Args:
+            configured: The weights that the application's configuration names.
+
+        Raises:
+            WeightsRefused, PolicyUnavailable: They cannot be loaded; the replica must not serve others instead.
+        """
+        self._configured, self._unlogged = configured, True
+        self._followed = newest = await self._read()
+        await self._live.load_initial(newest.weights)
+
+    def configure(self, configured: WeightsSource | None) -> None:
+        """Take over changed weights from the application's configuration, in place of published ones."""
+        self._configured, self._unlogged = configured, True
+        self.follow_soon()
+
+    async def follow(self) -> WeightsSource | None:
+        """Read the log, have the newest weights loaded in the background, and return them."""
+        async with self._reading:
+            newest, followed = await self._read(), self._followed
+            if newest.configuration == self._configuration() and (followed is None or newest.number > followed.number):
+                self._followed = followed = newest
+                self._live.set_wanted(newest.weights)
+            return None if followed is None else followed.weights
+
+    def follow_soon(self) -> None:
+        """Do the same in the background; errors are logged."""
+        self._news = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._follow_quietly())
+
+    async def stop(self) -> None:
+        """Stop following, and loading."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._live.stop()
+
+    async def _follow_quietly(self) -> None:
+        while self._news:
+            self._news = False
+            try:
+                await self.follow()
+            except Exception:
+                # The next health check tries again.
+                _log.exception("the published weights cannot be read")
+
+    async def _read(self) -> Publication:
+        configured = self._configured
+        if not self._unlogged and (newest := await asyncio.to_thread(self._publications.newest)) is not None:
+            return newest
+        newest = await asyncio.to_thread(self._publications.configure, self._configuration(), configured)
+        self._unlogged = configured != self._configured
+        return newest
+
+    def _configuration(self) -> str:
+        """Digest of the application's configuration: of its arguments and its weights."""
+        content = msgspec.json.encode([self._args, self._configured], order="deterministic")
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
