@@ -166,6 +166,16 @@ async def test_tools_and_tool_calls_are_rendered(with_ends: Path, tokenizer: Hug
     assert engine.requests[0].token_ids == tokenizer.encode(expected)
 
 
+async def test_tools_that_the_template_leaves_out_are_refused(client: AsyncOpenAI, engine: Scripted) -> None:
+    messages: list[Any] = [HELLO]
+    tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+    with pytest.raises(openai.BadRequestError, match="tools: the model's chat template leaves them out") as refused:
+        await client.chat.completions.create(model="tiny", messages=messages, tools=tools)
+    assert refused.value.param == "tools"
+    assert engine.requests == []
+    await client.chat.completions.create(model="tiny", messages=messages, tools=[])
+
+
 async def test_prompts_in_all_their_forms(
     client: AsyncOpenAI, engine: Scripted, tokenizer: HuggingFaceTokenizer
 ) -> None:

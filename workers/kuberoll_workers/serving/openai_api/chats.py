@@ -50,8 +50,32 @@ class ChatFormat:
             variables: Further variables of the template.
 
         Raises:
-            InvalidRequest: There is no template, or it rejects the messages.
+            InvalidRequest: There is no template, it rejects the messages, or it leaves the tools out.
         """
+
+        def render(offered: Sequence[Mapping[str, Any]] | None) -> str:
+            return self._render(
+                messages, offered, generation_prompt=generation_prompt, continued=continued, variables=variables
+            )
+
+        text = render(tools)
+        if tools and text == render(None):
+            raise InvalidRequest(
+                "tools: the model's chat template leaves them out, so the model would not see them; "
+                "describe them in a message, or use a model whose template renders tools",
+                param="tools",
+            )
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        generation_prompt: bool,
+        continued: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         from jinja2.exceptions import TemplateError
 
         try:
