@@ -19,8 +19,8 @@ import pytest
 from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.page import render
 from kuberoll_workers.analysis.report.row import OUTCOMES, row_of
-from kuberoll_workers.analysis.report.text import cut, one_line, visible
 from kuberoll_workers.analysis.report.trajectory_sample import MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS, readable
+from kuberoll_workers.data.text import cut, one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import RunManifest
 from kuberoll_workers.output.run_files import RunFiles

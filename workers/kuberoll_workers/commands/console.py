@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
-from kuberoll_workers.analysis.report.text import visible
+from kuberoll_workers.data.text import visible
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
 from kuberoll_workers.rollouts.drop_report import DropReport
 

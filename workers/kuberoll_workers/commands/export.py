@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-from kuberoll_workers.analysis.report.text import visible
+from kuberoll_workers.data.text import visible
 
 FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kuberoll_workers.analysis.report.text import visible
+from kuberoll_workers.data.text import visible
 
 
 @click.command()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kuberoll_api.manifest.loading import ManifestError, load_job
-from kuberoll_workers.analysis.report.text import visible
+from kuberoll_workers.data.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

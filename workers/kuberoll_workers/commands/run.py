@@ -67,8 +67,8 @@ def run(
     try:
         from rich.console import Console
 
-        from kuberoll_workers.analysis.report.text import visible
         from kuberoll_workers.commands.console import reporter_for
+        from kuberoll_workers.data.text import visible
         from kuberoll_workers.local.preflight import JobRefused
         from kuberoll_workers.local.run import RunOptions
         from kuberoll_workers.local.run import run as run_here

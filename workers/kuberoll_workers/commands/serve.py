@@ -35,8 +35,8 @@ def serve(manifest: Path, overrides: tuple[str, ...], port: int) -> None:
 
     from rich.console import Console
 
-    from kuberoll_workers.analysis.report.text import visible
     from kuberoll_workers.commands.console import reporter_for
+    from kuberoll_workers.data.text import visible
     from kuberoll_workers.local.generation import RunFailed
     from kuberoll_workers.local.preflight import JobRefused
     from kuberoll_workers.local.serve import ServeOptions

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from kuberoll_workers.analysis.report.text import visible
+from kuberoll_workers.data.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

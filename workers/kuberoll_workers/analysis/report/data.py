@@ -10,8 +10,8 @@ import orjson
 
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
 from kuberoll_workers.analysis.report.numbers import run_numbers
-from kuberoll_workers.analysis.report.text import one_line
 from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory, TrajectorySample
+from kuberoll_workers.data.text import one_line
 from kuberoll_workers.output.run_directory import RunManifest
 
 _MOST_SETTINGS = 300

@@ -14,8 +14,8 @@ from kuberoll_workers.analysis.aggregation.environments import statistics_of
 from kuberoll_workers.analysis.aggregation.table import REWARD, SECONDS, TOKENS, TURNS
 from kuberoll_workers.analysis.report.histogram import bars
 from kuberoll_workers.analysis.report.spread import spread
-from kuberoll_workers.analysis.report.text import one_line
 from kuberoll_workers.analysis.statistics import describe
+from kuberoll_workers.data.text import one_line
 
 _MOST_CAUSES = 50
 _CAUSE_LENGTH = 300

@@ -10,9 +10,9 @@ import orjson
 
 from kuberoll_workers.analysis.report.row import TrajectoryRow, row_of
 from kuberoll_workers.analysis.report.sample import EvenSample
-from kuberoll_workers.analysis.report.text import cut, one_line, visible
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.text import cut, one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 
 MOST = 10_000

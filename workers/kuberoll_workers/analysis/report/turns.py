@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kuberoll_workers.analysis.report.row import TrajectoryRow
-from kuberoll_workers.analysis.report.text import one_line, visible
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.text import one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 
 _ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow", "tool": "yellow"}
