@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
 from kuberoll_workers.analysis.aggregation.columns import _json_metric, own_metrics, plain_metric
+from kuberoll_workers.analysis.aggregation.environments import MetricsFailure
 from kuberoll_workers.analysis.aggregation.sources import read_contents
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
@@ -567,6 +568,7 @@ def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) ->
     found = numbers(aggregate([run], make=make, environments=names))["environments"]
     assert {name: item["trajectories"] for name, item in found.items()} == dict.fromkeys(names, 1)
     assert found["broken"]["environment_metrics"]["error"].endswith("raised KeyError: 'accuracy'")
+    assert 'raise KeyError("accuracy")' in found["broken"]["environment_metrics"]["traceback"]
     exotic = found["exotic"]["environment_metrics"]
     assert (exotic["pass"], exotic["nothing"]) == (0.5, None)
     assert found["env"]["environment_metrics"]["solved"] == 2.0
@@ -601,7 +603,8 @@ def test_an_environment_that_quits_is_told(tmp_path: Path) -> None:
 
     run = stored(tmp_path, {"shard-00000.jsonl": [record(0)]})
     found = numbers(aggregate([run], make=lambda name: Quitting()))["environments"]["env"]["environment_metrics"]
-    assert found == {"error": "global_post_process_and_metrics called sys.exit(3)"}
+    assert found["error"] == "global_post_process_and_metrics called sys.exit(3)"
+    assert "raise SystemExit(3)" in found["traceback"]
 
 
 def test_a_run_that_changes_under_the_reader_is_told(tmp_path: Path) -> None:
@@ -635,7 +638,7 @@ def test_an_environment_s_own_metrics_have_a_time_limit(tmp_path: Path) -> None:
     finally:
         released.set()
     error = "global_post_process_and_metrics took longer than 0.05 s and was abandoned"
-    assert found == {"a": {"error": error}, "b": {"count": 1}}
+    assert found == {"a": MetricsFailure(error=error), "b": {"count": 1}}
 
 
 def test_metrics_of_any_library_become_json() -> None:

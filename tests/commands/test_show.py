@@ -89,6 +89,8 @@ task 3, rollout 1  puzzle
   turns        2
   tokens       3 prompt, 12 generated, 2 environment
   seconds      3.500 generation, 3.010 environment
+  idx          "row-3"
+  metadata     {{"moves":2}}
   seed         {2**62 + 3}
   attempt      0
 

@@ -38,6 +38,7 @@ from kuberoll_workers.data.observations import (
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.expansion import sample_groups
 from kuberoll_workers.dataset.inputs import prompt_groups, repeats_of
 from kuberoll_workers.dataset.rows import DatasetError
@@ -54,6 +55,7 @@ from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.policy.interface import Policy, SamplingParameters
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
@@ -379,11 +381,13 @@ async def run_worker(
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
         )
-        results, before = 0, progress.results
+        results, before, failures = 0, progress.results, FailureLog()
 
         async def sink(result: Result) -> None:
             nonlocal results
             results += 1
+            if isinstance(result, FailureRecord):
+                failures.log(result)
             await store.result(result)
 
         await run_groups(rollout, groups, sink, policy=group_policy(config, store.state), drain=drain)
@@ -502,7 +506,7 @@ def problem_of(error: BaseException) -> str | None:
         return next((words for inner in error.exceptions if (words := problem_of(inner)) is not None), None)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"{error}: free some space there; what is stored is kept"
-    return str(error) or type(error).__name__ if isinstance(error, _REFUSALS) else None
+    return with_frames(error) or type(error).__name__ if isinstance(error, _REFUSALS) else None
 
 
 async def _report(progress: Progress, metrics: RolloutMetrics, reports: TextIO) -> None:

@@ -69,7 +69,7 @@ def aggregate(
     except (ManifestError, NotARun, RunRefused, RecordError, StorageError, OSError) as error:
         click.echo(visible(str(error)), err=True)
         sys.exit(2)
-    show(found, files, Console(highlight=False, stderr=str(output) == "-"))
+    show(found, files, locations[0], Console(highlight=False, stderr=str(output) == "-"))
 
 
 def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[str]]:
@@ -102,9 +102,11 @@ def _write(found: Aggregates, output: Path) -> list[str]:
     return [str(output), str(tasks)]
 
 
-def show(found: Aggregates, files: list[str], console: Console) -> None:
-    """Print the table of environments, the remarks, and the locations of the files."""
+def show(found: Aggregates, files: list[str], location: str, console: Console) -> None:
+    """Print the table of environments, failures, remarks, and the locations of the files."""
     from rich.text import Text
+
+    from kuberoll_workers.analysis.report.failures import print_causes, print_metrics_failures
 
     def line(text: str, style: str = "") -> None:
         console.print(Text(visible(text), style=style), soft_wrap=True)
@@ -113,11 +115,11 @@ def show(found: Aggregates, files: list[str], console: Console) -> None:
     for name, summary in found.summaries.items():
         ended = ", ".join(f"{reason} {count}" for reason, count in sorted(summary.stop_reasons.items()))
         line(f"{name}: {ended or 'no finished trajectory'}")
-        for cause, count in sorted(summary.failures.items(), key=lambda item: (-item[1], item[0]))[:3]:
-            line(f"{name}: {count} failed: {cause[:300]}", "yellow")
-        if summary.metrics:
+        if isinstance(summary.metrics, dict) and summary.metrics:
             shown = ", ".join(f"{key} {_short(value)}" for key, value in summary.metrics.items())
             line(f"{name}: {shown[:1000]}")
+    print_causes(found.contents.causes.by_count(), location, console)
+    print_metrics_failures(found.summaries, location, console)
     remarks = {"planned but not finished": found.missing, "stored twice, counted once": found.duplicates}
     for remark, number in remarks.items():
         if number:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
+from kuberoll_workers.analysis.report.failures import print_causes, print_metrics_failures
 from kuberoll_workers.data.text import visible
 from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
 from kuberoll_workers.rollouts.drop_report import DropReport
@@ -158,12 +158,16 @@ def dropped_text(tail: DropReport) -> str:
     return f"dropped: {reasons} ({tail.unfinished} stopped before they ended). On average {means}"
 
 
+def duration(seconds: float) -> str:
+    """A short time: milliseconds below a second, else seconds."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
+
+
 def _print_result(console: Console, result: RunResult) -> None:
     if result.summaries:
         console.print(_table(result.summaries))
-        causes = sum((Counter(summary.failures) for summary in result.summaries.values()), Counter[str]())
-        for cause, count in causes.most_common(5):
-            console.print(Text(visible(f"{count} failed: {cause[:300]}"), style="yellow"), soft_wrap=True)
+        print_causes(result.causes, result.location, console)
+        print_metrics_failures(result.summaries, result.location, console)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
     if result.tail.dropped:
@@ -192,8 +196,8 @@ def _turns(totals: RunProgress) -> str:
     return (
         f"per trajectory: {turns / progress.trajectories:.1f} turns; "
         f"per turn: {progress.generated_tokens / turns:.1f} tokens, "
-        f"{progress.generation_seconds / turns * 1000:.1f} ms waiting for generation, "
-        f"{progress.environment_seconds / turns * 1000:.1f} ms for the environment"
+        f"{duration(progress.generation_seconds / turns)} waiting for generation, "
+        f"{duration(progress.environment_seconds / turns)} for the environment"
     )
 
 

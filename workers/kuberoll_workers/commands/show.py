@@ -80,7 +80,12 @@ def show(
         console = Console(highlight=False, width=_PIPE_WIDTH)
     try:
         selected = wanted.select(RunFiles(run).read())
-        found = _print_table(selected, limit, sort, console) if task is None else _print_turns(selected, limit, console)
+        if task is not None:
+            found = _print_turns(selected, limit, console)
+        elif wanted.outcomes == {"failed"}:
+            found = _print_failures(selected, limit, run, console)
+        else:
+            found = _print_table(selected, limit, sort, console)
     except (NotARun, RecordError, RunRefused, OSError) as error:
         click.echo(visible(str(error)), err=True)
         sys.exit(2)
@@ -138,6 +143,32 @@ def _print_table(
     console.print(trajectory_table(rows[:limit]))
     if len(rows) > limit:
         console.print(f"There are more than {limit}; use --limit N to show N of them.", style="dim", soft_wrap=True)
+    return True
+
+
+def _print_failures(
+    selected: Iterator[tuple[EndedRecord, TrajectoryRow]], limit: int, run: str, console: Console
+) -> bool:
+    """Print the table of failures, and each distinct cause of all of them."""
+    from kuberoll_workers.analysis.report.failures import print_failures
+    from kuberoll_workers.analysis.report.turns import trajectory_table
+    from kuberoll_workers.data.failure_causes import FailureCauses
+    from kuberoll_workers.data.record import FailureRecord
+
+    rows: list[TrajectoryRow] = []
+    causes, count = FailureCauses(), 0
+    for record, row in selected:
+        if isinstance(record, FailureRecord):
+            causes.add(record)
+            count += 1
+            if len(rows) < limit:
+                rows.append(row)
+    if not rows:
+        return False
+    console.print(trajectory_table(rows))
+    if count > limit:
+        console.print(f"These are {limit} of {count}; use --limit N to show N of them.", style="dim", soft_wrap=True)
+    print_failures(causes, run, console)
     return True
 
 

@@ -25,6 +25,7 @@ class Prompt:
         metadata: Initial state of the episode.
         stop_strings: Stop strings of the first turn.
         sampling: Overrides of the job's sampling settings, by their snake_case names.
+        row: Position of the dataset's row, such as `file:line`; None if it has none.
     """
 
     task_index: int
@@ -35,6 +36,7 @@ class Prompt:
     metadata: dict[str, Any] | None
     stop_strings: tuple[str, ...] | None
     sampling: Mapping[str, Any]
+    row: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

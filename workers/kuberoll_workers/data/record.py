@@ -16,6 +16,7 @@ import orjson
 
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.plain import NotPlain, already_plain, printable
+from kuberoll_workers.data.tracebacks import Frame
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
 """End of a trajectory: by the environment, by a length limit, by the turn limit, or by a failure."""
@@ -94,6 +95,9 @@ class FailureRecord:
 
     Attributes:
         metadata: The episode's state after its last complete turn.
+        row: Position of its dataset row, such as `file:line`; None if unknown, as in records of older versions.
+        frames: The last frames in the person's own files, the outermost first; None without a traceback.
+        traceback: The whole traceback of an exception in code of an environment.
     """
 
     task_index: int
@@ -110,6 +114,9 @@ class FailureRecord:
     messages: list[Message]
     metadata: dict[str, Any] | None = None
     stop_reason: Literal["failed"] = "failed"
+    row: str | None = None
+    frames: list[Frame] | None = None
+    traceback: str | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -292,6 +299,9 @@ def failure_to_store(record: TrajectoryRecord | FailureRecord | DroppedRecord, e
         attempt=record.attempt,
         turn_count=record.turn_count,
         seed=record.seed,
+        row=record.row if isinstance(record, FailureRecord) else None,
+        frames=record.frames if isinstance(record, FailureRecord) else None,
+        traceback=record.traceback if isinstance(record, FailureRecord) else None,
         messages=[
             replace(
                 message,

@@ -162,6 +162,7 @@ def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:
         metadata=row.metadata,
         stop_strings=row.stop_strings,
         sampling=row.sampling,
+        row=row.where,
     )
 
 

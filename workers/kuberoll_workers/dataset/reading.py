@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kuberoll_api.model.dataset import Dataset, GeneratorSource
+from kuberoll_workers.data.plain import message_of
+from kuberoll_workers.data.tracebacks import traceback_of
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
 from kuberoll_workers.dataset.sources import FIELD, RawRow, checked_integers, file_rows, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface
@@ -73,13 +75,16 @@ def _generated_rows(
         except NotImplementedError as error:
             raise DatasetError(f"{FIELD}.generator: environment {name!r}: {error}") from error
         except EnvironmentFault as fault:
-            raise DatasetError(f"{FIELD}.generator: environment {name!r}: {fault}") from fault
+            raise DatasetError(f"{FIELD}.generator: environment {name!r}: {fault}", fault.traceback) from fault
         except SystemExit as error:
             raise DatasetError(
-                f"{FIELD}.generator: environment {name!r}: generate_dataset called sys.exit({error.code!r})"
+                f"{FIELD}.generator: environment {name!r}: generate_dataset called sys.exit({error.code!r})",
+                traceback_of(error),
             ) from error
         except Exception as error:
             # The environment is the user's code, so every exception concerns its rows.
             raise DatasetError(
-                f"{FIELD}.generator: environment {name!r}: generate_dataset raised {type(error).__name__}: {error}"
+                f"{FIELD}.generator: environment {name!r}: generate_dataset raised {type(error).__name__}: "
+                f"{message_of(error)}",
+                traceback_of(error),
             ) from error

@@ -15,6 +15,7 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_api.model.generation import Sampling
+from kuberoll_workers.data.tracebacks import Traceback
 
 # The run sets the seed: a seed in the row would make all samples of its group equal.
 _SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if name != "seed"}
@@ -49,7 +50,15 @@ _ASSISTANT_LAST = (
 
 
 class DatasetError(ValueError):
-    """The dataset is invalid; the message names the row and the remedy."""
+    """The dataset is invalid; the message names the row and the remedy.
+
+    Attributes:
+        traceback: Of the exception that an environment's generator raised; None if it raised none.
+    """
+
+    def __init__(self, message: str, traceback: Traceback | None = None) -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class RowPosition(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any
 
 import orjson
 
-from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable
+from kuberoll_workers.data.plain import NotPlain, message_of, plain
 from kuberoll_workers.environments import sandbox, wire
 from kuberoll_workers.environments.outcome import EnvironmentFault, StepInvalid, fault_of, split_return
-from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 
 _ROWS = 256
 
@@ -51,8 +51,10 @@ def _make(start: wire.Start) -> Any:
 
 
 def _creation_failure(error: BaseException) -> EnvironmentFault:
+    if isinstance(error, UnusableEnvironment):
+        return StepInvalid(str(error), error.traceback)
     fault = fault_of(error)
-    return StepInvalid(f"{fault}".removeprefix("step raised UnusableEnvironment: "))
+    return StepInvalid(str(fault), fault.traceback)
 
 
 def _generate(environment: Any, request: wire.Generate) -> Iterator[bytes]:
@@ -72,8 +74,7 @@ def _generate(environment: Any, request: wire.Generate) -> Iterator[bytes]:
     except NotPlain as error:
         yield wire.encode(wire.Fault("invalid", str(error)))
     except BaseException as error:
-        words = printable(f"generate_dataset raised {type(error).__name__}: {message_of(error)}")
-        yield wire.encode(wire.Fault("raised", words))
+        yield wire.encode(wire.fault_message(fault_of(error, "generate_dataset")))
 
 
 def _step(environment: Any, step: wire.Step) -> bytes:

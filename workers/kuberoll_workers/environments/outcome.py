@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, repr_of, unicode_text
+from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.interface import Metadata, UnusableRow
 
 MAX_TEXT = 1 << 20
@@ -25,10 +26,15 @@ _BEYOND_FLOAT32 = (2 - 2**-24) * 2.0**127
 
 
 class EnvironmentFault(Exception):
-    """Failure of an environment; the message has bounded length and is valid Unicode."""
+    """Failure of an environment; the message has bounded length and is valid Unicode.
 
-    def __init__(self, message: str) -> None:
+    Attributes:
+        traceback: Of the exception that the environment's code raised; None if it raised none.
+    """
+
+    def __init__(self, message: str, traceback: Traceback | None = None) -> None:
         super().__init__(printable(message))
+        self.traceback = traceback
 
 
 class StepRaised(EnvironmentFault):
@@ -156,15 +162,15 @@ def check_outcome(outcome: StepOutcome) -> None:
         _text("answer", outcome.answer, MAX_TEXT)
 
 
-def fault_of(error: BaseException) -> EnvironmentFault:
-    """The fault for an exception of a step, of whatever class."""
+def fault_of(error: BaseException, method: str = "step") -> EnvironmentFault:
+    """The fault for an exception of a method of an environment, of whatever class."""
     if isinstance(error, EnvironmentFault):
         return error
     if isinstance(error, NotPlain):
         return StepInvalid(str(error))
     if isinstance(error, UnusableRow):
         return RowFault(message_of(error))
-    return StepRaised(f"step raised {type(error).__name__}: {message_of(error)}")
+    return StepRaised(f"{method} raised {type(error).__name__}: {message_of(error)}", traceback_of(error))
 
 
 SCALAR = ""

@@ -104,7 +104,7 @@ class ProcessExecutor:
                 await process.start(self._spec, self._sandbox)
         except EnvironmentFault as fault:
             self._end(process)
-            raise StepRaised(str(fault)) from fault
+            raise StepRaised(str(fault), fault.traceback) from fault
         except TimeoutError as error:
             self._end(process)
             raise StepTimedOut(
@@ -290,7 +290,7 @@ class ProcessEnvironment(EnvironmentInterface):
             try:
                 wire.decode_answer(process.ask_now(process.first_message(self._spec, self._sandbox)), 0)
             except EnvironmentFault as fault:
-                raise UnusableEnvironment(str(fault)) from fault
+                raise UnusableEnvironment(str(fault), fault.traceback) from fault
             except (EOFError, OSError, wire.InvalidMessage) as error:
                 raise UnusableEnvironment(
                     f"environment {self._spec.name!r}: its process ended, or took longer than {START_SECONDS:g} s, "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 from kuberoll_workers.data.plain import message_of
+from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 BUILT_INS: Mapping[str, str] = {
@@ -31,7 +32,15 @@ _METHODS = ("step", "global_post_process_and_metrics")
 
 
 class UnusableEnvironment(ValueError):
-    """The environment does not exist or cannot be created; the message names the remedy."""
+    """The environment does not exist or cannot be created; the message names the remedy.
+
+    Attributes:
+        traceback: Of the exception that its module or constructor raised; None if it raised none.
+    """
+
+    def __init__(self, message: str, traceback: Traceback | None = None) -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class EnvironmentSpec(Protocol):
@@ -110,10 +119,11 @@ def create(spec: EnvironmentSpec) -> EnvironmentInterface:
     try:
         return resolve(type=spec.type, entrypoint=spec.entrypoint)(copy.deepcopy(dict(spec.config)))  # type: ignore[call-arg]
     except UnusableEnvironment as error:
-        raise UnusableEnvironment(f"environment {spec.name!r}: {error}") from error
+        raise UnusableEnvironment(f"environment {spec.name!r}: {error}", error.traceback) from error
     except _RAISED as error:
         raise UnusableEnvironment(
-            f"environment {spec.name!r}: its constructor raised {type(error).__name__}: {message_of(error)}"
+            f"environment {spec.name!r}: its constructor raised {type(error).__name__}: {message_of(error)}",
+            traceback_of(error),
         ) from error
 
 
@@ -124,15 +134,16 @@ def _load(entrypoint: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        absent = error.name or module_name
+        absent, traceback = error.name or module_name, None
         if module_name == absent or module_name.startswith(f"{absent}."):
             reason = f"there is no module {absent!r}; install it, or put its directory on PYTHONPATH"
         else:
-            reason = f"it needs the module {absent!r}, which is not installed"
-        raise UnusableEnvironment(f"entrypoint: {entrypoint} cannot be imported: {reason}") from error
+            reason, traceback = f"it needs the module {absent!r}, which is not installed", traceback_of(error)
+        raise UnusableEnvironment(f"entrypoint: {entrypoint} cannot be imported: {reason}", traceback) from error
     except _RAISED as error:
         raise UnusableEnvironment(
-            f"entrypoint: {entrypoint} cannot be imported: {type(error).__name__}: {message_of(error)}"
+            f"entrypoint: {entrypoint} cannot be imported: {type(error).__name__}: {message_of(error)}",
+            traceback_of(error),
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), cast("Any", module))

@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from kuberoll_workers.data.plain import NotPlain, parse
+from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.environments.interface import ChatMessage, Metadata
 from kuberoll_workers.environments.outcome import (
     EnvironmentFault,
@@ -88,6 +89,7 @@ class Fault(msgspec.Struct, array_like=True, tag="fault"):
 
     kind: FaultKind
     text: str
+    traceback: Traceback | None = None
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
@@ -167,7 +169,7 @@ def fault_message(fault: EnvironmentFault) -> Fault:
     kind: FaultKind = (
         "row" if isinstance(fault, RowFault) else "invalid" if isinstance(fault, StepInvalid) else "raised"
     )
-    return Fault(kind, str(fault))
+    return Fault(kind, str(fault), fault.traceback)
 
 
 def decode_answer(data: bytes, size: int) -> Outcomes:
@@ -246,4 +248,5 @@ def _outcome_message(outcome: StepOutcome) -> Outcome:
 
 
 def _fault(message: Fault) -> EnvironmentFault:
-    return _FAULTS[message.kind](message.text)
+    traceback = message.traceback
+    return _FAULTS[message.kind](message.text, None if traceback is None else traceback.bounded())

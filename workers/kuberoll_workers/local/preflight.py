@@ -14,6 +14,7 @@ from kuberoll_api.model.traits import Traits
 from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.serving.engines.registry import ENGINES
@@ -68,7 +69,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     try:
         inputs = scan(job, base=base, environment=isolated_environment_factory(job, protected=()))
     except DatasetError as error:
-        raise JobRefused(str(error)) from error
+        raise JobRefused(with_frames(error)) from error
     return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)))
 
 
@@ -129,7 +130,7 @@ def _check_environments(job: RolloutJob) -> None:
             isolated_environment_factory(job, protected=())(spec.name)
         except Exception as error:
             # The constructor is user code, which may raise anything.
-            raise JobRefused(f"spec.environments[{number}] ({spec.name}): {error}") from error
+            raise JobRefused(f"spec.environments[{number}] ({spec.name}): {with_frames(error)}") from error
 
 
 def _locate(field: str, source: str, base: Path, any_of: Sequence[str]) -> str:

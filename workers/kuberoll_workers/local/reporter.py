@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
+from kuberoll_workers.data.failure_causes import FailureCause
 from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.worker import Progress
 
@@ -50,6 +51,8 @@ class RunResult:
         exit_code: 0: every trajectory finished, or failed within the failure budget. 1: too many failed or are missing.
             3: the aggregates, the report or the list of files could not be made. 130: interrupted.
         problem: Why the exit code is not 0; None if it is 0.
+        location: The run's directory or URI.
+        causes: Distinct causes of failures, the most frequent first.
         tail: Comparison of kept and dropped trajectories.
         seconds: Wall seconds of the run's phases, in their order.
         files: Files and directories of the run.
@@ -58,6 +61,8 @@ class RunResult:
     exit_code: int = 0
     problem: str | None = None
     summaries: Mapping[str, EnvironmentSummary] = field(default_factory=dict)
+    location: str = ""
+    causes: Sequence[FailureCause] = ()
     totals: RunProgress | None = None
     tail: DropReport = field(default_factory=DropReport)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -507,7 +507,7 @@ class _LocalRun:
         )
 
     def _result(self, started: float) -> RunResult:
-        result = RunResult(seconds=self._seconds)
+        result = RunResult(seconds=self._seconds, location=self._options.output)
         end = RunEnd(planned=self._planned, wanted=self._job.spec.rollout.groups.wanted)
         if self._workers:
             result.totals = self._totals()
@@ -516,6 +516,7 @@ class _LocalRun:
             self._seconds |= end.seconds
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
+            result.causes = end.aggregates.contents.causes.by_count()
         failed_steps = [
             f"{step}: {describe_error(error)}; run `kuberoll {_COMMANDS[step]} {self._options.output}` to make it again"
             for step, error in end.failed_steps.items()

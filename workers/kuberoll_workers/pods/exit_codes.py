@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED
 from kuberoll_workers.data.observations import TemplateRefused
 from kuberoll_workers.data.record import RecordError
+from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.output.run_directory import RunRefused
@@ -64,5 +65,5 @@ def is_permanent(error: BaseException) -> bool:
 def exit_status(error: BaseException) -> tuple[int, str]:
     """The exit code and the cause for the termination message."""
     if is_permanent(error):
-        return EXIT_REFUSED, str(error)
-    return EXIT_FAILED, f"{type(error).__name__}: {error}"
+        return EXIT_REFUSED, with_frames(error)
+    return EXIT_FAILED, f"{type(error).__name__}: {with_frames(error)}"

@@ -33,6 +33,7 @@ from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
+from kuberoll_workers.data.tracebacks import attached_traceback
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.output import records
@@ -504,6 +505,8 @@ def main() -> None:
     except Exception as error:
         code, cause = exit_status(error)
         _log.error(cause, exc_info=code == EXIT_FAILED)
+        if (found := attached_traceback(error)) is not None:
+            _log.error("the environment's own traceback:\n%s", found.text)
     write_termination_message(encode_message(WorkerMessage(cause=cause)) if pod is None else pod.message(cause))
     logging.shutdown()
     # Prints of environments.

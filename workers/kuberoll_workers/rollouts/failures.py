@@ -7,6 +7,7 @@ from typing import Literal
 
 from kuberoll_workers.data.plain import message_of, printable
 from kuberoll_workers.data.record import FailureKind
+from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 
@@ -21,28 +22,33 @@ class TrajectoryFailed(Exception):
         kind: The part at fault.
         stage: The stage that failed.
         tries: Number of attempts.
+        traceback: Of an exception in an environment's code, or of an unexpected one.
     """
 
-    def __init__(self, cause: str, *, kind: FailureKind, stage: Stage, tries: int) -> None:
+    def __init__(
+        self, cause: str, *, kind: FailureKind, stage: Stage, tries: int, traceback: Traceback | None = None
+    ) -> None:
         super().__init__(printable(cause))
         self.kind: FailureKind = kind
         self.stage: Stage = stage
         self.tries = tries
+        self.traceback = traceback
 
 
 def failure_of(error: BaseException, *, stage: Stage, tries: int) -> TrajectoryFailed:
     """Convert the last error of an operation into a typed failure."""
     kind: FailureKind
+    traceback: Traceback | None = None
     if isinstance(error, PolicyRefused | RowFault):
         kind = "data"
     elif isinstance(error, PolicyUnavailable):
         kind = "infrastructure"
     elif isinstance(error, EnvironmentFault):
-        kind = "environment"
+        kind, traceback = "environment", error.traceback
     else:
-        kind = "model" if stage == "generation" else "environment"
+        kind, traceback = "model" if stage == "generation" else "environment", traceback_of(error)
     text = message_of(error) or type(error).__name__
-    return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries)
+    return TrajectoryFailed(text, kind=kind, stage=stage, tries=tries, traceback=traceback)
 
 
 def is_retryable(error: Exception) -> bool:

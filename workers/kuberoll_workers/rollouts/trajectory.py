@@ -384,4 +384,7 @@ class Trajectory:
             seed=self.sample.seed,
             messages=self.messages,
             metadata=self.metadata,
+            row=prompt.row,
+            frames=None if failure.traceback is None else list(failure.traceback.frames),
+            traceback=None if failure.traceback is None else failure.traceback.text,
         )

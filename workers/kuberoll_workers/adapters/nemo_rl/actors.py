@@ -9,6 +9,7 @@ import inspect
 import sys
 from typing import Any
 
+from kuberoll_workers.data.tracebacks import parse_traceback
 from kuberoll_workers.environments.interface import Metadata
 from kuberoll_workers.environments.isolation import (
     CoroutineExecutor,
@@ -19,7 +20,14 @@ from kuberoll_workers.environments.isolation import (
     is_cancelled,
     timeout_message,
 )
-from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepTimedOut, fault_of, split_return
+from kuberoll_workers.environments.outcome import (
+    EnvironmentFault,
+    Outcomes,
+    StepRaised,
+    StepTimedOut,
+    fault_of,
+    split_return,
+)
 
 MAX_ABANDONED_CALLS = 4
 """Maximum number of timed-out calls that still run: an actor's method cannot be interrupted, and further calls would
@@ -131,7 +139,13 @@ def ray_cause(error: BaseException) -> BaseException:
 
 
 def _fault(error: BaseException) -> EnvironmentFault:
-    return fault_of(ray_cause(error))
+    cause = ray_cause(error)
+    fault = fault_of(cause)
+    printed = getattr(error, "traceback_str", None)
+    if cause is not error and isinstance(fault, StepRaised) and isinstance(printed, str):
+        # An exception loses its traceback on the way from an actor; Ray sends it as text.
+        fault.traceback = parse_traceback(printed)
+    return fault
 
 
 def _pending(answer: Any) -> asyncio.Future[Any] | None:

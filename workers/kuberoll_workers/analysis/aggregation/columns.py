@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import orjson
 
+from kuberoll_workers.analysis.aggregation.environments import MetricsFailure
 from kuberoll_workers.analysis.aggregation.sources import Contents
 from kuberoll_workers.analysis.aggregation.table import REWARD, TURNS, Frame
+from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.tracebacks import attached_traceback, traceback_of
 from kuberoll_workers.environments.interface import EnvironmentInterface
 
 MakeEnvironment = Callable[[str], EnvironmentInterface]
@@ -115,8 +118,8 @@ class Columns(MutableMapping[str, Any]):
 
 def own_metrics(
     contents: Contents, make: MakeEnvironment, *, seconds: float = HOOK_SECONDS
-) -> dict[str, dict[str, Any]]:
-    """Environments' own metrics. A failure of their code is reported as `error` and affects nothing else.
+) -> dict[str, dict[str, Any] | MetricsFailure]:
+    """Environments' own metrics. A failure of their code takes the place of their metrics and affects nothing else.
 
     Args:
         seconds: Time limit of one environment's code.
@@ -124,13 +127,16 @@ def own_metrics(
     Returns:
         Metrics of environments that have trajectories and implement `global_post_process_and_metrics`.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any] | MetricsFailure] = {}
     made: dict[str, EnvironmentInterface] = {}
     for name in contents.frames:
         try:
             environment = make(name)
         except (Exception, SystemExit) as error:
-            found[name] = {"error": f"the environment could not be created: {type(error).__name__}: {error}"}
+            found[name] = MetricsFailure(
+                error=f"the environment could not be created: {type(error).__name__}: {message_of(error)}",
+                traceback=attached_traceback(error) or traceback_of(error),
+            )
             continue
         method = getattr(type(environment), "global_post_process_and_metrics", None)
         if method is not EnvironmentInterface.global_post_process_and_metrics:
@@ -142,23 +148,30 @@ def own_metrics(
     return found
 
 
-def _hook_metrics(environment: EnvironmentInterface, columns: Columns, seconds: float) -> dict[str, Any]:
+def _hook_metrics(
+    environment: EnvironmentInterface, columns: Columns, seconds: float
+) -> dict[str, Any] | MetricsFailure:
     """Metrics of one environment; its code runs in a separate thread, which can neither end nor block the run."""
     metrics: dict[str, Any] = {}
+    failures: list[MetricsFailure] = []
 
     def ask() -> None:
         try:
             metrics.update(environment.global_post_process_and_metrics(columns)[1])
         except SystemExit as error:
-            metrics["error"] = f"{_HOOK} called sys.exit({error.code!r})"
+            text = f"{_HOOK} called sys.exit({error.code!r})"
+            failures.append(MetricsFailure(error=text, traceback=traceback_of(error)))
         except BaseException as error:
-            metrics["error"] = f"{_HOOK} raised {type(error).__name__}: {error}"
+            text = f"{_HOOK} raised {type(error).__name__}: {message_of(error)}"
+            failures.append(MetricsFailure(error=text, traceback=traceback_of(error)))
 
     thread = threading.Thread(target=ask, name="kuberoll-metrics", daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        return {"error": f"{_HOOK} took longer than {seconds:g} s and was abandoned"}
+        return MetricsFailure(error=f"{_HOOK} took longer than {seconds:g} s and was abandoned")
+    if failures:
+        return failures[0]
     return dict(map(_json_metric, metrics.items()))
 
 

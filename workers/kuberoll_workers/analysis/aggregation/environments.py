@@ -25,6 +25,7 @@ from kuberoll_workers.analysis.statistics import (
     run_mean,
     tries,
 )
+from kuberoll_workers.data.tracebacks import Traceback
 
 _TASKS_AT_ONCE = 4096
 _MOST_REPEATS = 1024
@@ -70,6 +71,18 @@ class Success:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsFailure:
+    """Why an environment's own metrics are missing, with the traceback of its code."""
+
+    error: str
+    traceback: Traceback | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Form in which it is stored."""
+        return {"error": self.error, **({} if self.traceback is None else {"traceback": self.traceback.text})}
+
+
 @dataclass(slots=True, kw_only=True)
 class EnvironmentSummary:
     """Results of one environment.
@@ -84,7 +97,7 @@ class EnvironmentSummary:
         fields: Statistics of each numeric field, by name.
         repeats: Statistics of the total reward, one row per repeat.
         across_repeats: Mean of the repeats' means.
-        metrics: The environment's own metrics; None if they were not computed.
+        metrics: The environment's own metrics, or why they are missing; None if they were not computed.
     """
 
     trajectories: int
@@ -108,7 +121,7 @@ class EnvironmentSummary:
     repeats: list[dict[str, Any]]
     across_repeats: RunMean
     success: Success | None
-    metrics: dict[str, Any] | None = None
+    metrics: dict[str, Any] | MetricsFailure | None = None
 
     @property
     def failed(self) -> int:
@@ -116,6 +129,7 @@ class EnvironmentSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Form in which it is stored."""
+        metrics = self.metrics
         by_count = sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))
         shown = by_count[:_MOST_CAUSES]
         return {
@@ -147,7 +161,7 @@ class EnvironmentSummary:
             "across_repeats": self.across_repeats._asdict(),
             "repeats": self.repeats[:_MOST_REPEATS],
             "fields": self.fields,
-            "environment_metrics": self.metrics,
+            "environment_metrics": metrics.as_json() if isinstance(metrics, MetricsFailure) else metrics,
         }
 
 

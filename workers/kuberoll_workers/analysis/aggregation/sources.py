@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kuberoll_workers.analysis.aggregation.table import Frame, Table, several_environments
+from kuberoll_workers.data.failure_causes import FailureCauses
 from kuberoll_workers.data.record import FailureRecord, RecordError, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import RunManifest, RunRefused, differences
@@ -43,6 +44,7 @@ class Contents:
         manifest: Manifest of the run; None if no location has one.
         frames: Finished trajectories, by environment.
         failures: Trajectories that failed permanently.
+        causes: Their distinct causes.
         dropped: Dropped trajectories.
         duplicates: Number of lines that do not count because another line of the same trajectory does.
     """
@@ -51,6 +53,7 @@ class Contents:
     frames: Mapping[str, Frame]
     stop_reasons: Sequence[str]
     failures: Mapping[TrajectoryKey, Failure]
+    causes: FailureCauses
     dropped: Mapping[TrajectoryKey, Dropped]
     duplicates: int
     _table: Table
@@ -86,6 +89,7 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
     trajectories = Trajectories([run.storage for run in runs])
     table = Table()
     failures: dict[TrajectoryKey, Failure] = {}
+    causes = FailureCauses()
     dropped: dict[TrajectoryKey, Dropped] = {}
     texts: dict[str, str] = {}
     for record in trajectories:
@@ -93,6 +97,7 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
             table.add(record)
         elif isinstance(record, FailureRecord):
             names = (record.task_name, record.kind, record.stage, record.cause)
+            causes.add(record)
             failures[record.key] = Failure(*(texts.setdefault(name, name) for name in names))
         else:
             dropped[record.key] = Dropped(
@@ -112,6 +117,7 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
         frames=table.frames(),
         stop_reasons=table.stop_reasons,
         failures=failures,
+        causes=causes,
         dropped=dropped,
         duplicates=trajectories.precedence.duplicates,
         _table=table,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.tracebacks import location
 from kuberoll_workers.output.precedence import EndedRecord
 
 Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"]
@@ -22,6 +23,7 @@ class TrajectoryRow:
         reward: Total reward; None for a failure.
         generation_seconds, environment_seconds: Sums over all turns; None if not recorded.
         cause: Kind, stage and cause of a failure.
+        location: Where the code of an environment failed, `file:line in function`; empty if unknown.
     """
 
     key: TrajectoryKey
@@ -35,6 +37,7 @@ class TrajectoryRow:
     generation_seconds: float | None = None
     environment_seconds: float | None = None
     cause: tuple[str, str, str] | None = None
+    location: str = ""
 
     @property
     def name(self) -> str:
@@ -89,4 +92,5 @@ def _failed(record: FailureRecord) -> TrajectoryRow:
         generated_tokens=generated,
         environment_tokens=environment,
         cause=(record.kind, record.stage, record.cause),
+        location=location(record.frames or ()),
     )

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kuberoll_workers.analysis.report.failures import json_line
 from kuberoll_workers.analysis.report.row import TrajectoryRow
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
@@ -20,6 +21,8 @@ from kuberoll_workers.output.precedence import EndedRecord
 _ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow", "tool": "yellow"}
 _OUTCOMES = {"failed": "red", "truncated": "yellow", "max_turns": "yellow", "oversampled": "dim", "filtered": "dim"}
 _CAUSE = 100
+_FACT = 400
+_METADATA = 2_000
 
 
 def trajectory_table(rows: Sequence[TrajectoryRow]) -> Table:
@@ -49,7 +52,12 @@ def trajectory_table(rows: Sequence[TrajectoryRow]) -> Table:
 
 
 def _cause(row: TrajectoryRow) -> str:
-    return "" if row.cause is None else one_line("{} ({}): {}".format(*row.cause), _CAUSE)
+    if row.cause is None:
+        return ""
+    kind, stage, cause = row.cause
+    # The stage of a failure of the environment's code is nearly always the step.
+    where = row.location or (kind if kind == stage else f"{kind} ({stage})")
+    return one_line(f"{where}: {cause}", _CAUSE)
 
 
 def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) -> None:
@@ -65,8 +73,12 @@ def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) 
             _print_message(message, console)
     if isinstance(record, FailureRecord):
         console.print()
-        console.print(Text(f"failed: {record.kind} ({record.stage}), after {record.tries} tries", style="bold red"))
+        tries = "1 try" if record.tries == 1 else f"{record.tries} tries"
+        console.print(Text(f"failed: {record.kind} ({record.stage}), after {tries}", style="bold red"))
         _print_text(visible(record.cause), console)
+        if record.traceback is not None:
+            console.print()
+            _print_text(visible(record.traceback.rstrip()), console)
 
 
 def _print_facts(record: EndedRecord, row: TrajectoryRow, console: Console) -> None:
@@ -83,12 +95,15 @@ def _print_facts(record: EndedRecord, row: TrajectoryRow, console: Console) -> N
     if isinstance(record, TrajectoryRecord):
         facts |= {f"reward of {name}": _number(sum(values)) for name, values in record.reward_parts.items()}
         facts |= {} if record.answer is None else {"answer": record.answer}
+    facts |= {} if record.idx is None else {"idx": json_line(record.idx, _FACT)}
+    if isinstance(record, FailureRecord) and record.row is not None:
+        facts["row"] = record.row
+    facts |= {} if record.metadata is None else {"metadata": json_line(record.metadata, _METADATA)}
     facts |= {"seed": "none" if record.seed is None else str(record.seed), "attempt": str(record.attempt)}
     for name, value in facts.items():
         line = Text(f"  {one_line(name, 40):<12} ", style="dim")
-        line.append(
-            one_line(value, 400), style=f"not dim {_OUTCOMES.get(row.outcome, '')}" if "stop" in name else "not dim"
-        )
+        style = f"not dim {_OUTCOMES.get(row.outcome, '')}" if "stop" in name else "not dim"
+        line.append(one_line(value, _METADATA), style=style)
         console.print(line, soft_wrap=True)
 
 
