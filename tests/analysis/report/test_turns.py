@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from kuberoll_workers.analysis.report.row import row_of
 from kuberoll_workers.analysis.report.turns import print_trajectory, trajectory_table
+from kuberoll_workers.data.tracebacks import Frame
 from kuberoll_workers.output.precedence import EndedRecord
 from tests.analysis.report.runs import dropped, failure, trajectory
 
@@ -21,17 +23,32 @@ def test_a_trajectory_is_one_line(width: int) -> None:
         dropped(3, environment="a b"),
     ]
     out = io.StringIO()
-    Console(file=out, width=width).print(trajectory_table([row_of(record) for record in records]))
+    Console(file=out, width=width).print(trajectory_table([row_of(record) for record in records], width))
     head, rule, *lines = [line for line in out.getvalue().splitlines() if line.strip()]
     assert set(rule.strip()) == {"─"}
     assert len(lines) == len(records)
     assert all(len(line) <= width for line in (head, rule, *lines))
 
 
+def test_a_narrow_terminal_cuts_nothing_but_the_cause() -> None:
+    frames = [Frame("/home/me/guess.py", 18, "grade", 'state["answers"]')]
+    rows = [
+        row_of(trajectory(0, 1, environment="guess", stop_reason="max_turns")),
+        row_of(replace(failure(2), cause="KeyError: 'answers' " * 9, frames=frames)),
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(trajectory_table(rows, 80))
+    head, _, first, second = [line for line in out.getvalue().splitlines() if line.strip()]
+    titles = ["task", "rollout", "environment", "reward", "turns", "tokens", "stop", "reason", "cause"]
+    assert head.split() == titles
+    assert first.split() == ["0", "1", "guess", "1", "1", "2", "max_turns"]
+    assert "me/guess.py:" in second
+
+
 def test_numbers_end_where_their_titles_end() -> None:
     out = io.StringIO()
     rows = [row_of(trajectory(7, 3, rewards=[0.5])), row_of(failure(123456, 99))]
-    Console(file=out, width=200).print(trajectory_table(rows))
+    Console(file=out, width=200).print(trajectory_table(rows, 200))
     head, _, first, second = [line for line in out.getvalue().splitlines() if line.strip()]
     for title, one, other in (("task", "7", "123456"), ("rollout", "3", "99"), ("reward", "0.5", "-")):
         end = head.index(title) + len(title)

@@ -140,7 +140,7 @@ def _print_table(
     rows = _first((row for _, row in selected), limit + 1, order)
     if not rows:
         return False
-    console.print(trajectory_table(rows[:limit]))
+    console.print(trajectory_table(rows[:limit], console.width))
     if len(rows) > limit:
         console.print(f"There are more than {limit}; use --limit N to show N of them.", style="dim", soft_wrap=True)
     return True
@@ -165,7 +165,7 @@ def _print_failures(
                 rows.append(row)
     if not rows:
         return False
-    console.print(trajectory_table(rows))
+    console.print(trajectory_table(rows, console.width))
     if count > limit:
         console.print(f"These are {limit} of {count}; use --limit N to show N of them.", style="dim", soft_wrap=True)
     print_failures(causes, run, console)

@@ -55,7 +55,7 @@ class Traceback:
     Attributes:
         frames: The last frames in the person's own files, at most `MAX_FRAMES`, the outermost first; then the frame
             that raised, if it is a library's.
-        text: The whole traceback as Python prints it, with the exceptions that led to it.
+        text: The traceback as Python prints it, from the person's first frame, with the exceptions that led to it.
     """
 
     frames: tuple[Frame, ...]
@@ -80,8 +80,11 @@ def traceback_of(error: BaseException) -> Traceback | None:
     try:
         if error.__traceback__ is None and not isinstance(error, SyntaxError):
             return None
-        text = "".join(traceback.TracebackException(type(error), error, error.__traceback__, compact=True).format())
-        return Traceback(_chosen(list(_frames(error))), text).bounded()
+        shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
+        # Without KubeRoll's calls that led to the person's code.
+        ours = next((number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)), 0)
+        del shown.stack[:ours]
+        return Traceback(_chosen(list(_frames(error))), "".join(shown.format())).bounded()
     except BaseException:
         # The methods of a foreign class may raise anything.
         return None
@@ -141,19 +144,20 @@ def short_path(file: str) -> str:
     path = Path(file)
     if not path.is_absolute():
         return file
+    if (near := near_path(file)) != file:
+        return near
     # Longest first: the directory of a package inside another one.
     roots = sorted((root for root in map(Path, sys.path) if root.is_absolute()), key=lambda root: -len(root.parts))
-    for root in (*_working_directory(), *roots):
-        if path.is_relative_to(root):
-            return str(path.relative_to(root))
-    return str(Path(*path.parts[-2:]))
+    inside = next((root for root in roots if path.is_relative_to(root)), None)
+    return str(Path(*path.parts[-2:]) if inside is None else path.relative_to(inside))
 
 
-def _working_directory() -> tuple[Path, ...]:
+def near_path(file: str) -> str:
+    """A path from the working directory if it is inside, else the same path."""
     try:
-        return (Path.cwd(),)
-    except FileNotFoundError:
-        return ()
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, FileNotFoundError):
+        return file
 
 
 def _frames(error: BaseException) -> Iterator[Frame]:
@@ -180,7 +184,9 @@ def _chosen(frames: list[Frame]) -> tuple[Frame, ...]:
     own = own or [frame for frame in frames if Path(frame.file).is_relative_to(home)]
     repeated = [frame for before, frame in zip((None, *own), own, strict=False) if frame != before]
     found = [_with_source(frame) for frame in repeated[-MAX_FRAMES:]]
-    return (*found, *(() if own and own[-1] is last else (replace(_with_source(last), own=False),)))
+    # Where the person's own line ends in a method of KubeRoll's, that line says enough.
+    ended = (own and own[-1] is last) or _is_ours(last.file)
+    return tuple(found) if ended else (*found, replace(_with_source(last), own=False))
 
 
 def _with_source(frame: Frame) -> Frame:

@@ -13,7 +13,7 @@ from kuberoll_workers.analysis.aggregation.environments import EnvironmentSummar
 from kuberoll_workers.data.failure_causes import FailureCause, FailureCauses
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.text import one_line, visible
-from kuberoll_workers.data.tracebacks import excerpt
+from kuberoll_workers.data.tracebacks import excerpt, near_path
 
 SHOWN_CAUSES = 5
 _SHOWN_FRAMES = 3
@@ -97,14 +97,15 @@ def headline(cause: FailureCause) -> str:
     else:
         place = _PLACES.get(first.stage, f"in environment {first.task_name}")
     text = one_line(first.cause, _CAUSE)
-    return f"{count} failed {place}: {text}{'' if cause.same_text else ' (and similar messages)'}"
+    trajectories = "1 trajectory" if count == 1 else f"{count} trajectories"
+    return f"{trajectories} failed {place}: {text}{'' if cause.same_text else ' (and similar messages)'}"
 
 
 def origin(failure: FailureRecord) -> str:
     """The task, sample and dataset row of a failure, on one line."""
     parts = [f"task {failure.task_index}, rollout {failure.rollout_index}"]
     if failure.row is not None:
-        parts.append(f"row {one_line(failure.row, _VALUE)}")
+        parts.append(f"row {one_line(near_path(failure.row), _VALUE)}")
     if failure.idx is not None:
         parts.append(f"idx {json_line(failure.idx, _VALUE)}")
     return ", ".join(parts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kuberoll_workers.analysis.report.failures import json_line
@@ -20,20 +21,30 @@ from kuberoll_workers.output.precedence import EndedRecord
 
 _ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow", "tool": "yellow"}
 _OUTCOMES = {"failed": "red", "truncated": "yellow", "max_turns": "yellow", "oversampled": "dim", "filtered": "dim"}
+# Whether a column has numbers, by its title.
+_COLUMNS = {
+    "task": True,
+    "rollout": True,
+    "environment": False,
+    "reward": True,
+    "turns": True,
+    "tokens": True,
+    "stop reason": False,
+}
 _CAUSE = 100
+_LEAST_CAUSE = 12
+_NARROW = 100
 _FACT = 400
 _METADATA = 2_000
 
 
-def trajectory_table(rows: Sequence[TrajectoryRow]) -> Table:
-    """Table with a row for each trajectory; with causes if any failed."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("task", "rollout"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("environment", no_wrap=True, overflow="ellipsis", min_width=8)
-    for name in ("reward", "turns", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("stop reason", no_wrap=True)
+def trajectory_table(rows: Sequence[TrajectoryRow], width: int) -> Table:
+    """Table with a row for each trajectory; with causes if any failed, cut to a console's width in characters."""
+    padding = 1 if width < _NARROW else 2
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, padding - 1, 0, 1))
+    for name, numeric in _COLUMNS.items():
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
     causes = any(row.cause for row in rows)
     if causes:
         table.add_column("cause", no_wrap=True, overflow="ellipsis")
@@ -48,7 +59,15 @@ def trajectory_table(rows: Sequence[TrajectoryRow]) -> Table:
             Text(row.outcome, style=_OUTCOMES.get(row.outcome, "")),
         ]
         table.add_row(*cells, *([Text(_cause(row))] if causes else []))
+    if causes:
+        # Where a terminal is narrow, only the cause is cut.
+        *others, cause = (_width(column) + 1 + padding for column in table.columns)
+        table.columns[-1].max_width = max(_LEAST_CAUSE, min(cause, width - sum(others) - 3))
     return table
+
+
+def _width(column: Column) -> int:
+    return max(len(str(column.header)), *(cell.cell_len for cell in column.cells if isinstance(cell, Text)))
 
 
 def _cause(row: TrajectoryRow) -> str:
