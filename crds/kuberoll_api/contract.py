@@ -54,6 +54,10 @@ SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Sum = Annotated[float, Field(allow_inf_nan=False)]
 _Version = Annotated[str, StringConstraints(max_length=63)]
+FAILURE_CHARACTERS: Final = 500
+"""Maximum length of the description of a failure, in characters."""
+
+_Failure = Annotated[str, StringConstraints(max_length=FAILURE_CHARACTERS)]
 
 
 def token_variable(scope: Scope) -> str:
@@ -212,6 +216,8 @@ class PodProgress:
         planned: Number of trajectories that the shard will produce; 0 while the dataset is being read.
         generating: Turns that are waiting for a response.
         policy_version: Version of the newest response; None if there was none.
+        failure: Cause of the pod's first failed trajectory, with the line of the environment's code and the dataset's
+            row; empty if none has failed.
     """
 
     shard: _Count
@@ -223,6 +229,7 @@ class PodProgress:
     reward_sum: _Sum = 0.0
     generating: _Count = 0
     policy_version: _Version | None = None
+    failure: _Failure = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +312,8 @@ class FinishMessage:
         mean_reward: None if there is no trajectory.
         environments: Results by name of the environment, as many as fit into the message.
         environments_left_out: Number of those that do not fit.
+        failure: Most frequent cause of failed trajectories, with the line of the environment's code; empty if none
+            failed.
         cause: Why the run is not complete, for the user; empty if it is.
     """
 
@@ -316,4 +325,5 @@ class FinishMessage:
     mean_reward: _Sum | None = None
     environments: Mapping[str, EnvironmentResult] = field(default_factory=dict)
     environments_left_out: _Count = 0
+    failure: _Failure = ""
     cause: str = ""

@@ -523,7 +523,8 @@ def _budget_problem(job: RolloutJob, message: FinishMessage) -> Cause | None:
     budget = job.spec.rollout.max_failed_fraction
     if message.failed <= budget * message.planned:
         return None
-    cause = f"; the most frequent cause: {message.cause}" if message.cause else ""
+    causes = [message.failure and f"the most frequent cause: {message.failure}", message.cause]
+    cause = "".join(f"; {text}" for text in causes if text)
     text = (
         f"{message.failed} of {message.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
         f"allows{cause}"

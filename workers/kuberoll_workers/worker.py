@@ -311,6 +311,7 @@ async def run_worker(
     progress: Progress,
     policy: Policy | None = None,
     tokenizer: HuggingFaceTokenizer | None = None,
+    failures: FailureLog | None = None,
 ) -> bool:
     """Run the config's shards until they are done or drained.
 
@@ -318,6 +319,7 @@ async def run_worker(
         progress: Updated as trajectories are stored.
         policy: Used instead of the endpoint.
         tokenizer: The config's tokenizer, if it is already loaded.
+        failures: Log of failures, if the caller wants to read it.
 
     Returns:
         True if the shards are done; False if drained first.
@@ -381,13 +383,13 @@ async def run_worker(
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
         )
-        results, before, failures = 0, progress.results, FailureLog()
+        results, before, failure_log = 0, progress.results, failures or FailureLog()
 
         async def sink(result: Result) -> None:
             nonlocal results
             results += 1
             if isinstance(result, FailureRecord):
-                failures.log(result)
+                failure_log.log(result)
             await store.result(result)
 
         await run_groups(rollout, groups, sink, policy=group_policy(config, store.state), drain=drain)

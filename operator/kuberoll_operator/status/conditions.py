@@ -198,7 +198,9 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         (end.finished, shard) for shard, end in shards.exits.items() if end.exit_code not in {0, contract.EXIT_DRAINED}
     ]
     last = f"; shard {max(bad)[1]} was retried after: {describe_exit(shards.exits[max(bad)[1]])}" if bad else ""
-    text = redact(f"{running} workers are running, {count}{last}")
+    failures = [(shard, item.failure) for shard, item in sorted(observed.progress.items()) if item.failure]
+    failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
+    text = redact(f"{running} workers are running, {count}{last}{failing}")
     problem = diagnose(living, "worker")
     if running or (before.get("status") == "True" and problem is None):
         return True, Reason.RUNNING, text
@@ -241,7 +243,8 @@ def _outcome(facts: Facts) -> str:
     message = facts.finish.message
     if message is None:
         return "all shards are done"
-    return f"{message.trajectories} trajectories are stored, {message.failed} failed"
+    text = f"{message.trajectories} trajectories are stored, {message.failed} failed"
+    return redact(f"{text}; the most frequent cause: {message.failure}" if message.failure else text)
 
 
 def _error(observed: Observed, job: RolloutJob, *parts: Any) -> Cause | None:

@@ -366,6 +366,7 @@ def test_what_a_page_shows_of_each_kind_of_trajectory() -> None:
         "idx": None,
         "seed": "1",
         "attempt": 0,
+        "metadata": None,
         "failure": {"kind": "environment", "stage": "step", "tries": 5},
     }
     # As many turns as people look at.

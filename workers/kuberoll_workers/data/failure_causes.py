@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from kuberoll_workers.data.record import FailureRecord
+from kuberoll_workers.data.text import one_line
 from kuberoll_workers.data.tracebacks import location
 
 MAX_CAUSES = 1000
@@ -37,11 +38,13 @@ class FailureCause:
         """Where the person's code failed, `file:line in function`; empty if unknown."""
         return location(self.first.frames or ())
 
-    @property
-    def headline(self) -> str:
-        """The first cause's text and its location, on one line."""
-        place = self.location
-        return f"{self.first.cause} ({place})" if place else self.first.cause
+    def headline(self, limit: int) -> str:
+        """The first failure's cause, location and dataset row on one line of at most `limit` characters."""
+        row = self.first.row
+        place = [self.location, "" if row is None else f"row {one_line(row, limit // 4)}"]
+        where = "; ".join(one_line(part, limit // 4) for part in place if part)
+        text = one_line(self.first.cause, limit - len(where) - 3)
+        return f"{text} ({where})" if where else text
 
 
 @dataclass(slots=True)
@@ -75,6 +78,11 @@ class FailureCauses:
         known.count += 1
         known.same_text = known.same_text and known.first.cause == failure.cause
         return False
+
+    @property
+    def earliest(self) -> FailureCause | None:
+        """Cause of the first failure; None without failures."""
+        return next(iter(self._causes.values()), None)
 
     def by_count(self) -> list[FailureCause]:
         """All causes, the most frequent first."""

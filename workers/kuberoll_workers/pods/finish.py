@@ -16,10 +16,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, EXIT_REFUSED, EnvironmentResult, FinishMessage, PodConfig
+from kuberoll_api.contract import (
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    FAILURE_CHARACTERS,
+    EnvironmentResult,
+    FinishMessage,
+    PodConfig,
+)
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, EnvironmentSummary
+from kuberoll_workers.analysis.aggregation.environments import MetricsFailure
+from kuberoll_workers.data.text import visible
 from kuberoll_workers.output.run_directory import MANIFEST, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.pods.exit_codes import exit_status
@@ -40,8 +50,17 @@ def finish_message(end: RunEnd, aggregates: Aggregates, cause: str) -> FinishMes
         missing=end.missing,
         mean_reward=reward / aggregates.trajectories if aggregates.trajectories else None,
         environments={name: _result_of(summary) for name, summary in aggregates.summaries.items()},
+        failure=_failure_of(aggregates),
         cause=cause,
     )
+
+
+def _failure_of(aggregates: Aggregates) -> str:
+    causes = aggregates.contents.causes.by_count()
+    if not causes:
+        return ""
+    count = f"{causes[0].count} of them: "
+    return count + causes[0].headline(FAILURE_CHARACTERS - len(count))
 
 
 def _result_of(summary: EnvironmentSummary) -> EnvironmentResult:
@@ -80,6 +99,10 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     if error := end.failed_steps.get("report"):
         # Trajectories and aggregates are stored; `kuberoll report` can make the page at any time.
         _log.warning("the report was not written", exc_info=error)
+    for name, summary in end.aggregates.summaries.items():
+        if isinstance(missing := summary.metrics, MetricsFailure):
+            text = missing.error if missing.traceback is None else f"{missing.error}\n{missing.traceback.text.rstrip()}"
+            _log.warning("environment %s: its own metrics are missing: %s", name, visible(text))
     problem = end.problem()
     tolerated = job.spec.workers.max_failed_shards > 0
     return 0 if problem is None or tolerated else EXIT_REFUSED, finish_message(end, end.aggregates, problem or "")

@@ -26,7 +26,15 @@ from typing import TypeVar
 
 import orjson
 
-from kuberoll_api.contract import EXIT_DRAINED, EXIT_FAILED, PROGRESS_PORT, PodConfig, PodProgress, WorkerMessage
+from kuberoll_api.contract import (
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    FAILURE_CHARACTERS,
+    PROGRESS_PORT,
+    PodConfig,
+    PodProgress,
+    WorkerMessage,
+)
 from kuberoll_api.http_server import metrics_route, serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.dataset import DatasetSource
@@ -62,6 +70,7 @@ from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.endpoints import external_client
 from kuberoll_workers.policy.interface import PolicyRefused
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import (
     Progress,
@@ -114,13 +123,14 @@ class ShardPod:
         self._inputs: InputSummary | None = None
         self._earlier = Progress()
         self._progress = Progress()
+        self._failures = FailureLog()
         self._drain = Drain()
         self._give_up = asyncio.Event()
         self._metrics = RolloutMetrics(self._job.metadata.name)
 
     def progress(self) -> PodProgress:
         """The present counts."""
-        earlier, now = self._earlier, self._progress
+        earlier, now, failure = self._earlier, self._progress, self._failures.causes.earliest
         return PodProgress(
             shard=self.shard,
             planned=self._planned,
@@ -131,6 +141,7 @@ class ShardPod:
             reward_sum=earlier.reward_sum + now.reward_sum,
             generating=self._metrics.generating,
             policy_version=self._metrics.routing.policy_version,
+            failure="" if failure is None else failure.headline(FAILURE_CHARACTERS),
         )
 
     def message(self, cause: str) -> bytes:
@@ -295,7 +306,9 @@ class ShardPod:
             replicas_host=config.replicas_host,
         )
         working = asyncio.create_task(
-            run_worker(settings, metrics=self._metrics, drain=self._drain, progress=self._progress)
+            run_worker(
+                settings, metrics=self._metrics, drain=self._drain, progress=self._progress, failures=self._failures
+            )
         )
         giving_up = asyncio.create_task(self._give_up.wait())
         await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)

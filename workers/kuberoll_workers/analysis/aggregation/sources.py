@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kuberoll_workers.analysis.aggregation.table import Frame, Table, several_environments
 from kuberoll_workers.data.failure_causes import FailureCauses
 from kuberoll_workers.data.record import FailureRecord, RecordError, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.tracebacks import location
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.run_directory import RunManifest, RunRefused, differences
 from kuberoll_workers.output.run_files import RunFiles
@@ -17,12 +18,17 @@ from kuberoll_workers.output.trajectories import Trajectories
 
 
 class Failure(NamedTuple):
-    """A trajectory that failed permanently."""
+    """A trajectory that failed permanently.
+
+    Attributes:
+        location: Where the code of an environment failed, `file:line in function`; empty if unknown.
+    """
 
     environment: str
     kind: str
     stage: str
     cause: str
+    location: str
 
 
 class Dropped(NamedTuple):
@@ -96,7 +102,8 @@ def read_contents(runs: Sequence[RunFiles], *, observe: Callable[[EndedRecord], 
         if isinstance(record, TrajectoryRecord):
             table.add(record)
         elif isinstance(record, FailureRecord):
-            names = (record.task_name, record.kind, record.stage, record.cause)
+            place = location(record.frames or ())
+            names = (record.task_name, record.kind, record.stage, record.cause, place)
             causes.add(record)
             failures[record.key] = Failure(*(texts.setdefault(name, name) for name in names))
         else:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
 from kuberoll_workers.analysis.aggregation.environments import statistics_of
+from kuberoll_workers.analysis.aggregation.sources import Failure
 from kuberoll_workers.analysis.aggregation.table import REWARD, SECONDS, TOKENS, TURNS
 from kuberoll_workers.analysis.report.histogram import bars
 from kuberoll_workers.analysis.report.spread import spread
@@ -51,7 +52,7 @@ def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> 
     for summary in summaries:
         outcomes.update(summary.stop_reasons + Counter(failed=summary.failed) + summary.dropped)
     causes: Counter[tuple[str, str, str]] = Counter(
-        (failure.kind, failure.stage, one_line(failure.cause, _CAUSE_LENGTH))
+        (failure.kind, failure.stage, _cause(failure))
         for failure in aggregates.contents.failures.values()
         if failure.environment in environments
     )
@@ -69,6 +70,11 @@ def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> 
         },
         "groups": spread(tasks),
     }
+
+
+def _cause(failure: Failure) -> str:
+    text = one_line(failure.cause, _CAUSE_LENGTH)
+    return f"{text} ({one_line(failure.location, _CAUSE_LENGTH)})" if failure.location else text
 
 
 def _histogram(columns: Sequence[Any], *, whole: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kuberoll_workers.analysis.report.sample import EvenSample
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.text import cut, one_line, visible
+from kuberoll_workers.data.tracebacks import MAX_TEXT
 from kuberoll_workers.output.precedence import EndedRecord
 
 MOST = 10_000
@@ -98,7 +99,11 @@ def readable(record: EndedRecord) -> dict[str, Any]:
     }
     if isinstance(record, FailureRecord):
         failure = {"kind": record.kind, "stage": record.stage, "cause": visible(cut(record.cause, _SHORT))}
-        return {**shown, "failure": {**failure, "tries": record.tries}}
+        if record.traceback is not None:
+            failure["traceback"] = visible(cut(record.traceback, MAX_TEXT))
+        if record.row is not None:
+            failure["row"] = visible(cut(record.row, _SHORT))
+        return {**shown, "metadata": _json(record.metadata), "failure": {**failure, "tries": record.tries}}
     shown |= {"rewards": record.rewards[:_MOST_TURNS], "metadata": _json(record.metadata)}
     if isinstance(record, DroppedRecord):
         return {**shown, "dropped": record.reason, "stop_reason": record.stop_reason}

@@ -38,6 +38,7 @@ function detail(trajectories, number, text, words, back) {
   }
   for (const [name, values] of Object.entries(text.parts || {})) about.push([`reward of ${name}`, fixed(values.reduce((total, value) => total + value, 0))]);
   if (text.answer !== null && text.answer !== undefined) about.push(["answer", text.answer]);
+  if (text.failure && text.failure.row) about.push(["dataset row", text.failure.row]);
   about.push(["seed", text.seed === null ? "none" : text.seed], ["attempt", String(text.attempt)]);
   const parts = [
     make("div", { class: "bar" }, make("h3", {}, `${trajectories.name(number)}  ${index.environments[index.environment[number]]}`),
@@ -56,9 +57,10 @@ function detail(trajectories, number, text, words, back) {
     parts.push(message(item.role, facts, item.text, words));
   });
   if (text.failure) {
-    const { kind, stage, cause, tries } = text.failure;
+    const { kind, stage, cause, tries, traceback } = text.failure;
     parts.push(make("div", { class: "turn" }, make("b", {}, "Failure")),
       message("failure", [make("span", {}, `${kind}, ${stage}, after ${count(tries)} tries`)], cause, words));
+    if (traceback) parts.push(message("failure", [make("span", {}, "traceback")], traceback, words));
   }
   for (const [name, value] of [["Metadata at the end", text.metadata], ["idx", text.idx]]) {
     if (value) parts.push(make("details", {}, make("summary", {}, name), make("pre", {}, marked(value, words))));

@@ -85,6 +85,6 @@ class Trajectories {
 
   static has(text, words) {
     return text.messages.some((message) => message.text.toLowerCase().includes(words))
-      || [text.failure && text.failure.cause, text.answer, text.idx, text.metadata].some((item) => item && item.toLowerCase().includes(words));
+      || [text.failure && text.failure.cause, text.failure && text.failure.traceback, text.answer, text.idx, text.metadata].some((item) => item && item.toLowerCase().includes(words));
   }
 }
