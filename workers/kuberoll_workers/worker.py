@@ -262,6 +262,7 @@ async def open_environments(
                 registry.PlainSpec.of(spec),
                 isolation=spec.isolation,
                 processes=spec.processes,
+                spare=spec.spare_processes,
                 timeout=spec.step_timeout_seconds,
                 sandbox=sandbox_of(spec, protected=protected),
             )

@@ -63,6 +63,13 @@ class Environment(Model):
     processes: Annotated[int, OPERATION] = Field(
         default=1, ge=1, le=256, description="Child processes per worker, with isolation Process."
     )
+    spare_processes: Annotated[int, OPERATION] = Field(
+        default=3,
+        ge=0,
+        le=64,
+        description="Further child processes per worker while a step takes unusually long, so that other trajectories "
+        "do not wait for one that hangs; 0: none. Each is one more instance of the environment in memory.",
+    )
     access: Annotated[EnvironmentAccess, OPERATION] = Field(
         default_factory=EnvironmentAccess,
         description="Variables and paths that child processes may use in addition to the usual ones.",

@@ -139,7 +139,13 @@ class InlineExecutor:
 
 
 def make_executor(
-    factory: EnvironmentFactory, *, isolation: str, processes: int, timeout: float, sandbox: Sandbox | None = None
+    factory: EnvironmentFactory,
+    *,
+    isolation: str,
+    processes: int,
+    timeout: float,
+    spare: int = 0,
+    sandbox: Sandbox | None = None,
 ) -> StepExecutor:
     """Create the executor of an environment.
 
@@ -148,12 +154,13 @@ def make_executor(
         isolation: `Inline` or `Process`.
         processes: Maximum number of child processes, with `Process`.
         timeout: Time limit of one step, in seconds.
+        spare: Maximum number of further child processes while steps take unusually long.
         sandbox: Files and variables of child processes; None for the defaults.
     """
     if isolation == "Process":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Process: the environment must be given as a registry.PlainSpec")
-        return ProcessExecutor(factory, processes=processes, timeout=timeout, sandbox=sandbox)
+        return ProcessExecutor(factory, processes=processes, timeout=timeout, spare=spare, sandbox=sandbox)
     environment = factory()
     if inspect.iscoroutinefunction(environment.step):
         return CoroutineExecutor(environment, timeout=timeout)

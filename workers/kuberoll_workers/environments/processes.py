@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -34,22 +34,39 @@ _log = logging.getLogger(__name__)
 class ProcessExecutor:
     """Runs an environment in child processes, each with its own instance; the process of a hung step is killed."""
 
-    def __init__(self, spec: PlainSpec, *, processes: int, timeout: float, sandbox: Sandbox | None = None) -> None:
+    def __init__(
+        self, spec: PlainSpec, *, processes: int, timeout: float, spare: int = 0, sandbox: Sandbox | None = None
+    ) -> None:
         """
         Args:
             processes: Maximum number of processes; each is started when it is first needed.
             timeout: Time limit of one step, in seconds.
+            spare: Number of further processes, for the trajectories that would wait for a step that may hang.
             sandbox: Files and variables of the processes; None for the defaults.
         """
         self.parallel = processes
+        self.spare = spare
+        self.timeout = timeout
         self._spec = spec
-        self._timeout = timeout
         self._sandbox = sandbox or Sandbox()
-        self._slots = asyncio.Semaphore(processes)
+        self._slots = asyncio.Semaphore(processes + spare)
         self._idle: list[_Process] = []
         self._ending: set[asyncio.Task[str]] = set()
 
-    async def step(self, logs: list[list[ChatMessage]], metadata: list[Metadata]) -> Outcomes:
+    async def step(
+        self,
+        logs: list[list[ChatMessage]],
+        metadata: list[Metadata],
+        *,
+        limit: float | None = None,
+        began: Callable[[], None] | None = None,
+    ) -> Outcomes:
+        """See `StepExecutor.step`.
+
+        Args:
+            limit: Another time limit, in seconds.
+            began: Called when a process is there, and the step begins.
+        """
         try:
             message = wire.encode(wire.step_of(logs, metadata))
         except (TypeError, UnicodeEncodeError) as error:
@@ -59,8 +76,10 @@ class ProcessExecutor:
         async with self._slots:
             process = self._idle.pop() if self._idle else await self._start()
             whole = False
+            if began is not None:
+                began()
             try:
-                async with asyncio.timeout(self._timeout):
+                async with asyncio.timeout(self.timeout if limit is None else limit):
                     answer = await process.ask(message)
                 outcomes = wire.decode_answer(answer, len(logs))
                 whole = True
@@ -69,7 +88,7 @@ class ProcessExecutor:
                 whole = True
                 raise
             except TimeoutError as error:
-                raise StepTimedOut(f"step took longer than stepTimeoutSeconds ({self._timeout:g} s)") from error
+                raise StepTimedOut(f"step took longer than stepTimeoutSeconds ({self.timeout:g} s)") from error
             except wire.InvalidMessage as error:
                 raise StepRaised(f"the environment's process violates its protocol: {error}") from error
             except (EOFError, OSError) as error:
@@ -81,6 +100,11 @@ class ProcessExecutor:
                     self._idle.append(process)
                 else:
                     self._end(process)
+
+    def end_spares(self) -> None:
+        """End idle processes beyond the usual number."""
+        while len(self._idle) > self.parallel:
+            self._end(self._idle.pop())
 
     async def close(self) -> None:
         for process in self._idle:
@@ -95,7 +119,9 @@ class ProcessExecutor:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
             # The thread starts it nevertheless.
-            starting.add_done_callback(lambda started: started.exception() or self._end(started.result()))
+            starting.add_done_callback(
+                lambda started: started.cancelled() or started.exception() or self._end(started.result())
+            )
             raise
         except OSError as error:
             raise StepRaised(f"the environment's process could not be started: {error}") from error

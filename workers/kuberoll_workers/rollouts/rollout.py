@@ -17,7 +17,7 @@ from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord, TurnRecord
 from kuberoll_workers.data.tokenizer import LONG_TEXT, Tokenizer
 from kuberoll_workers.environments.isolation import is_cancelled
-from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome
+from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, StepTimedOut
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
 from kuberoll_workers.policy.routing.replica import SessionPolicy
@@ -130,12 +130,17 @@ class Rollout:
         environment = self._environments[trajectory.task_name]
         started = time.perf_counter()
         waited = flight.waiting_seconds + started - flight.waiting_since
-        operation = self._retrying(
-            flight,
-            "environment",
-            self.settings.retries.environment_attempts,
-            lambda _: environment.step(trajectory.chat.copy(), trajectory.metadata),
-        )
+        hung = False
+
+        async def attempt(_: int) -> StepOutcome:
+            nonlocal hung
+            try:
+                return await environment.step(trajectory.chat.copy(), trajectory.metadata, hung=hung)
+            except StepTimedOut:
+                hung = True
+                raise
+
+        operation = self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
         flight.metrics.stepping += 1
         try:
             outcome = await self._within_turn("environment", trajectory.generation_seconds[-1], operation)

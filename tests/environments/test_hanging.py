@@ -1,0 +1,127 @@
+"""Steps that hang in child processes: the other trajectories of their environment go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kuberoll_workers.environments.interface import EnvironmentReturn
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.outcome import StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.environments.sandbox import Sandbox
+from tests.rollouts.fakes import until
+
+pytestmark = pytest.mark.slow
+
+
+class Hanging:
+    """Hangs, raises or answers, as each episode's metadata says; leaves a file when it begins to hang."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._notes = Path(config["notes"])
+
+    def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+        for state in metadata:
+            if state["do"] == "hang":
+                (self._notes / f"{state['name']}-{os.getpid()}").touch()
+                time.sleep(3600)
+            if state["do"] == "raise":
+                raise ValueError("as told")
+        size = len(logs)
+        observations = [{"role": "environment", "content": str(os.getpid())}] * size
+        return EnvironmentReturn(observations, [None] * size, None, [1.0] * size, [True] * size)
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        return batch, {}
+
+
+@asynccontextmanager
+async def hanging(notes: Path, *, limit: float) -> AsyncIterator[EnvironmentRunner]:
+    spec = PlainSpec(name="hanging", type=None, entrypoint=f"{__name__}:Hanging", config={"notes": str(notes)})
+    files = Sandbox(writable=[str(notes)], readable=[str(notes)])
+    executor = make_executor(spec, isolation="Process", processes=1, timeout=limit, spare=2, sandbox=files)
+    runner = EnvironmentRunner(executor, max_batch=256)
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+def step(runner: EnvironmentRunner, do: str, name: str = "") -> asyncio.Task[StepOutcome]:
+    return asyncio.create_task(runner.step([{"role": "user", "content": "hi"}], {"do": do, "name": name}))
+
+
+def hangs(notes: Path, name: str) -> bool:
+    return any(notes.glob(f"{name}-*"))
+
+
+def keepers() -> int:
+    """Number of processes of environments that this process has."""
+    return sum("kuberoll_workers.environments.keeper" in child.cmdline() for child in psutil.Process().children())
+
+
+async def test_others_go_to_a_spare_process_while_a_step_hangs(tmp_path: Path) -> None:
+    async with hanging(tmp_path, limit=60.0) as runner:
+        await step(runner, "answer")
+        stuck = step(runner, "hang", "a")
+        await until(lambda: hangs(tmp_path, "a"))
+        outcomes = await asyncio.gather(*(step(runner, "answer") for _ in range(8)))
+        assert {outcome.reward for outcome in outcomes} == {1.0}
+        assert not stuck.done()
+        stuck.cancel()
+
+
+async def test_hanging_rows_of_a_batch_fail_after_all_others_have_answered(tmp_path: Path) -> None:
+    ended: list[str] = []
+    async with hanging(tmp_path, limit=2.0) as runner:
+        # One batch, with those that hang in front.
+        steps = [step(runner, "hang" if number < 8 else "answer") for number in range(64)]
+        for number, one in enumerate(steps):
+            one.add_done_callback(lambda _, do="hang" if number < 8 else "answer": ended.append(do))
+        results = await asyncio.gather(*steps, return_exceptions=True)
+    assert ended == ["answer"] * 56 + ["hang"] * 8
+    assert all(isinstance(result, StepTimedOut) for result in results[:8])
+    assert all(isinstance(result, StepOutcome) for result in results[8:])
+
+
+async def test_a_step_that_hung_is_repeated_beside_the_others(tmp_path: Path) -> None:
+    async with hanging(tmp_path, limit=60.0) as runner:
+        stuck = asyncio.create_task(runner.step([], {"do": "hang", "name": "a"}, hung=True))
+        await until(lambda: hangs(tmp_path, "a"))
+        await step(runner, "answer")
+        assert not stuck.done()
+        stuck.cancel()
+
+
+async def test_the_number_of_processes_is_bounded_and_returns_to_the_usual_one(tmp_path: Path) -> None:
+    async with hanging(tmp_path, limit=8.0) as runner:
+        stuck = []
+        for name in "abc":
+            stuck.append(step(runner, "hang", name))
+            await until(lambda name=name: hangs(tmp_path, name))  # type: ignore[misc]
+        waits = step(runner, "answer")
+        assert keepers() == 3
+        assert not waits.done()
+        await asyncio.gather(*stuck, return_exceptions=True)
+        await waits
+        await until(lambda: keepers() <= 1)
+
+
+async def test_rows_that_raise_and_hang_in_one_batch_are_told_apart(tmp_path: Path) -> None:
+    async with hanging(tmp_path, limit=2.0) as runner:
+        steps = [step(runner, do) for do in ("raise", "answer", "hang", "answer")]
+        raised, first, hung, second = await asyncio.gather(*steps, return_exceptions=True)
+    assert isinstance(raised, StepRaised)
+    assert isinstance(hung, StepTimedOut)
+    assert isinstance(first, StepOutcome)
+    assert isinstance(second, StepOutcome)
