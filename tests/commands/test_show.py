@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kuberoll_workers.analysis.aggregation.aggregates import aggregate
 from kuberoll_workers.commands.show import show
+from kuberoll_workers.data.tracebacks import Frame
+from kuberoll_workers.output.run_files import RunFiles
 from tests.analysis.report.runs import dropped, failure, message, store, trajectory
 
 
@@ -121,6 +126,50 @@ def test_failures_and_what_was_dropped_turn_by_turn(run: str) -> None:
     assert re.findall(r"^task .*", both.stdout, re.MULTILINE) == [
         "task 0, rollout 0  puzzle", "task 0, rollout 1  puzzle",
     ]  # fmt: skip
+
+
+def test_failures_by_their_line_of_code(tmp_path: Path) -> None:
+    frames = [Frame("/home/me/guess.py", 18, "grade", 'state["answers"]')]
+    text = "Traceback (most recent call last):\n  the call\nKeyError: \x1b[31m'answers'"
+    bad = [
+        replace(
+            failure(task),
+            kind="environment",
+            stage="environment",
+            cause=f"step raised KeyError: 'answers {task}'",
+            idx={"name": task},
+            row=f"data.jsonl:{task + 1}",
+            metadata={"hint": task},
+            frames=frames,
+            traceback=text,
+        )
+        for task in range(3)
+    ]
+    done = typed(store(tmp_path / "run", [trajectory(9), failure(7), *bad]), "--failed", "--limit", 2)
+    assert done.exit_code == 0, done.output
+    found = done.stdout.partition("These are 2 of 4")[2]
+    assert "me/guess.py:18 in grade: step raised KeyError: 'answers 0'" in done.stdout
+    assert found.count("Traceback") == 1
+    assert (
+        "3 trajectories failed in environment puzzle: step raised KeyError: 'answers 0' (and similar messages)" in found
+    )
+    assert 'first: task 0, rollout 0, row data.jsonl:1, idx {"name":0}, attempt 0\n    metadata: {"hint":0}\n' in found
+    assert "KeyError: ␛[31m'answers'" in found
+    assert "1 trajectory failed in generation: the endpoint is gone" in found
+    one = typed(str(tmp_path / "run"), "--task", 2).stdout
+    assert "  row          data.jsonl:3\n" in one
+    assert "\n    Traceback (most recent call last):\n      the call\n    KeyError: ␛[31m'answers'\n" in one
+
+
+def test_failures_of_former_versions_are_shown(tmp_path: Path) -> None:
+    run = Path(store(tmp_path / "run", [trajectory(0), failure(1)]))
+    old = json.loads((run / "failures.jsonl").read_text())
+    for name in ("row", "frames", "traceback"):
+        del old[name]
+    (run / "failures.jsonl").write_text(json.dumps(old) + "\n")
+    assert "1 trajectory failed in generation: the endpoint is gone" in typed(str(run), "--failed").stdout
+    assert "the endpoint is gone" in typed(str(run), "--task", 1).stdout
+    assert aggregate([RunFiles(str(run))]).failed == 1
 
 
 def test_a_line_that_cannot_be_read_is_named_where_it_is_reached(run: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -124,6 +124,19 @@ async def test_an_exception_in_the_actor_is_told_in_its_own_words(
     ray.kill(environment)
 
 
+@pytest.mark.parametrize("order", ["raise", "raise unpicklable"])
+async def test_an_exception_in_the_actor_has_the_lines_of_its_own_code(ray: Any, order: str) -> None:
+    environment = actor(ray)
+    async with running(environment) as runner:
+        (raised,) = await steps(runner, order)
+    assert isinstance(raised, StepRaised)
+    assert raised.traceback is not None
+    last = raised.traceback.frames[-1]
+    assert (last.file, last.function, last.source[:5]) == (__file__, "step", "raise")
+    assert "as told" in raised.traceback.text
+    ray.kill(environment)
+
+
 async def test_an_actor_that_dies_is_a_fault(ray: Any) -> None:
     environment = actor(ray)
     async with running(environment) as runner:

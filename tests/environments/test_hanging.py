@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import time
 from collections.abc import AsyncIterator
@@ -67,7 +69,12 @@ def hangs(notes: Path, name: str) -> bool:
 
 def keepers() -> int:
     """Number of processes of environments that this process has."""
-    return sum("kuberoll_workers.environments.keeper" in child.cmdline() for child in psutil.Process().children())
+    count = 0
+    for child in psutil.Process().children():
+        # One that has just ended has no command line.
+        with contextlib.suppress(psutil.Error):
+            count += "kuberoll_workers.environments.keeper" in child.cmdline()
+    return count
 
 
 async def test_others_go_to_a_spare_process_while_a_step_hangs(tmp_path: Path) -> None:
@@ -85,9 +92,10 @@ async def test_hanging_rows_of_a_batch_fail_after_all_others_have_answered(tmp_p
     ended: list[str] = []
     async with hanging(tmp_path, limit=2.0) as runner:
         # One batch, with those that hang in front.
-        steps = [step(runner, "hang" if number < 8 else "answer") for number in range(64)]
-        for number, one in enumerate(steps):
-            one.add_done_callback(lambda _, do="hang" if number < 8 else "answer": ended.append(do))
+        orders = ["hang"] * 8 + ["answer"] * 56
+        steps = [step(runner, order) for order in orders]
+        for order, one in zip(orders, steps, strict=True):
+            one.add_done_callback(functools.partial(lambda order, _: ended.append(order), order))
         results = await asyncio.gather(*steps, return_exceptions=True)
     assert ended == ["answer"] * 56 + ["hang"] * 8
     assert all(isinstance(result, StepTimedOut) for result in results[:8])
@@ -108,7 +116,7 @@ async def test_the_number_of_processes_is_bounded_and_returns_to_the_usual_one(t
         stuck = []
         for name in "abc":
             stuck.append(step(runner, "hang", name))
-            await until(lambda name=name: hangs(tmp_path, name))  # type: ignore[misc]
+            await until(functools.partial(hangs, tmp_path, name))
         waits = step(runner, "answer")
         assert keepers() == 3
         assert not waits.done()

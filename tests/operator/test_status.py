@@ -52,6 +52,11 @@ FINISHING = {"startTime": stamp(0), "conditions": [READY, DONE]}
 EXTERNAL = {"generation": {"backend": "External", "external": {"url": "http://policy:1/"}, "replicas": None}}
 ENDED_WELL = json.dumps({"trajectories": 8, "failed": 0, "dropped": 1, "planned": 9, "mean_reward": 0.5})
 
+ENDED_IN_ERRORS = json.dumps({
+    "trajectories": 6, "failed": 2, "planned": 8,
+    "failure": "2 of them: step raised KeyError: 'answers' (guess.py:18 in grade)",
+})  # fmt: skip
+
 
 def failed_pod(shard: int, code: int, message: str, seconds: float = 0, **more: Any) -> Object:
     end = terminated(code, message, seconds=seconds)
@@ -577,6 +582,37 @@ ROWS = [
         "2 of 8 trajectories failed, more than rollout.maxFailedFraction (0.1) allows",
         FINISHING,
         {"rollout": {"maxFailedFraction": 0.1}},
+    ),
+    Row(
+        "too many trajectories failed, in a line of the environment's code",
+        observed(finish_job(conditions=job_condition("Complete")), pods=finished(0, ENDED_IN_ERRORS)),
+        "Failed",
+        ["FailureTarget=True/FailureBudgetExceeded"],
+        "allows; the most frequent cause: 2 of them: step raised KeyError: 'answers' (guess.py:18 in grade)",
+        FINISHING,
+        {"rollout": {"maxFailedFraction": 0.1}},
+    ),
+    Row(
+        "some trajectories failed, within the budget",
+        observed(finish_job(conditions=job_condition("Complete")), pods=finished(0, ENDED_IN_ERRORS)),
+        "Succeeded",
+        ["Complete=True/TrajectoriesDone"],
+        "2 failed; the most frequent cause: 2 of them: step raised KeyError: 'answers' (guess.py:18 in grade)",
+        FINISHING,
+        {"rollout": {"maxFailedFraction": 0.5}},
+    ),
+    Row(
+        "trajectories fail while workers run",
+        observed(
+            deployment(2),
+            workers_job(active=1),
+            pods=[pod("workers", shard=2)],
+            progress={2: PodProgress(shard=2, failed=3, failure="KeyError: 'a' (guess.py:18 in grade) hf_abcdefghij")},
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "trajectories of shard 2 failed: KeyError: 'a' (guess.py:18 in grade) [redacted]",
+        WITH_WORKERS,
     ),
     Row(
         "failing until what it holds is gone",

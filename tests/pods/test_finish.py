@@ -12,6 +12,7 @@ import pytest
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import AnyRecord, encode_line
+from kuberoll_workers.data.tracebacks import Frame
 from kuberoll_workers.output.journal import write_atomically
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, new_manifest
 from kuberoll_workers.output.storage import Storage, open_storage
@@ -90,12 +91,31 @@ async def test_a_directory(tmp_path: Path) -> None:
             }
         },
         "environments_left_out": 0,
+        "failure": "1 of them: gone",
         "cause": "",
     }
     assert 0 < message["environments"]["env"]["pass_at_1"] < 100
     assert {AGGREGATES, "report.html", "task_metrics.jsonl"} <= files(str(output))
     assert json.loads((output / AGGREGATES).read_bytes())["trajectories"] == 5
     assert all(isinstance(json.loads(line), dict) for line in ended.log.splitlines())
+
+
+async def test_the_most_frequent_cause_names_the_line_of_code(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    write_manifest(open_storage(str(output)), job(), planned=4)
+    code = {
+        "stage": "environment",
+        "frames": [Frame("/code/envs/guess.py", 18, "grade", "x" * 900)],
+        "row": "a.jsonl:7",
+    }
+    errors = [failure(1, number, cause=f"step raised KeyError: 'answer {number}'", **code) for number in range(2)]
+    write_atomically(output / "shard-00000.jsonl", lines([record(0)]))
+    write_atomically(output / "failures.jsonl", lines([failure(0, 1), *errors]))
+    message = (await finished(tmp_path, config(str(output), job()))).message()
+    assert message["failure"] == (
+        "2 of them: step raised KeyError: 'answer 0' (envs/guess.py:18 in grade; row a.jsonl:7)"
+    )
 
 
 async def test_an_object_store_is_tidied_up(tmp_path: Path, s3: tuple[S3Server, str]) -> None:

@@ -153,6 +153,7 @@ async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None
             "reward_sum",
             "generating",
             "policy_version",
+            "failure",
         }
         assert (progress["shard"], progress["planned"]) == (0, 9)
         assert (progress["generating"], progress["policy_version"]) == (len(endpoint.waiting), "0")
@@ -323,6 +324,47 @@ async def test_what_cannot_be_done_is_refused(place: Place, spec: dict[str, Any]
     code, message = await check(place)
     assert code == 78
     assert said in message["cause"]
+
+
+FAULTY = """
+class Faulty:
+    def __init__(self, config):
+        self.limit = config["limit"]
+
+    def step(self, logs, metadata):
+        raise ValueError("no step")
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+"""
+
+
+@pytest.mark.parametrize("isolation", ["Inline", "Process"])
+async def test_the_line_of_a_person_s_code_is_in_messages_and_logs(
+    place: Place, isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write("code/faulty.py", FAULTY)
+    monkeypatch.setenv("PYTHONPATH", str(place.directory / "code"))
+    environment = {"name": "e", "entrypoint": "faulty:Faulty", "isolation": isolation}
+    rows = {"source": {"rows": [{"prompt": str(number)} for number in range(4)]}, "repeats": 2}
+    place.job = job(environments=[environment], dataset=rows)
+    async with pod(MODULE, place.config(), place.directory / "pods", arguments=["--check"]) as started:
+        # What a process reports may have a passing cause, and is tried again.
+        assert await started.end() == (78 if isolation == "Inline" else 1), started.log
+        cause, log = started.message()["cause"], started.log
+    assert "its constructor raised KeyError: 'limit'\n  faulty.py:4 in __init__\n" in cause
+    assert "Traceback (most recent call last):" in log
+    assert log.count("KeyError: 'limit'") >= 2
+
+    place.job = job(environments=[{**environment, "config": {"limit": 1}}], dataset=rows)
+    answers: list[dict[str, Any]] = []
+    for shard in range(SHARDS):
+        async with place.pod(shard) as started:
+            assert await started.end() == 0, started.log
+            assert started.log.count("ValueError: no step\\n") <= 1
+            answers.append({"log": started.log, "message": started.message()})
+    assert sum(answer["message"]["failed"] for answer in answers) == 8
+    assert all('faulty.py\\", line 7, in step' in answer["log"] for answer in answers if answer["message"]["failed"])
 
 
 async def test_trajectories_of_nobody_knows_what_are_refused(place: Place) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kuberoll_workers.analysis.report.trajectory_sample import MOST
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.tracebacks import Frame
 from tests.analysis.report.conftest import Open
 from tests.analysis.report.runs import dropped, failure, message, realistic, trajectory
 
@@ -90,6 +93,24 @@ def test_a_trajectory_turn_by_turn(opened: Open) -> None:
     expect(detail.locator("dl")).to_contain_text(str(2**62 + 3))
     page.locator(ROWS).last.click()
     expect(detail).to_contain_text("infrastructure, generation, after 5 tries")
+
+
+def test_a_failure_of_an_environment_s_code(opened: Open) -> None:
+    bad = replace(
+        failure(4),
+        metadata={"answers": 1},
+        row="data.jsonl:5",
+        frames=[Frame("/home/me/guess.py", 18, "grade", "return answers[0]")],
+        traceback="Traceback (most recent call last):\n  File <guess.py>\nTypeError: <b>",
+    )
+    page = opened([trajectory(3), bad]).page
+    expect(page.locator("#charts")).to_contain_text("(me/guess.py:18 in grade)")
+    page.locator(ROWS).last.click()
+    detail = page.locator("#detail")
+    assert bad.traceback is not None
+    expect(detail.locator(".message pre").last).to_have_text(bad.traceback)
+    expect(detail).to_contain_text("data.jsonl:5")
+    expect(detail).to_contain_text('{"answers":1}')
 
 
 def test_the_keyboard_alone(opened: Open) -> None:
