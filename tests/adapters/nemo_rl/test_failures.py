@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import pickle
+import re
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -110,10 +111,14 @@ def test_environment_faults(run: Any, fault: Any, cause: str, caplog: pytest.Log
     assert (metrics["failed_samples"], metrics["mean_total_reward"]) == (1, 2.0)
     rates = ("natural_termination_rate", "truncation_rate", "max_turns_reached_rate", "failed_rate")
     assert sum(metrics[name] for name in rates) == pytest.approx(1.0)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        f"1 of 3 samples failed; the first, sample 1, in turn 1 (environment, {failure.kind}): {failure.cause}"
-    )
+    record, *tracebacks = (record.getMessage() for record in caplog.records)
+    summary = f"1 of 3 samples failed; the first, sample 1, in turn 1 (environment, {failure.kind}): {failure.cause}"
+    if isinstance(fault, Exception):
+        assert re.fullmatch(re.escape(summary) + r" \(.*test_failures\.py:\d+ in step\)", record)
+        assert [text.splitlines()[0] for text in tracebacks] == ["1 of them, the first in sample 1:"]
+        assert "raise self._fault" in tracebacks[0]
+    else:
+        assert (record, tracebacks) == (summary, [])
 
 
 @FACES

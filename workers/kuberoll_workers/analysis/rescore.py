@@ -570,4 +570,6 @@ def _failure(record: TrajectoryRecord, failure: TrajectoryFailed) -> FailureReco
         seed=record.seed,
         messages=record.messages,
         metadata=record.metadata,
+        frames=None if failure.traceback is None else list(failure.traceback.frames),
+        traceback=None if failure.traceback is None else failure.traceback.text,
     )

@@ -9,7 +9,7 @@ import inspect
 import sys
 from typing import Any
 
-from kuberoll_workers.data.tracebacks import parse_traceback
+from kuberoll_workers.data.tracebacks import Traceback, parse_traceback
 from kuberoll_workers.environments.interface import Metadata
 from kuberoll_workers.environments.isolation import (
     CoroutineExecutor,
@@ -141,11 +141,15 @@ def ray_cause(error: BaseException) -> BaseException:
 def _fault(error: BaseException) -> EnvironmentFault:
     cause = ray_cause(error)
     fault = fault_of(cause)
-    printed = getattr(error, "traceback_str", None)
-    if cause is not error and isinstance(fault, StepRaised) and isinstance(printed, str):
-        # An exception loses its traceback on the way from an actor; Ray sends it as text.
-        fault.traceback = parse_traceback(printed)
+    if isinstance(fault, StepRaised) and (printed := _traceback_from_ray(error)) is not None:
+        fault.traceback = printed
     return fault
+
+
+def _traceback_from_ray(error: BaseException) -> Traceback | None:
+    """The traceback in an actor, which Ray sends as text; the exception itself loses it on its way."""
+    ray = sys.modules.get("ray")
+    return parse_traceback(str(error)) if ray is not None and isinstance(error, ray.exceptions.RayTaskError) else None
 
 
 def _pending(answer: Any) -> asyncio.Future[Any] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kuberoll_workers.data.failure_causes import FailureCauses
 from kuberoll_workers.data.record import FailureRecord
+from kuberoll_workers.data.tracebacks import location
 
 
 class RolloutFailed(RuntimeError):
@@ -26,10 +28,20 @@ class RolloutFailed(RuntimeError):
         return type(self), (str(self), self.batch, self.metrics, self.failures)
 
 
+def distinct_tracebacks(failures: list[FailureRecord]) -> list[str]:
+    """The traceback of each distinct cause, with the number of its failures and the first sample."""
+    return [
+        f"{cause.count} of them, the first in sample {cause.first.task_index}:\n{cause.first.traceback.rstrip()}"
+        for cause in FailureCauses.of(failures).by_count()
+        if cause.first.traceback is not None
+    ]
+
+
 def summary_of(failures: list[FailureRecord], samples: int) -> str:
-    """The number of failures, and the cause of the first."""
+    """The number of failures, and the cause of the first, with the line of the environment's code."""
     first = failures[0]
     return (
         f"{len(failures)} of {samples} samples failed; the first, sample {first.task_index}, in turn "
         f"{first.turn_count + (first.stage == 'generation')} ({first.stage}, {first.kind}): {first.cause}"
+        f"{f' ({place})' if (place := location(first.frames or ())) else ''}"
     )

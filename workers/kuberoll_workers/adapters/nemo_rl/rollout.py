@@ -19,7 +19,7 @@ from kuberoll_workers.adapters.nemo_rl.conversion import (
     samples_of,
 )
 from kuberoll_workers.adapters.nemo_rl.environments import open_environments
-from kuberoll_workers.adapters.nemo_rl.failures import RolloutFailed, summary_of
+from kuberoll_workers.adapters.nemo_rl.failures import RolloutFailed, distinct_tracebacks, summary_of
 from kuberoll_workers.adapters.nemo_rl.limits import RolloutLimits, settings_of
 from kuberoll_workers.adapters.nemo_rl.policies import BatchPolicy, PolicyAdapter, StreamPolicy
 from kuberoll_workers.adapters.nemo_rl.tokenizers import pad_token_of, tokenizer_of
@@ -293,4 +293,6 @@ def _finish(
         if on_failure == "raise":
             raise RolloutFailed(summary, batch, metrics, failures)
         log.error("%s", summary)
+        for text in distinct_tracebacks(failures):
+            log.error("%s", text)
     return batch, metrics
