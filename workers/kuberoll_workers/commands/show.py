@@ -40,7 +40,7 @@ Order = Literal["stored", "best", "worst"]
     type=click.Choice(_STOP_REASONS),
     help="Only this stop reason; repeatable.",
 )
-@click.option("--failed", is_flag=True, help="Only failures, like --stop-reason failed.")
+@click.option("--failed", is_flag=True, help="Only failures; below them each distinct cause with its traceback.")
 @click.option(
     "--sort",
     type=click.Choice(["stored", "best", "worst"]),

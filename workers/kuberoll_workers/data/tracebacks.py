@@ -7,6 +7,7 @@ code of environments can choose.
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 import re
@@ -182,8 +183,9 @@ def _chosen(frames: list[Frame]) -> tuple[Frame, ...]:
     own = [frame for frame in frames if not _is_ours(frame.file) and not _is_library(frame.file)]
     # An environment may be installed as a library.
     own = own or [frame for frame in frames if Path(frame.file).is_relative_to(home)]
-    repeated = [frame for before, frame in zip((None, *own), own, strict=False) if frame != before]
-    found = [_with_source(frame) for frame in repeated[-MAX_FRAMES:]]
+    # A recursion, and a comprehension with its function, are one line each.
+    lines = [next(calls) for _, calls in itertools.groupby(own, key=lambda frame: (frame.file, frame.line))]
+    found = [_with_source(frame) for frame in lines[-MAX_FRAMES:]]
     # Where the person's own line ends in a method of KubeRoll's, that line says enough.
     ended = (own and own[-1] is last) or _is_ours(last.file)
     return tuple(found) if ended else (*found, replace(_with_source(last), own=False))
