@@ -92,10 +92,10 @@ def test_weights_that_are_published_are_those_of_the_next_run(served: Run, job: 
         for version, _, _ in message.policy_versions or ()
     }
     assert versions == {"2"}
-    wanted = ("--set", "spec.weights.version=3", "--set", "spec.weights.uri=/none")
+    wanted = ("--set", "spec.weights={uri: /none, version: next}")
     code, text = run_to_end(job, "--output", tmp_path / "other", "--metrics-port", "0", *wanted)
     assert code == 1
-    assert "serves the weights '2', and spec.weights.version is '3'" in text
+    assert "serves the weights '2', and spec.weights.version is 'next'" in text
 
 
 def test_ctrl_c_ends_it_and_a_kill_leaves_nothing_that_a_run_would_use(

@@ -562,7 +562,8 @@ class _LocalRun:
         if failed > budget * end.planned:
             return 1, (
                 f"{failed} of {end.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
-                f"allows; their causes are in {self._storage.where(FAILURES)}. To retry them, {resume}"
+                f"allows; their causes are in {self._storage.where(FAILURES)}. To retry them, {resume}; "
+                "add --force if you have changed code or data"
             )
         return 0, None
 
