@@ -184,13 +184,13 @@ SECTIONS: Final[dict[str, Sequence[Step]]] = {
     "Interrupt and resume": [
         Step(
             text="Ctrl-C finishes what is in flight. Here it is pressed after the first trajectories:",
-            command=".venv/bin/kuberoll run job.yaml --output runs/long --set spec.dataset.repeats=500",
+            command=".venv/bin/kuberoll run job.yaml --output runs/long --set spec.dataset.repeats=2000",
             code=130,
             interrupt_at=r"^[1-9]\d*/",
         ),
         Step(
             text="The same command with `--resume` runs the others:",
-            command=".venv/bin/kuberoll run job.yaml --output runs/long --set spec.dataset.repeats=500 --resume",
+            command=".venv/bin/kuberoll run job.yaml --output runs/long --set spec.dataset.repeats=2000 --resume",
         ),
     ],
     "The report": [
