@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, Trajec
 from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import RunManifest
 from kuberoll_workers.output.run_files import RunFiles
+from tests.test_docs import blocks
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 
@@ -37,15 +40,21 @@ def trajectory(
     name: str = "puzzle",
     stop_reason: StopReason = "terminated",
     logprobs: bool = True,
+    versions: Sequence[str] = (),
 ) -> TrajectoryRecord:
-    """A trajectory of some turns; each has two generated tokens and an observation of three."""
+    """A trajectory of some turns; each has two generated tokens and an observation of three.
+
+    `versions` are those of the generated tokens, two for each turn; none: unknown.
+    """
     messages = [
         Message("system", "Play.", token_array()),
         Message("user", "Board", token_array([1, 2, 3, 4])),
     ]
     for turn in range(1, turns + 1):
         numbers = array("f", [-0.1 * turn, -0.25]) if logprobs else None
-        messages.append(Message("assistant", f"move {turn}", token_array([10 + turn, 20]), numbers, turn))
+        sampled = versions[2 * turn - 2 : 2 * turn]
+        spans = [(version, place, place + 1) for place, version in enumerate(sampled)] or None
+        messages.append(Message("assistant", f"move {turn}", token_array([10 + turn, 20]), numbers, turn, spans))
         messages.append(Message("environment", f"board {turn}", token_array([30, 31, 30 + turn]), None, turn))
     return TrajectoryRecord(
         task_index=task_index,
@@ -174,13 +183,14 @@ def test_verl_s_columns(tmp_path: Path) -> None:
 
 def test_verl_s_own_loaders_read_it(tmp_path: Path) -> None:
     pytest.importorskip("verl", reason="verl is not installed: its requirements exclude this transformers")
+    import torch
     from transformers import AutoTokenizer
 
     OmegaConf = importlib.import_module("omegaconf").OmegaConf
     AgentLoopOutput = importlib.import_module("verl.experimental.agent_loop.agent_loop").AgentLoopOutput
     MultiTurnSFTDataset = importlib.import_module("verl.utils.dataset.multiturn_sft_dataset").MultiTurnSFTDataset
     RLHFDataset = importlib.import_module("verl.utils.dataset.rl_dataset").RLHFDataset
-    exported = export(tmp_path, "verl", trajectory(), trajectory(1))
+    exported = export(tmp_path, "verl", trajectory(versions=["3", "3", "4", "4"]), trajectory(1))
     tokenizer = AutoTokenizer.from_pretrained(str(TINY))
     config = OmegaConf.create(
         {"cache_dir": str(tmp_path / "cache"), "filter_overlong_prompts": False, "max_prompt_length": 512}
@@ -195,6 +205,15 @@ def test_verl_s_own_loaders_read_it(tmp_path: Path) -> None:
     ).as_dict()
     assert output["responses"].tolist() == [11, 20, 30, 31, 31, 12, 20]
     assert output["response_mask"].tolist() == [1, 1, 0, 0, 0, 1, 1]
+    # The batch's entries by name, from which a trainer drops what is stale; groups by task.
+    assert output["extra_fields"]["policy_versions"] == ["3", "3", None, None, None, "4", "4"]
+    assert (output["extra_fields"]["min_global_steps"], output["extra_fields"]["max_global_steps"]) == (3, 4)
+    advantages, _ = importlib.import_module("verl.trainer.ppo.core_algos").compute_grpo_outcome_advantage(
+        token_level_rewards=output["rm_scores"].repeat(2, 1) * torch.tensor([[1.0], [0.0]]),
+        response_mask=output["response_mask"].repeat(2, 1),
+        index=numpy.array([row["task_index"]] * 2),
+    )
+    assert advantages[:, 0].tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
     sft = MultiTurnSFTDataset(
         str(exported.path), tokenizer=tokenizer, config=OmegaConf.create({"max_length": 256, "truncation": "right"})
     )
@@ -227,6 +246,85 @@ def test_nemo_rl_s_rows_become_a_batch(tmp_path: Path) -> None:
     assert flat["token_ids"][1].tolist() == [1, 2, 3, 4, 11, 20, 30, 31, 31, 99, 99, 99, 99, 99]
     assert flat["token_loss_mask"][0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0]
     assert flat["generation_logprobs"].dtype == torch.float32
+
+
+VERSIONS = {
+    "1 2 2 2": ["1", "2", None, None, None, "2", "2"],
+    "b-1 b-2 b-2 b-2": ["b-1", "b-2", None, None, None, "b-2", "b-2"],
+    "": [None] * 7,
+}
+
+
+@pytest.mark.parametrize("versions", list(VERSIONS))
+@pytest.mark.parametrize("to", ["trl", "verl", "nemo-rl"])
+@pytest.mark.parametrize("container", ["parquet", "jsonl"])
+def test_formats_that_train_have_the_policy_version_of_every_token(
+    tmp_path: Path, to: str, container: str, versions: str
+) -> None:
+    """Which weights sampled a token, whether the ids are the sampled ones, and the sample's place in its group."""
+    datasets = pytest.importorskip("datasets")
+    if to == "nemo-rl" and container == "parquet":
+        pytest.skip("nemo-rl has no Parquet")
+    record = trajectory(5, 2, versions=versions.split())
+    other = replace(trajectory(6, 3, versions=["7"] * 4), token_source="reencoded")
+    exported = export(tmp_path, to, record, other, file=f"o.{container}")
+    kind = "json" if container == "jsonl" else container
+    loaded = datasets.load_dataset(kind, data_files=str(exported.path), split="train", cache_dir=str(tmp_path / "c"))
+    second, first = sorted(loaded, key=lambda row: -row["task_index"])
+    assert [(row["task_index"], row["rollout_index"]) for row in (first, second)] == [(5, 2), (6, 3)]
+    numbers = [int(version) for version in versions.split() if version.isdecimal()]
+    oldest, newest = (min(numbers), max(numbers)) if numbers else (None, None)
+    if to == "trl":
+        assert first["policy_versions"] == VERSIONS[versions]
+        assert len(first["policy_versions"]) == len(first["completion_ids"])
+        assert (first["model_version"], second["model_version"]) == (oldest, 7)
+        sources = [row["token_source"] for row in (first, second)]
+    elif to == "verl":
+        fields = first["extra_fields"]
+        assert fields["policy_versions"] == VERSIONS[versions]
+        assert (fields["min_global_steps"], fields["max_global_steps"]) == (oldest, newest)
+        assert (fields["task_index"], fields["rollout_index"]) == (5, 2)
+        sources = [row["extra_fields"]["token_source"] for row in (first, second)]
+    else:
+        own: Sequence[str | None] = versions.split() or [None] * 4
+        assert [message["policy_versions"] for message in first["message_log"]] == [
+            [],
+            [None] * 4,
+            own[:2],
+            [None] * 3,
+            own[2:],
+            [None] * 3,
+        ]
+        assert (first["weight_version"], second["weight_version"]) == (oldest, 7)
+        sources = [row["token_source"] for row in (first, second)]
+    assert sources == ["engine", "reencoded"]
+
+
+def test_the_range_of_versions_is_known_only_if_all_are_numbers() -> None:
+    def of(*versions: str) -> tuple[int, int] | None:
+        return token_view(trajectory(versions=versions)).version_range()
+
+    assert of("10", "9", "9", "11") == (9, 11)
+    assert of("10", "9", "9", "b-11") is None
+    assert of("9", "9") is None  # the second turn's are unknown
+    assert of("1", "1", "1", "9" * 19) is None
+    assert of("-1", "1", "1", "1") is None
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_simulated_run_is_refused(tmp_path: Path, to: str) -> None:
+    files = run_of(tmp_path / "run", trajectory())
+    manifest = RunManifest(
+        format=1, job="dry", created="", shards=2, identity={"generation.engine": "Simulated"}, inputs={}, versions={}
+    )
+    (tmp_path / "run" / "manifest.json").write_bytes(orjson.dumps(manifest))
+    with pytest.raises(ExportError, match=r"/run: a run of the Simulated engine: .*--allow-simulated"):
+        export_run(files, to=to, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert export_run(files, to=to, output=tmp_path / "out", allow_simulated=True).counts.selected == 1
+    manifest.identity["generation.engine"] = "VLLM"
+    (tmp_path / "run" / "manifest.json").write_bytes(orjson.dumps(manifest))
+    assert export_run(files, to=to, output=tmp_path / "out", force=True).counts.selected == 1
 
 
 def test_selection(tmp_path: Path) -> None:
@@ -341,40 +439,50 @@ def test_sft_trainer_trains_on_the_policy_s_own_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_grpo_trainer_learns_from_stored_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_the_documented_replay_has_groups_of_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tasks with one text, as with hidden state: docs/export.md's own code trains on each task's samples."""
+    pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
-    from transformers import AutoTokenizer
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    records = [trajectory(0, index, reward=float(index)) for index in range(2)]
-    path = str(export(tmp_path, "trl", *records).path)
-    rows = datasets.load_dataset("parquet", data_files=path, split="train", cache_dir=str(tmp_path / "c"))
-    seen: list[list[float]] = []
+    monkeypatch.chdir(tmp_path)
+    records = [
+        # Rewards that all differ by 10 or more between tasks: a mixed group has another spread.
+        *(trajectory(task, index, reward=10.0 * task + index) for task in (0, 1, 4) for index in range(3)),
+        trajectory(2, 0),
+        *(replace(trajectory(3, index), token_source="reencoded") for index in range(3)),
+    ]
+    export(tmp_path, "trl", *records, file="run.trl.parquet")
+    replayed: list[tuple[int, int]] = []
+    rewarded: list[list[float]] = []
 
-    def replay(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        taken = [rows[number % len(rows)] for number in range(len(prompts))]
-        names = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward")
-        return {name: [row[name] for row in taken] for name in names}
+    class Recording(trl.GRPOTrainer):  # type: ignore[misc,name-defined]
+        def __init__(self, *, rollout_func: Any, reward_funcs: Any, **options: Any) -> None:
+            def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+                output: dict[str, Any] = rollout_func(prompts, trainer)
+                replayed.extend(zip(output["task_index"], output["rollout_index"], strict=True))
+                return output
 
-    def stored(reward: list[float], **others: Any) -> list[float]:
-        seen.append(reward)
-        return reward
+            def reward(**given: Any) -> list[float]:
+                rewarded.append(reward_funcs(**given))
+                return rewarded[-1]
 
-    arguments = trl.GRPOConfig(
-        output_dir=str(tmp_path / "trained"), max_steps=1, per_device_train_batch_size=2, num_generations=2,
-        report_to="none", save_strategy="no", use_cpu=True, bf16=False,
-    )  # fmt: skip
-    trainer = trl.GRPOTrainer(
-        model=str(TINY),
-        reward_funcs=stored,
-        args=arguments,
-        train_dataset=rows.select_columns(["prompt"]),
-        processing_class=AutoTokenizer.from_pretrained(str(TINY)),
-        rollout_func=replay,
-    )
-    assert numpy.isfinite(trainer.train().training_loss)
-    assert seen == [[0.0, 1.0]]
+            super().__init__(rollout_func=rollout, reward_funcs=reward, **options)
+
+    monkeypatch.setattr(trl, "GRPOTrainer", Recording)
+    (code,) = [block for block in blocks("docs/export.md", "python") if "GRPOTrainer(" in block]
+    for shown, used in (
+        ("samples = 8", "samples = 3"),
+        ('"Qwen/Qwen2.5-1.5B-Instruct"', repr(str(TINY))),
+        ("GRPOConfig(", 'GRPOConfig(max_steps=3, use_cpu=True, bf16=False, report_to="none", save_strategy="no", '),
+    ):
+        assert code.count(shown) == 1
+        code = code.replace(shown, used)
+    exec(compile(code, "docs/export.md", "exec"), {})
+    groups = [replayed[place : place + 3] for place in range(0, len(replayed), 3)]
+    assert {group[0][0] for group in groups} == {0, 1, 4}
+    assert all(sorted(group) == [(group[0][0], index) for index in range(3)] for group in groups)
+    assert all(max(rewards) - min(rewards) == 2.0 for rewards in rewarded)
 
 
 @given(

@@ -39,6 +39,9 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
     show_default=True,
     help="Role of environments' messages, if the format has none for them.",
 )
+@click.option(
+    "--allow-simulated", is_flag=True, help="Also export a run of the Simulated engine, to try out a trainer."
+)
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def export(
     run: str,
@@ -50,11 +53,13 @@ def export(
     best_of_group: bool,
     limit: int | None,
     environment_role: Literal["user", "tool"],
+    allow_simulated: bool,
     force: bool,
 ) -> None:
     """Write the trajectories of a run in a format that a trainer's own loader reads.
 
-    DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file appears only when it is complete.
+    DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file appears only when it is complete. A run of
+    the Simulated engine is refused: no model wrote its responses.
     """
     from kuberoll_workers.analysis.export.exporting import export_run
     from kuberoll_workers.analysis.export.formats import ExportError
@@ -72,7 +77,13 @@ def export(
     )
     try:
         exported = export_run(
-            RunFiles(run), to=to, output=output, selection=selection, role=environment_role, force=force
+            RunFiles(run),
+            to=to,
+            output=output,
+            selection=selection,
+            role=environment_role,
+            force=force,
+            allow_simulated=allow_simulated,
         )
     except (ExportError, NotARun, RecordError, RunRefused) as error:
         click.echo(visible(str(error)), err=True)

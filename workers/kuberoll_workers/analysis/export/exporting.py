@@ -13,6 +13,9 @@ from kuberoll_workers.analysis.export.selection import Selection, SelectionCount
 from kuberoll_workers.analysis.export.writers import write_rows
 from kuberoll_workers.output.run_files import RunFiles
 
+ENGINE = "generation.engine"
+"""Path of the engine's name in a manifest's identity."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
@@ -35,6 +38,7 @@ def export_run(
     selection: Selection | None = None,
     role: EnvironmentRole = "user",
     force: bool = False,
+    allow_simulated: bool = False,
 ) -> ExportResult:
     """Write a run's trajectories in a trainer's format. Memory: one row group, and about 100 bytes per trajectory.
 
@@ -43,14 +47,18 @@ def export_run(
         output: File, or directory for it; None for the working directory.
         role: Role of environments' messages, if the format has none for them.
         force: Overwrite an existing file.
+        allow_simulated: Export a run of the Simulated engine, whose responses no model wrote.
 
     Raises:
-        ExportError: The options are invalid, or no trajectory is selected.
+        ExportError: The options are invalid, the run is simulated, or no trajectory is selected.
+        RunRefused: The run's manifest cannot be read.
         RecordError: A stored line is not a trajectory.
     """
     selection = selection or Selection()
     form = format_named(to, role)
     path, container = target(form, output, name=run_name(files))
+    if not allow_simulated:
+        _refuse_simulated(files)
     counts = SelectionCounts()
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -61,6 +69,16 @@ def export_run(
     if not write_rows(path, rows(), container=container, schema=schema, force=force):
         raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
     return ExportResult(path=path, counts=counts)
+
+
+def _refuse_simulated(files: RunFiles) -> None:
+    manifest = files.manifest()
+    if manifest is not None and manifest.identity.get(ENGINE) == "Simulated":
+        raise ExportError(
+            f"{files.location}: a run of the Simulated engine: no model wrote its responses, and their "
+            "log-probabilities are not those of a policy; run the job with generation.engine: VLLM, or, to try out a "
+            "trainer, export it with --allow-simulated"
+        )
 
 
 def run_name(files: RunFiles) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.views import chat, is_response, spoken
+from kuberoll_workers.analysis.export.views import chat, is_response, spoken, token_versions, token_view
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -16,9 +16,11 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     `message_log` is complete, with the environment's own role and its last observation; `messages` ends with the last
-    response, which the loader of chat data requires.
+    response, which the loader of chat data requires. `weight_version` is that of the replay buffer: the oldest version
+    that sampled a token.
     """
     messages = spoken(record)
+    versions = token_view(record).version_range()
     return {
         "message_log": [_log_message(message) for message in record.messages],
         "total_reward": record.total_reward,
@@ -29,7 +31,10 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "task_name": record.task_name,
         # Equal for all samples of a prompt, as in NeMo RL.
         "idx": record.task_index,
+        "task_index": record.task_index,
         "rollout_index": record.rollout_index,
+        "weight_version": None if versions is None else versions[0],
+        "token_source": record.token_source,
         # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.
         "extra_env_info": orjson.dumps(record.metadata).decode(),
         "messages": chat(messages, known=CHAT_ROLES, otherwise=role),
@@ -46,4 +51,5 @@ def _log_message(message: Message) -> dict[str, Any]:
         # Zeros for tokens that were not generated, as NeMo RL fills them in before training; None if they are unknown.
         "generation_logprobs": message.logprobs if is_response(message) else [0.0] * len(ids),
         "token_loss_mask": [int(is_response(message))] * len(ids),
+        "policy_versions": token_versions(message),
     }

@@ -17,12 +17,14 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     SFTTrainer accepts `input_ids` with `assistant_masks` as tokenized data; a `rollout_func` of GRPOTrainer returns
-    `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`.
+    `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`. Its other columns are arguments of reward functions.
+    `model_version` is AsyncGRPOTrainer's: the oldest version that sampled a token.
     """
     messages = spoken(record)
     prompt = [message for message in messages if message.turn == PROMPT_TURN]
     completion = [message for message in messages if message.turn > PROMPT_TURN]
     tokens = token_view(record)
+    versions = tokens.version_range()
     return {
         "prompt": chat(prompt, known=CHAT_ROLES, otherwise=role),
         "completion": chat(completion, known=CHAT_ROLES, otherwise=role),
@@ -33,6 +35,9 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "completion_ids": tokens.completion_ids,
         "logprobs": tokens.logprobs,
         "env_mask": tokens.mask,
+        "policy_versions": tokens.policy_versions,
+        "model_version": None if versions is None else versions[0],
+        "token_source": record.token_source,
         "environment": record.task_name,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
@@ -58,6 +63,9 @@ def schema() -> pyarrow.Schema:
             ("completion_ids", ids),
             ("logprobs", pa.list_(pa.float32())),
             ("env_mask", bits),
+            ("policy_versions", pa.list_(pa.string())),
+            ("model_version", pa.int64()),
+            ("token_source", pa.string()),
             ("environment", pa.string()),
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
-    The columns from `prompt_ids` to `num_turns` are those of verl's `AgentLoopOutput`.
+    The columns from `prompt_ids` to `extra_fields` are those of verl's `AgentLoopOutput`. `min_global_steps` and
+    `max_global_steps` are verl's names for the oldest and newest version that sampled a token.
     """
     chat_messages = chat(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
     prompt = sum(message.turn == PROMPT_TURN for message in record_messages)
     tokens = token_view(record)
+    oldest, newest = tokens.version_range() or (None, None)
     return {
         "data_source": record.task_name,
         "prompt": chat_messages[:prompt],
@@ -45,6 +47,16 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "response_logprobs": tokens.logprobs,
         "reward_score": record.total_reward,
         "num_turns": len(chat_messages),
+        "extra_fields": {
+            "task_index": record.task_index,
+            "rollout_index": record.rollout_index,
+            "min_global_steps": oldest,
+            "max_global_steps": newest,
+            "policy_versions": tokens.policy_versions,
+            "token_source": record.token_source,
+        },
+        "task_index": record.task_index,
+        "rollout_index": record.rollout_index,
     }
 
 
@@ -83,5 +95,20 @@ def schema() -> pyarrow.Schema:
             ("response_logprobs", pa.list_(pa.float32())),
             ("reward_score", pa.float64()),
             ("num_turns", pa.int32()),
+            (
+                "extra_fields",
+                pa.struct(
+                    [
+                        ("task_index", pa.int64()),
+                        ("rollout_index", pa.int64()),
+                        ("min_global_steps", pa.int64()),
+                        ("max_global_steps", pa.int64()),
+                        ("policy_versions", pa.list_(text)),
+                        ("token_source", text),
+                    ]
+                ),
+            ),
+            ("task_index", pa.int64()),
+            ("rollout_index", pa.int64()),
         ]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE, Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
 PROMPT_TURN = 0
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,23 @@ class TokenView:
         mask: 1 for each of `completion_ids` that the policy generated, else 0.
         logprobs: Log-probability of each of `completion_ids`, 0.0 if the policy did not generate it; None if a response
             has none.
+        policy_versions: Version of the weights that sampled each of `completion_ids`; None for a token that the policy
+            did not generate, or whose version is unknown.
     """
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     mask: Sequence[int]
     logprobs: Sequence[float] | None
+    policy_versions: Sequence[str | None]
+
+    def version_range(self) -> tuple[int, int] | None:
+        """Oldest and newest version as numbers; None if one is unknown or not a whole number of at most 18 digits."""
+        generated = {version for version, own in zip(self.policy_versions, self.mask, strict=True) if own}
+        numbers = [int(version) for version in generated if version is not None and _NUMBER.fullmatch(version)]
+        if not numbers or len(numbers) < len(generated):
+            return None
+        return min(numbers), max(numbers)
 
 
 def is_response(message: Message) -> bool:
@@ -46,6 +59,7 @@ def token_view(record: TrajectoryRecord) -> TokenView:
     prompt, completion = array(TOKEN_TYPE), array(TOKEN_TYPE)
     mask: array[int] = array("b")
     logprobs: array[float] = array(LOGPROB_TYPE)
+    versions: list[str | None] = []
     known = True
     for message in spoken(record):
         ids = message.token_ids
@@ -58,7 +72,17 @@ def token_view(record: TrajectoryRecord) -> TokenView:
         if generated and message.logprobs is None:
             known = False
         logprobs.extend(message.logprobs or [0.0] * len(ids))
-    return TokenView(prompt, completion, mask, logprobs if known else None)
+        versions.extend(token_versions(message))
+    return TokenView(prompt, completion, mask, logprobs if known else None, versions)
+
+
+def token_versions(message: Message) -> list[str | None]:
+    """Policy version of each token of a message; None for those of which no span says it."""
+    versions: list[str | None] = [None] * len(message.token_ids)
+    if is_response(message):
+        for version, start, end in message.policy_versions or ():
+            versions[start:end] = [version] * len(versions[start:end])
+    return versions
 
 
 def spoken(record: TrajectoryRecord) -> list[Message]:
