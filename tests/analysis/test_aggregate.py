@@ -176,7 +176,22 @@ def test_tries_of_binary_rewards(tmp_path: Path) -> None:
     assert (success["majority_at_k"], success["no_answer"]) == (None, None)
     assert success["avg_of_n"]["mean"] == 50.0
     assert success["avg_of_n"]["std"] == pytest.approx(statistics.stdev([200 / 3, 100 / 3, 200 / 3, 100 / 3]))
+    assert [success["avg_of_n"][name] for name in ("low", "high")] == pytest.approx([25.378, 74.622], abs=0.001)
     assert found["groups"] == {"count": 3, "equal_rewards": 2, "equal_rewards_share": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize("rewards", [[[0, 0, 1, 0]], [[0, 0], [0, 0]], [[1]], [[1, 1, 0, 1]] * 3])
+def test_intervals_of_shares_stay_within_them(tmp_path: Path, rewards: list[list[float]]) -> None:
+    """Student's interval of a rare success begins below 0: -2.6 percent of a real run."""
+    answers = [["a" if number else None for number in range(len(group))] for group in rewards]
+    run = stored(tmp_path, {"shard-00000.jsonl": outcomes(rewards, answers)})
+    found = numbers(aggregate([run]))["environments"]["env"]
+    shares = [(found["success"]["avg_of_n"], 100), (found["across_repeats"], 1)]
+    if found["success"]["no_answer"] is not None:
+        shares.append((found["success"]["no_answer"], 100))
+    for share, whole in shares:
+        assert 0 <= share["low"] <= share["mean"] <= share["high"] <= whole
+        assert share["low"] < share["high"]
 
 
 def test_deviations_by_group_and_of_all(tmp_path: Path) -> None:
@@ -294,10 +309,10 @@ def test_repeats_are_ranks_within_their_task(tmp_path: Path) -> None:
 
 
 def test_one_repeat_has_no_interval(tmp_path: Path) -> None:
-    across = numbers(aggregate([stored(tmp_path, {"shard-00000.jsonl": [record(0)]})]))["environments"]["env"][
-        "across_repeats"
-    ]
-    assert across == {"runs": 1, "mean": 1.0, "std": None, "standard_error": None, "low": None, "high": None}
+    across = numbers(aggregate([stored(tmp_path, {"shard-00000.jsonl": [record(0, reward=2.0)]})]))["environments"][
+        "env"
+    ]["across_repeats"]
+    assert across == {"runs": 1, "mean": 2.0, "std": None, "standard_error": None, "low": None, "high": None}
 
 
 def test_what_failed_and_was_finished_later_did_not_fail(tmp_path: Path) -> None:
@@ -748,7 +763,10 @@ def test_the_documents_as_they_are_stored(tmp_path: Path) -> None:
         "groups": {"count": 1, "equal_rewards": 0, "equal_rewards_share": 0.0},
         "success": {
             "unit": "percent", "threshold": 1.0, "pass_at_k": {"1": 75.0}, "majority_at_k": None,
-            "avg_of_n": {**nothing, "runs": 1, "mean": 100.0}, "no_answer": None,
+            "avg_of_n": {
+                **nothing, "runs": 1, "mean": 100.0, "low": pytest.approx(34.238, abs=0.001), "high": 100.0,
+            },
+            "no_answer": None,
         },
         "fields": of_fields(3, 0.0, **spread), "environment_metrics": None,
     }  # fmt: skip

@@ -25,6 +25,7 @@ from kuberoll_workers.analysis.statistics import (
     run_mean,
     t_quantile,
     tries,
+    wilson_interval,
 )
 
 NUMBERS = st.floats(min_value=-1e6, max_value=1e6)
@@ -144,6 +145,33 @@ def test_the_interval_of_runs() -> None:
     assert found.high == pytest.approx(4.554260256760879)
     assert run_mean([2.0]) == (1, 2.0, None, None, None, None)
     assert run_mean([]) == (0, None, None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    # Agresti and Coull, "Approximate is better than exact", 1998, and Newcombe, "Two-sided confidence intervals", 1998.
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_s_interval_as_published(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson_interval(successes / trials, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 10**6).flatmap(lambda trials: st.tuples(st.integers(0, trials), st.just(trials))))
+def test_wilson_s_interval_has_the_share_and_stays_a_share(counts: tuple[int, int]) -> None:
+    successes, trials = counts
+    low, high = wilson_interval(successes / trials, trials)
+    assert 0 <= low <= successes / trials <= high <= 1
+    assert low < high
+    # The same shares of the other outcome.
+    assert wilson_interval(1 - successes / trials, trials) == pytest.approx((1 - high, 1 - low), abs=1e-9)
+    more = wilson_interval(successes / trials, 4 * trials)
+    assert more[1] - more[0] < high - low
 
 
 def test_numbers_of_tries() -> None:

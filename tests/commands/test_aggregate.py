@@ -68,7 +68,7 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
     place = shard(tmp_path / "run", [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
     done = command(place)
     assert done.exit_code == 0, done.output
-    cells = ("env", "12", "0.500", "± 0.306", "pass@1 50.0%", "pass@4 66.7%", "84", "env: max_turns 12")
+    cells = ("env", "12", "0.500", "0.25 to 0.75", "pass@1 50.0%", "pass@4 66.7%", "84", "env: max_turns 12")
     assert all(cell in done.stdout for cell in cells), done.stdout
     assert done.stdout.splitlines()[-2:] == [
         f"  {place}/aggregate_metrics.json",

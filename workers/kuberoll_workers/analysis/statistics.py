@@ -122,7 +122,7 @@ class RunMean(NamedTuple):
     Attributes:
         std: Standard deviation of the runs' values (divisor n - 1).
         standard_error: `std / sqrt(runs)`.
-        low, high: 95 % confidence interval by Student's t with `runs - 1` degrees of freedom.
+        low, high: 95 % confidence interval: by Student's t with `runs - 1` degrees of freedom, or Wilson's for a share.
     """
 
     runs: int
@@ -146,6 +146,39 @@ def run_mean(values: Sequence[float]) -> RunMean:
     error = std / math.sqrt(runs)
     reach = t_quantile(0.975, runs - 1) * error
     return RunMean(runs, mean, std, error, mean - reach, mean + reach)
+
+
+def run_share(values: Sequence[float], trials: int, *, whole: float = 1.0) -> RunMean:
+    """Mean of one share of successes per run, from 0 to `whole`; its interval is too.
+
+    The interval takes all trials for independent, which for repeats of the same tasks is at most too wide: tasks that
+    differ in difficulty vary less.
+
+    Args:
+        trials: Number of trials of all runs together.
+    """
+    found = run_mean(values)
+    if found.mean is None or not trials:
+        return found
+    low, high = wilson_interval(found.mean / whole, trials)
+    return found._replace(low=whole * low, high=whole * high)
+
+
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """Wilson's score interval of a share of successes with 95 % confidence; it lies within 0 and 1.
+
+    Source: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
+
+    Args:
+        share: From 0 to 1.
+        trials: At least 1.
+    """
+    share = min(1.0, max(0.0, share))
+    square = NormalDist().inv_cdf(0.975) ** 2
+    center = (share + square / (2 * trials)) / (1 + square / trials)
+    reach = math.sqrt(square * (share * (1 - share) + square / (4 * trials)) / trials) / (1 + square / trials)
+    # Rounding must neither leave the range nor exclude the share.
+    return max(0.0, min(share, center - reach)), min(1.0, max(share, center + reach))
 
 
 @lru_cache(maxsize=1024)

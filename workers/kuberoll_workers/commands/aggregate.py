@@ -135,8 +135,9 @@ def _table(found: Aggregates) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
+    # In a narrow terminal only this column becomes narrower.
+    table.add_column("environment", overflow="fold", min_width=11)
     for name in ("done", "missing", "reward", "tries", "no signal", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, summary in found.summaries.items():
@@ -156,8 +157,8 @@ def _reward(summary: EnvironmentSummary) -> str:
     if summary.mean_reward is None:
         return "-"
     runs = summary.across_repeats
-    reach = "" if runs.high is None or runs.mean is None else f"\n± {runs.high - runs.mean:.3f}"
-    return f"{summary.mean_reward:.3f}{reach}"
+    interval = "" if runs.low is None or runs.high is None else f"\n{runs.low:.2f} to {runs.high:.2f}"
+    return f"{summary.mean_reward:.3f}{interval}"
 
 
 def _tries(summary: EnvironmentSummary) -> str:

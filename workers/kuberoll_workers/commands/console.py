@@ -202,11 +202,11 @@ def _turns(totals: RunProgress) -> str:
 
 
 def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
-    reasons = sorted({reason for summary in summaries.values() for reason in summary.stop_reasons})
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("environment", overflow="ellipsis", no_wrap=True, min_width=12)
-    for name in ("done", "failed", "reward", "turns", "tokens", *reasons):
-        table.add_column(Text(visible(name)), justify="right", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
+    # In a narrow terminal only this column becomes narrower.
+    table.add_column("environment", overflow="fold", min_width=11)
+    for name in ("done", "failed", "reward", "turns", "tokens", "stop reasons"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, summary in summaries.items():
         mean = summary.mean_reward
         table.add_row(
@@ -216,6 +216,6 @@ def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
             "-" if mean is None else f"{mean:.3f}",
             str(summary.turns),
             str(summary.generated_tokens),
-            *(str(summary.stop_reasons[reason]) for reason in reasons),
+            Text("\n".join(visible(f"{reason} {count}") for reason, count in sorted(summary.stop_reasons.items()))),
         )
     return table

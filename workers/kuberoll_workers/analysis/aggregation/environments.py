@@ -23,6 +23,7 @@ from kuberoll_workers.analysis.statistics import (
     majority_at_k,
     pass_at_k,
     run_mean,
+    run_share,
     tries,
 )
 from kuberoll_workers.data.tracebacks import Traceback
@@ -96,7 +97,7 @@ class EnvironmentSummary:
         groups, equal_groups: Number of tasks with at least two rewards, and of those whose rewards are all equal.
         fields: Statistics of each numeric field, by name.
         repeats: Statistics of the total reward, one row per repeat.
-        across_repeats: Mean of the repeats' means.
+        across_repeats: Mean of the repeats' means; a share of successes if all rewards are 0 or 1.
         metrics: The environment's own metrics, or why they are missing; None if they were not computed.
     """
 
@@ -232,7 +233,7 @@ def summarize(
             for name, column in frame.columns.items()
         },
         repeats=list(_repeats(repeats, len(tasks.indexes))),
-        across_repeats=run_mean(_finite(repeats.mean).tolist()),
+        across_repeats=_across(_finite(repeats.mean).tolist(), _finite(rewards)),
         success=_success(tasks, threshold) if np.isfinite(rewards).any() else None,
     )
 
@@ -341,7 +342,7 @@ def _success(tasks: Tasks, threshold: float | None) -> Success:
     frame = tasks.frame
     rewards = frame.columns[REWARD].values
     finite = np.isfinite(rewards)
-    if threshold is None and np.isin(rewards[finite], (0.0, 1.0)).all():
+    if threshold is None and _binary(rewards[finite]):
         threshold = 1.0
     scores = _scores(rewards[finite], threshold)
     answers = frame.answers[finite]
@@ -367,9 +368,18 @@ def _success(tasks: Tasks, threshold: float | None) -> Success:
         threshold=threshold,
         pass_at_k={k: _mean(values) for k, values in passes.items()},
         majority_at_k={k: _mean(values) for k, values in votes.items()} if answered else None,
-        runs=run_mean(runs),
-        no_answer=run_mean(lacking) if answered else None,
+        runs=run_mean(runs) if threshold is None else run_share(runs, least * len(starts), whole=100),
+        no_answer=run_share(lacking, least * len(starts), whole=100) if answered else None,
     )
+
+
+def _across(means: Sequence[float], rewards: Floats) -> RunMean:
+    return run_share(means, len(rewards)) if _binary(rewards) else run_mean(means)
+
+
+def _binary(rewards: Floats) -> bool:
+    """True if all of these finite rewards are 0 or 1."""
+    return bool(np.isin(rewards, (0.0, 1.0)).all())
 
 
 def _tries(ascending: Floats, k: int, *, percent: bool) -> float:
