@@ -29,7 +29,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert (row["task_index"], row["rollout_index"], row["task_name"]) == (3, 1, "env")
     assert (row["total_reward"], row["rewards"], row["stop_reason"], row["turn_count"]) == (1.0, [1.0], "terminated", 1)
     assert row["tokens"] == {"prompt": 2, "generated": 2, "environment": 0}
-    assert row["timing"] == {"generation_seconds": [0.5], "environment_seconds": [0.25]}
+    assert row["timing"] == {"generation_seconds": [0.5], "environment_seconds": [0.25], "ended_at": []}
     assert [(part["name"], part["values"]) for part in row["reward_parts"]] == list(parts.items())
     assert (row["answer"], row["seed"], row["attempt"], row["token_source"]) == ("42", 2**63 - 1, 0, "engine")
     user, assistant = row["messages"]
@@ -41,6 +41,29 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     (read,) = read_parquet(path, where="x", unreadable=unreadable.append)
     assert unreadable == []
     assert encode_line(read) == encode_line(given)
+
+
+@pytest.mark.parametrize("lacking", [("ended_at",), ("ended_at", "token_source")])
+def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+    path = tmp_path / "shard-00000.parquet"
+    given = record(3, 1)
+    given.timing.ended_at = [1_790_000_000.5]
+    write_parquet(path, iter([given]))
+    table = pyarrow.parquet.read_table(path)
+    (whole,) = read_parquet(path, where="x", unreadable=_none)
+    assert whole.timing.ended_at == [1_790_000_000.5]
+    times = pyarrow.struct(
+        [(name, pyarrow.list_(pyarrow.float64())) for name in ("generation_seconds", "environment_seconds")]
+    )
+    schema = table.schema.set(table.schema.get_field_index("timing"), pyarrow.field("timing", times))
+    if "token_source" in lacking:
+        schema = schema.remove(schema.get_field_index("token_source"))
+    rows = table.to_pylist()
+    del rows[0]["timing"]["ended_at"]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
+    (read,) = read_parquet(path, where="x", unreadable=_none)
+    assert (read.timing.ended_at, read.token_source) == ([], "engine")
+    assert read.timing.generation_seconds == given.timing.generation_seconds
 
 
 def _none(error: RecordError) -> None:
@@ -92,10 +115,6 @@ def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table.drop_columns(["seed", "rewards"]), path)
     with pytest.raises(RecordError, match=r"the shard: not a file of trajectories; .* columns: rewards, seed$"):
         list(read_parquet(path, where="the shard", unreadable=_none))
-    # As they were written before the column was there.
-    pyarrow.parquet.write_table(table.drop_columns(["token_source"]), path)
-    (read,) = read_parquet(path, where="the shard", unreadable=_none)
-    assert (read.task_index, read.token_source) == (0, "engine")
     path.write_text("no Parquet")
     with pytest.raises(RecordError, match="the shard: not a Parquet file"):
         list(read_keys(path, where="the shard"))

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.parametrize("scheduling", ["Concurrent", "Lockstep"])
 
 
 async def test_messages_and_counts(scheduling: str) -> None:
+    began = time.time() - 0.001
     (record,) = await roll([sample()], scheduling=scheduling)
     assert [(m.role, m.content, m.turn) for m in record.messages] == [
         ("user", "prompt", 0),
@@ -58,6 +60,10 @@ async def test_messages_and_counts(scheduling: str) -> None:
     assert record.idx == "row-0"
     assert record.metadata == {"turns": 0}
     assert len(record.timing.generation_seconds) == len(record.timing.environment_seconds) == 2
+    first, second = record.timing.ended_at
+    assert first is not None
+    assert second is not None
+    assert began <= first <= second <= time.time() + 0.001
 
 
 async def test_every_prompt_starts_with_the_one_before_and_its_response(scheduling: str) -> None:

@@ -57,7 +57,7 @@ def after_two_turns(partial: Partial | None = None, **changes: Any) -> Trajector
     trajectory.add_step(outcome(0.25), token_array([7, 8]), 0.125)
     trajectory.add_response(result("w", exact=False), "w", 1.5)
     second = outcome(0.5, metadata=None, stop_strings=None, reward_parts={"right": 0.5}, answer="4")
-    trajectory.add_step(second, token_array([9]), 0.25)
+    trajectory.add_step(second, token_array([9]), 0.25, ended_at=1_790_000_000.5)
     return trajectory
 
 
@@ -105,7 +105,7 @@ def test_the_newest_turn_has_what_going_on_needs() -> None:
     second = TurnRecord(
         task_index=3, rollout_index=2, attempt=0, turn=2, messages=MESSAGES[3:], reward=0.5,
         reward_parts={"right": 0.5}, metadata={"left": 1}, stop_strings=None, answer="4", generation_seconds=1.5,
-        environment_seconds=0.25, stop_reason=None, token_source="reencoded",
+        environment_seconds=0.25, stop_reason=None, ended_at=1_790_000_000.5, token_source="reencoded",
     )  # fmt: skip
     assert two.turn_record() == second
     partial = two.partial()
@@ -142,8 +142,8 @@ def test_what_is_stored_of_one_that_finished() -> None:
     assert trajectory.record() == TrajectoryRecord(
         task_index=3, rollout_index=2, task_name="env", idx="row-3", messages=MESSAGES, total_reward=0.75,
         rewards=[0.25, 0.5], reward_parts={"right": [0.0, 0.5]}, answer="4", stop_reason="max_turns", turn_count=2,
-        tokens=TokenCounts(2, 4, 3), timing=Timing([0.5, 1.5], [0.125, 0.25]), metadata={"left": 1}, seed=7,
-        attempt=0, token_source="reencoded",
+        tokens=TokenCounts(2, 4, 3), metadata={"left": 1}, seed=7,
+        timing=Timing([0.5, 1.5], [0.125, 0.25], [None, 1_790_000_000.5]), attempt=0, token_source="reencoded",
     )  # fmt: skip
     going = after_two_turns()
     with pytest.raises(RuntimeError, match="has not ended"):

@@ -50,10 +50,17 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class Timing:
-    """Wall-clock seconds of each turn."""
+    """Wall-clock times of each turn.
+
+    Attributes:
+        generation_seconds, environment_seconds: How long it waited for its response, and for its environment.
+        ended_at: Unix time of its end, by the clock of the worker's machine; None if unknown. Empty in records of
+            versions that did not store it.
+    """
 
     generation_seconds: list[float]
     environment_seconds: list[float]
+    ended_at: list[float | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -161,6 +168,7 @@ class TurnRecord:
         metadata: The episode's state after the turn.
         stop_strings: Stop strings of the next generation.
         stop_reason: How the trajectory ended with this turn; None if it continues.
+        ended_at: Unix time of its end; None if unknown.
         token_source: Source of the response's ids; omitted in stored lines if it is `engine`.
     """
 
@@ -177,6 +185,7 @@ class TurnRecord:
     generation_seconds: float
     environment_seconds: float
     stop_reason: StopReason | None = None
+    ended_at: float | None = None
     token_source: TokenSource = "engine"
 
     @property
@@ -243,6 +252,7 @@ def _checked(record: AnyRecord) -> AnyRecord:
     _check_messages(record.messages)
     if isinstance(record, TurnRecord):
         _finite("reward or seconds", (record.reward, record.generation_seconds, record.environment_seconds))
+        _finite("ended_at", () if record.ended_at is None else (record.ended_at,))
         _finite("reward_parts", record.reward_parts.values())
         return record
     idx = already_plain(record.idx, "idx")
@@ -255,6 +265,7 @@ def _checked(record: AnyRecord) -> AnyRecord:
     if isinstance(record, TrajectoryRecord):
         _finite("timing.generation_seconds", record.timing.generation_seconds)
         _finite("timing.environment_seconds", record.timing.environment_seconds)
+        _finite("timing.ended_at", [moment for moment in record.timing.ended_at if moment is not None])
         for name, values in record.reward_parts.items():
             _finite(f"reward_parts.{name}", values)
     return record

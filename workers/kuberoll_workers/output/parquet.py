@@ -21,6 +21,7 @@ _GROUP_TOKENS = 1 << 20
 _NAMED = {"idx", "metadata"}
 """Columns with arbitrary JSON values, stored as JSON text."""
 _NULLABLE = {"seed", "answer"}
+_TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 
 
 @cache
@@ -55,7 +56,7 @@ def schema() -> pyarrow.Schema:
             ("tokens", pa.struct([(name, pa.int64()) for name in ("prompt", "generated", "environment")])),
             (
                 "timing",
-                pa.struct([(name, pa.list_(pa.float64())) for name in ("generation_seconds", "environment_seconds")]),
+                pa.struct([(name, pa.list_(pa.float64())) for name in _TIMES]),
             ),
             ("metadata", pa.string()),
             ("seed", pa.int64()),
@@ -65,6 +66,17 @@ def schema() -> pyarrow.Schema:
             ("token_source", pa.string()),
         ]
     )
+
+
+@cache
+def _known_schemas() -> list[pyarrow.Schema]:
+    """The schema, and those of earlier versions, for whose missing columns the record has defaults."""
+    import pyarrow as pa
+
+    place = schema().get_field_index("timing")
+    times = pa.struct([(name, pa.list_(pa.float64())) for name in _TIMES[:-1]])
+    without_ends = schema().set(place, pa.field("timing", times))
+    return [schema(), without_ends, without_ends.remove(len(schema()) - 1)]
 
 
 def write_parquet(path: Path, records: Iterable[TrajectoryRecord]) -> int:
@@ -130,8 +142,7 @@ def _batches(path: Path, where: str, columns: list[str] | None) -> Iterator[pyar
 
     try:
         with pq.ParquetFile(path) as file:
-            # Older files lack the last column, for which the record has a default.
-            if file.schema_arrow not in (schema(), schema().remove(len(schema()) - 1)):
+            if file.schema_arrow not in _known_schemas():
                 missing = sorted(set(schema().names) - set(file.schema_arrow.names))
                 raise RecordError(
                     f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}"
@@ -148,10 +159,7 @@ def _row(record: TrajectoryRecord) -> dict[str, Any]:
         "metadata": orjson.dumps(record.metadata).decode(),
         "messages": [_message_row(message) for message in record.messages],
         "tokens": {name: getattr(record.tokens, name) for name in ("prompt", "generated", "environment")},
-        "timing": {
-            "generation_seconds": record.timing.generation_seconds,
-            "environment_seconds": record.timing.environment_seconds,
-        },
+        "timing": {name: getattr(record.timing, name) for name in _TIMES},
         "reward_parts": [{"name": name, "values": values} for name, values in record.reward_parts.items()],
     }
 

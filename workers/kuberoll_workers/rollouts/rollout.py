@@ -147,7 +147,7 @@ class Rollout:
         finally:
             flight.metrics.stepping -= 1
         flight.waiting_since = ended = time.perf_counter()
-        seconds = ended - started
+        seconds, ended_at = ended - started, round(time.time(), 3)
         try:
             trajectory.check_step(outcome)
         except StepInvalid as fault:
@@ -155,7 +155,7 @@ class Rollout:
             raise failure_of(fault, stage="environment", tries=1) from fault
         before = trajectory.environment_tokens
         observation = await self._observed(trajectory, outcome)
-        trajectory.add_step(outcome, observation, seconds)
+        trajectory.add_step(outcome, observation, seconds, ended_at=ended_at)
         flight.metrics.record_turn(
             trajectory.turn,
             waiting_seconds=waited,

@@ -65,6 +65,7 @@ class Trajectory:
         "answer",
         "chat",
         "context",
+        "ended_at",
         "environment_seconds",
         "environment_tokens",
         "generated_tokens",
@@ -99,6 +100,7 @@ class Trajectory:
         self.total_reward = numpy.float32(0)
         self.generation_seconds: list[float] = []
         self.environment_seconds: list[float] = []
+        self.ended_at: list[float | None] = []
         self.answer: str | None = None
         self._response_truncated = False
         # One entry per turn.
@@ -139,6 +141,7 @@ class Trajectory:
             ),
             token_array(observation.token_ids),
             turn.environment_seconds,
+            ended_at=turn.ended_at,
         )
         if turn.stop_reason is not None:
             self.stop_reason = turn.stop_reason
@@ -188,12 +191,15 @@ class Trajectory:
         self.generation_seconds.append(seconds)
         self._reencoded.append(not result.exact)
 
-    def add_step(self, outcome: StepOutcome, observation: array[int], seconds: float) -> None:
+    def add_step(
+        self, outcome: StepOutcome, observation: array[int], seconds: float, *, ended_at: float | None = None
+    ) -> None:
         """Append the environment's observation and reward of this turn; sets `stop_reason` if the trajectory ends.
 
         Args:
             observation: Token ids of the outcome's content, not yet truncated to the window.
             seconds: Wall seconds of the step.
+            ended_at: Unix time of its end; None if unknown.
         """
         kept, context_truncated = rules.observation_room(
             len(self.context), 0, len(observation), self._settings.max_sequence_length
@@ -212,6 +218,7 @@ class Trajectory:
         self.context.extend(ids)
         self.environment_tokens += len(ids)
         self.environment_seconds.append(seconds)
+        self.ended_at.append(ended_at)
         self._add_reward(outcome)
         if outcome.answer is not None:
             self.answer = outcome.answer
@@ -306,6 +313,7 @@ class Trajectory:
             generation_seconds=self.generation_seconds[index],
             environment_seconds=self.environment_seconds[index],
             stop_reason=self.stop_reason if newest else None,
+            ended_at=self.ended_at[index],
             token_source="reencoded" if self._reencoded[index] else "engine",
         )
 
@@ -333,7 +341,11 @@ class Trajectory:
             tokens=TokenCounts(
                 prompt=len(prompt.token_ids), generated=self.generated_tokens, environment=self.environment_tokens
             ),
-            timing=Timing(generation_seconds=self.generation_seconds, environment_seconds=self.environment_seconds),
+            timing=Timing(
+                generation_seconds=self.generation_seconds,
+                environment_seconds=self.environment_seconds,
+                ended_at=self.ended_at,
+            ),
             metadata=self.metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,
