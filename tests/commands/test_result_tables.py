@@ -45,7 +45,7 @@ def test_the_result_of_a_run(aggregates: Aggregates) -> None:
 
 def test_the_aggregates(aggregates: Aggregates) -> None:
     out = io.StringIO()
-    aggregate_command.show(aggregates, [], Console(file=out, width=80))
+    aggregate_command.show(aggregates, [], "runs/one", Console(file=out, width=80))
     text = out.getvalue()
     assert "…" not in text
     assert all(cell in text for cell in ("0.45 to 0.55", "pass@1 50.0%", "pass@8 100.0%"))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
-from kuberoll_workers.analysis.report.make import PAGE, make_report
-from kuberoll_workers.analysis.report.trajectory_sample import TrajectorySample
+from kuberoll_workers.analysis.report.make import PAGE, make_report, report_observer
+from kuberoll_workers.analysis.report.observer import ReportObserver
+from kuberoll_workers.analysis.report.token_texts import TokenTexts, stored_tokenizer
 from kuberoll_workers.analysis.tracking import log_run
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
@@ -74,7 +75,9 @@ class RunEnd:
             self.seconds[name] = time.perf_counter() - began
 
 
-def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable[[str], None]) -> RunEnd:
+def end_run(
+    job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable[[str], None], tokenizer: str | None = None
+) -> RunEnd:
     """Finish a run whose workers have ended: make its aggregates and report, and log it to trackers.
 
     It may be repeated with the same result. If one step fails, the others are still done.
@@ -82,22 +85,23 @@ def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable
     Args:
         trajectories: Number of trajectories of the whole dataset.
         note: Called with messages of trackers for the user.
+        tokenizer: Directory or hub id of the tokenizer, for the report; None: as the manifest names it.
     """
     wanted = job.spec.rollout.groups.wanted
     end = RunEnd(planned=planned_trajectories(job, trajectories, wanted=wanted), wanted=wanted)
-    sample = _ReportSample()
+    report = _ReportObserver(run, None if tokenizer is None else stored_tokenizer(tokenizer))
     with end._step("aggregation"):
         for journal in (FAILURES, DROPPED):
             run.storage.compact(journal)
         names = [spec.name for spec in job.spec.environments]
-        end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=sample.offer)
+        end.aggregates = aggregate([run], make=environment_factory(job), environments=names, observe=report.offer)
         end.files += end.aggregates.write_beside(run)
     if end.aggregates is None:
         # It needs the aggregates.
         end.failed_steps["report"] = end.failed_steps["aggregation"]
         return end
     with end._step("report"):
-        page = make_report(end.aggregates, sample.complete(), location=run.location).page
+        page = make_report(end.aggregates, report.complete(), location=run.location).page
         end.files.append(run.write(PAGE, page))
     if job.spec.output.tracking is not None:
         began = time.perf_counter()
@@ -106,21 +110,25 @@ def end_run(job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable
     return end
 
 
-class _ReportSample:
-    """Collects the report's sample while the aggregates are computed; its errors affect only the report."""
+class _ReportObserver:
+    """Collects the report's part while the aggregates are computed; its errors affect only the report."""
 
-    def __init__(self) -> None:
-        self._sample = TrajectorySample()
+    def __init__(self, run: RunFiles, texts: TokenTexts | None) -> None:
         self._error: Exception | None = None
+        self._observer = ReportObserver()
+        try:
+            self._observer = report_observer(run, texts=texts)
+        except Exception as error:
+            self._error = error
 
     def offer(self, record: EndedRecord) -> None:
         if self._error is None:
             try:
-                self._sample.offer(record)
+                self._observer.offer(record)
             except Exception as error:
                 self._error = error
 
-    def complete(self) -> TrajectorySample:
+    def complete(self) -> ReportObserver:
         if self._error is not None:
             raise self._error
-        return self._sample
+        return self._observer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,6 +13,8 @@ import orjson
 
 from kuberoll_workers.analysis.aggregation.aggregates import aggregate
 from kuberoll_workers.analysis.report.data import ReportData, report_data
+from kuberoll_workers.analysis.report.observer import ReportObserver
+from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.analysis.report.trajectory_sample import MOST, MOST_BYTES, TrajectorySample
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
@@ -218,6 +222,69 @@ def _shell(chance: random.Random, task: int, rollout: int, skill: float) -> Traj
     )
 
 
+START = 1_790_000_000.0
+_SECONDS_OF_A_VERSION = 60.0
+
+
+class WordTokenizer:
+    """A tokenizer of words with the space before them; the last id has no text, like an end of turn."""
+
+    END = 1 << 20
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        found = []
+        for word in re.findall(r"\s*\S+|\s+$", text):
+            if word not in self.words:
+                self.words.append(word)
+            found.append(self.words.index(word))
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[token] for token in ids if token != self.END)
+
+
+def sampled(
+    records: Iterable[EndedRecord], tokenizer: WordTokenizer, *, concurrency: int = 48
+) -> Iterator[EndedRecord]:
+    """The records as a run would have made them: one after the other with some in flight, and weights that change."""
+    chance = random.Random(7)
+    free = [START] * concurrency
+    for record in records:
+        if isinstance(record, TrajectoryRecord):
+            place = free.index(min(free))
+            free[place] = _sample(record, tokenizer, chance, free[place])
+        yield record
+
+
+def _sample(record: TrajectoryRecord, tokenizer: WordTokenizer, chance: random.Random, begin: float) -> float:
+    now = begin
+    timing = record.timing
+    timing.ended_at = []
+    for reply in record.messages:
+        if reply.role != "assistant" or reply.turn == 0:
+            continue
+        turn = reply.turn - 1
+        ids = [*tokenizer.encode(reply.content), tokenizer.END]
+        reply.token_ids = token_array(ids)
+        reply.logprobs = array("f", [-chance.expovariate(1.6) if chance.random() < 0.3 else -0.01 for _ in ids])
+        versions = [
+            str(int((now - START + timing.generation_seconds[turn] * place / len(ids)) // _SECONDS_OF_A_VERSION))
+            for place in range(len(ids))
+        ]
+        reply.policy_versions = [
+            (version, versions.index(version), len(versions) - versions[::-1].index(version))
+            for version in sorted(set(versions), key=int)
+        ]
+        now += timing.generation_seconds[turn] + timing.environment_seconds[turn]
+        timing.ended_at.append(round(now, 3))
+    replies = [reply for reply in record.messages if reply.role == "assistant" and reply.turn > 0]
+    record.tokens.generated = sum(len(reply.token_ids) for reply in replies)
+    return now
+
+
 def store(directory: Path, records: Iterable[EndedRecord]) -> str:
     """Write records as a run; its location."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -241,11 +308,12 @@ def report_of(
     manifest: RunManifest | None = None,
     most: int = MOST,
     most_bytes: int = MOST_BYTES,
+    texts: TokenTexts | None = None,
 ) -> ReportData:
     """What the report of a run of these records shows."""
-    sample = TrajectorySample(most=most, most_bytes=most_bytes)
+    observer = ReportObserver(TrajectorySample(most=most, most_bytes=most_bytes, texts=texts))
     with TemporaryDirectory() as directory:
         store(Path(directory), records)
         if manifest is not None:
             (Path(directory) / MANIFEST).write_bytes(orjson.dumps(manifest))
-        return report_data(aggregate([RunFiles(directory)], observe=sample.offer), sample, location=location)
+        return report_data(aggregate([RunFiles(directory)], observe=observer.offer), observer, location=location)

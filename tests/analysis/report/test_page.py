@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.analysis.report.trajectory_sample import MOST
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tracebacks import Frame
+from kuberoll_workers.output.precedence import EndedRecord
 from tests.analysis.report.conftest import Open
-from tests.analysis.report.runs import dropped, failure, message, realistic, trajectory
+from tests.analysis.report.runs import (
+    WordTokenizer,
+    dropped,
+    failure,
+    message,
+    realistic,
+    sampled,
+    trajectory,
+)
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 expect = sync_api.expect
@@ -33,7 +44,7 @@ def test_the_numbers_are_of_the_environment_that_is_chosen(opened: Open) -> None
     expect(cells.nth(6)).to_contain_text("1")
     expect(page.locator("#charts h3")).to_have_text([
         "Reward", "Learning signal: rewards within prompt groups", "Turns", "Generated tokens",
-        "How trajectories ended", "Where the time went", "Time of a trajectory in generation", "Failures by cause",
+        "Time of a trajectory in generation", "How trajectories ended", "Where the time went", "Failures by cause",
     ])  # fmt: skip
     expect(page.locator("#charts")).to_contain_text("step took longer than 30 s")
     page.get_by_role("combobox", name="Environment").select_option("math")
@@ -247,4 +258,117 @@ def test_of_a_longer_run_a_sample_can_be_read(opened: Open) -> None:
 def test_a_run_without_trajectories(opened: Open) -> None:
     page = opened([]).page
     expect(page.locator("#detail")).to_have_text("The run has no trajectory yet.")
-    expect(page.locator("#charts figure").first).to_contain_text("nothing finished")
+    expect(page.get_by_role("heading", name="Numbers")).to_be_hidden()
+
+
+def real(tasks: int = 9) -> tuple[list[EndedRecord], TokenTexts]:
+    """A run as it is sampled, and the texts of its tokens."""
+    tokenizer = WordTokenizer()
+    return list(sampled(realistic(tasks), tokenizer, concurrency=4)), TokenTexts(tokenizer)
+
+
+@pytest.mark.parametrize("width", [1280, 1000, 390])
+@pytest.mark.parametrize("kind", ["real", "one", "failed", "mixed"])
+def test_every_card_has_a_chart_and_every_row_is_full(opened: Open, kind: str, width: int) -> None:
+    runs: dict[str, list[EndedRecord]] = {
+        "real": real()[0], "one": [trajectory(0)], "failed": [failure(0), failure(1, number=1)], "mixed": [*mixed()],
+    }  # fmt: skip
+    page = opened(runs[kind], viewport={"width": width, "height": 900}).page
+    cards = page.locator("#charts figure")
+    assert cards.count() > 0
+    room = page.locator("#charts").bounding_box()
+    assert room is not None
+    ends: dict[float, float] = {}
+    for card in cards.all():
+        assert card.locator("svg, table").count() > 0, card.text_content()
+        box = card.bounding_box()
+        assert box is not None
+        ends[box["y"]] = max(ends.get(box["y"], 0), box["x"] + box["width"])
+    assert list(ends.values()) == pytest.approx([room["x"] + room["width"]] * len(ends), abs=1)
+
+
+def test_throughput_over_time_and_policy_versions(opened: Open) -> None:
+    records, _ = real()
+    page = opened(records).page
+    card = page.locator("#charts figure", has=page.get_by_role("heading", name="Throughput over time"))
+    expect(card.locator("path.area")).to_have_count(3)
+    expect(card.locator("figcaption")).to_contain_text("up to 4 trajectories in flight")
+    card.locator("rect.hit").nth(10).hover()
+    expect(page.locator("#tip")).to_contain_text("tokens/s")
+    expect(page.locator("#tip")).to_contain_text("in flight")
+    versions = page.locator("#charts figure", has=page.get_by_role("heading", name="Policy versions"))
+    expect(versions.locator("figcaption")).to_contain_text("several versions")
+    # One version is no chart: it is said in the head.
+    only = [trajectory(0)]
+    only[0].messages[1].policy_versions = [("step-7", 0, 1)]
+    page = opened(only).page
+    expect(page.locator("#facts")).to_contain_text("policy version step-7")
+    expect(page.locator("#charts")).not_to_contain_text("Policy versions")
+    expect(page.locator("#charts")).not_to_contain_text("Throughput")
+
+
+CONTRAST = """span => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const pixel = (...colours) => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const card = getComputedStyle(document.querySelector(".browser")).backgroundColor, style = getComputedStyle(span);
+    const linear = (part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+    const both = [light(pixel(card, style.backgroundColor)), light(pixel(card, style.color))];
+    const [one, two] = both.sort((a, b) => b - a);
+    return (one + 0.05) / (two + 0.05);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_probabilities_of_tokens(opened: Open, scheme: str) -> None:
+    records, texts = real()
+    page = opened(records, report={"texts": texts}, color_scheme=scheme).page
+    page.evaluate("location.hash = '#1.0'")
+    answer = page.locator("#detail .assistant pre")
+    expect(answer).to_contain_text("Step 1")
+    plain = answer.text_content()
+    legend = page.locator(".tokens-legend")
+    expect(legend).to_be_hidden()
+    page.get_by_role("checkbox", name="Token probabilities").check()
+    expect(legend).to_be_visible()
+    # The last token has no text; nothing else changes.
+    assert answer.text_content() == f"{plain}∅"
+    tokens = answer.locator("[data-token]")
+    record = next(item for item in records if item.key == (1, 0))
+    (response,) = [item for item in record.messages if item.role == "assistant"]
+    assert response.logprobs is not None
+    expect(tokens).to_have_count(len(response.logprobs))
+    least = min(range(len(response.logprobs)), key=lambda place: response.logprobs[place])  # type: ignore[index]
+    tokens.nth(least).hover()
+    expect(page.locator("#tip")).to_contain_text(f"token {least + 1} of {len(response.logprobs)}")
+    expect(page.locator("#tip")).to_contain_text("policy version")
+    # The same in words and numbers.
+    page.locator(".least summary").click()
+    expect(page.locator(".least tbody tr").first.locator("td").first).to_have_text(str(least + 1))
+    expect(page.locator("#detail .about")).to_contain_text("policy version")
+    for style in ("t1", "t2", "t3"):
+        for place in (".tokens-legend", "pre"):
+            for token in page.locator(f"{place} .{style}").all()[:1]:
+                assert token.evaluate(CONTRAST) >= 4.5, (place, style)
+    # The choice stays for the next one.
+    page.keyboard.press("j")
+    expect(page.locator("#detail h3")).to_contain_text("#1.1")
+    expect(page.get_by_role("checkbox", name="Token probabilities")).to_be_checked()
+    expect(page.locator("#detail [data-token]").first).to_be_visible()
+
+
+def test_tokens_without_a_tokenizer_are_ids(opened: Open) -> None:
+    records, _ = real()
+    page = opened([*records, trajectory(99)]).page
+    page.evaluate("location.hash = '#1.0'")
+    page.get_by_role("checkbox", name="Token probabilities").check()
+    expect(page.locator("#detail pre .id").first).to_have_text(re.compile(r"^\d+$"))
+    expect(page.locator("#detail .assistant")).to_contain_text("kuberoll report --tokenizer")
+    # Nothing to switch where there are no log-probabilities.
+    page.evaluate("location.hash = '#99.0'")
+    expect(page.locator("#detail h3")).to_contain_text("#99.0")
+    expect(page.get_by_role("checkbox", name="Token probabilities")).to_have_count(0)

@@ -512,7 +512,13 @@ class _LocalRun:
         if self._workers:
             result.totals = self._totals()
             run = RunFiles(self._options.output)
-            end = end_run(self._job, run, trajectories=self._preflight.inputs.trajectories, note=self._reporter.note)
+            end = end_run(
+                self._job,
+                run,
+                trajectories=self._preflight.inputs.trajectories,
+                note=self._reporter.note,
+                tokenizer=self._preflight.source.tokenizer,
+            )
             self._seconds |= end.seconds
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail

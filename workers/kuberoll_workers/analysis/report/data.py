@@ -10,7 +10,8 @@ import orjson
 
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
 from kuberoll_workers.analysis.report.numbers import run_numbers
-from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory, TrajectorySample
+from kuberoll_workers.analysis.report.observer import ReportObserver
+from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory
 from kuberoll_workers.data.text import one_line
 from kuberoll_workers.output.run_directory import RunManifest
 
@@ -34,19 +35,19 @@ class ReportData:
     offered: int
 
 
-def report_data(aggregates: Aggregates, sample: TrajectorySample, *, location: str) -> ReportData:
+def report_data(aggregates: Aggregates, observer: ReportObserver, *, location: str) -> ReportData:
     """Compute the content of a report.
 
     Args:
         aggregates: Numbers of the run.
-        sample: Sample that was offered all trajectories of the run.
+        observer: It was offered all trajectories of the run.
         location: Location of the run, for display.
     """
     return ReportData(
         head=_head(location, aggregates.contents.manifest),
-        numbers=run_numbers(aggregates),
-        browsed=sample.items(),
-        offered=sample.offered,
+        numbers=run_numbers(aggregates, observer),
+        browsed=observer.sample.items(),
+        offered=observer.sample.offered,
     )
 
 

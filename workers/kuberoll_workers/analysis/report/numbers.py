@@ -14,6 +14,7 @@ from kuberoll_workers.analysis.aggregation.environments import statistics_of
 from kuberoll_workers.analysis.aggregation.sources import Failure
 from kuberoll_workers.analysis.aggregation.table import REWARD, SECONDS, TOKENS, TURNS
 from kuberoll_workers.analysis.report.histogram import bars
+from kuberoll_workers.analysis.report.observer import ReportObserver
 from kuberoll_workers.analysis.report.spread import spread
 from kuberoll_workers.analysis.statistics import describe
 from kuberoll_workers.data.text import one_line
@@ -33,20 +34,25 @@ _FIELDS = {
 _WHOLE = {TURNS, *TOKENS}
 
 
-def run_numbers(aggregates: Aggregates) -> dict[str, Any]:
+def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, Any]:
     """`{"all": …, "environments": [{"name": …}, …]}`: numbers of all environments together, and of each one.
 
-    Each entry has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields, and
-    `groups`.
+    Each entry has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields,
+    `groups`, `throughput` over time, and policy `versions`.
+
+    Args:
+        observer: It was offered all trajectories of the run.
     """
     summaries = sorted(aggregates.summaries.items())
     names = [name for name, summary in summaries if summary.trajectories or summary.failed or summary.dropped]
-    listed = [_numbers(aggregates, name, [name]) for name in names]
-    everything = {**listed[0], "name": ""} if len(listed) == 1 else _numbers(aggregates, "", names)
+    listed = [_numbers(aggregates, observer, name, [name]) for name in names]
+    everything = {**listed[0], "name": ""} if len(listed) == 1 else _numbers(aggregates, observer, "", names)
     return {"all": everything, "environments": listed}
 
 
-def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> dict[str, Any]:
+def _numbers(
+    aggregates: Aggregates, observer: ReportObserver, name: str, environments: Sequence[str]
+) -> dict[str, Any]:
     summaries = [aggregates.summaries[environment] for environment in environments]
     outcomes: Counter[str] = Counter()
     for summary in summaries:
@@ -69,6 +75,8 @@ def _numbers(aggregates: Aggregates, name: str, environments: Sequence[str]) -> 
             for key, field in _FIELDS.items()
         },
         "groups": spread(tasks),
+        "throughput": [stretch.as_json() for stretch in observer.throughput.stretches(environments)],
+        "versions": observer.versions.of(environments),
     }
 
 

@@ -18,7 +18,7 @@ from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.row import OUTCOMES
 from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory
 
-_SCRIPTS = ("format.js", "charts.js", "trajectories.js", "detail.js", "browser.js", "report.js")
+_SCRIPTS = ("format.js", "charts.js", "trajectories.js", "tokens.js", "detail.js", "browser.js", "report.js")
 _CHUNK = 64
 _CHUNK_BYTES = 512 << 10
 

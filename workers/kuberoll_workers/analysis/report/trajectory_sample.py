@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from kuberoll_workers.analysis.report.row import TrajectoryRow, row_of
 from kuberoll_workers.analysis.report.sample import EvenSample
+from kuberoll_workers.analysis.report.token_details import MOST_TOKENS, token_details
+from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.text import cut, one_line, visible
@@ -44,7 +46,15 @@ class TrajectorySample:
     uniform selection above 2,000), a uniform selection of dropped ones, and one of finished ones for the rest.
     """
 
-    def __init__(self, *, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, *, most: int = MOST, most_bytes: int = MOST_BYTES, texts: TokenTexts | None = None) -> None:
+        """Start an empty sample.
+
+        Args:
+            most: Maximum number of trajectories.
+            most_bytes: Maximum size of their compressed text.
+            texts: Texts of tokens; None: their ids are shown.
+        """
+        self._texts = texts
         self._most = most
         self._most_bytes = most_bytes
 
@@ -61,7 +71,10 @@ class TrajectorySample:
             sample = self._failed
         else:
             sample = self._finished if isinstance(record, TrajectoryRecord) else self._dropped
-        sample.offer(lambda: ReadableTrajectory(row_of(record), zlib.compress(orjson.dumps(readable(record)))))
+        sample.offer(lambda: self._readable(record))
+
+    def _readable(self, record: EndedRecord) -> ReadableTrajectory:
+        return ReadableTrajectory(row_of(record), zlib.compress(orjson.dumps(readable(record, self._texts))))
 
     @property
     def offered(self) -> int:
@@ -76,21 +89,16 @@ class TrajectorySample:
         return [*self._finished.items(room, self._most_bytes - used), *failed, *dropped]
 
 
-def readable(record: EndedRecord) -> dict[str, Any]:
-    """The page's data about one trajectory: at most 100,000 characters of messages, without control characters."""
+def readable(record: EndedRecord, texts: TokenTexts | None = None) -> dict[str, Any]:
+    """The page's data about one trajectory: at most 100,000 characters of messages, without control characters.
+
+    Args:
+        texts: Texts of tokens; None: their ids are shown.
+    """
     kept, left_out = _kept(record.messages)
     limit = min(MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS // max(1, len(kept)))
     shown: dict[str, Any] = {
-        "messages": [
-            {
-                "role": one_line(message.role, 40),
-                "turn": message.turn,
-                "text": visible(cut(message.content, limit)),
-                "tokens": len(message.token_ids),
-                "truncated": message.truncated,
-            }
-            for message in kept
-        ],
+        "messages": list(_messages(kept, limit, texts)),
         "left_out": left_out,
         "idx": _json(record.idx),
         # Seeds do not fit into JavaScript's numbers.
@@ -114,6 +122,23 @@ def readable(record: EndedRecord) -> dict[str, Any]:
         "generation": record.timing.generation_seconds[:_MOST_TURNS],
         "environment": record.timing.environment_seconds[:_MOST_TURNS],
     }
+
+
+def _messages(messages: Sequence[Message], limit: int, texts: TokenTexts | None) -> Iterator[dict[str, Any]]:
+    room = MOST_TOKENS
+    for message in messages:
+        details: dict[str, Any] = {}
+        if message.role == "assistant" and message.turn > 0:
+            details = token_details(message, texts, room=room, whole=len(message.content) <= limit)
+            room -= len(details.get("logprobs", ()))
+        yield {
+            "role": one_line(message.role, 40),
+            "turn": message.turn,
+            "text": visible(cut(message.content, limit)),
+            "tokens": len(message.token_ids),
+            "truncated": message.truncated,
+            **details,
+        }
 
 
 def _kept(messages: Sequence[Message]) -> tuple[list[Message], int]:

@@ -39,12 +39,27 @@ function detail(trajectories, number, text, words, back) {
   for (const [name, values] of Object.entries(text.parts || {})) about.push([`reward of ${name}`, fixed(values.reduce((total, value) => total + value, 0))]);
   if (text.answer !== null && text.answer !== undefined) about.push(["answer", text.answer]);
   if (text.failure && text.failure.row) about.push(["dataset row", text.failure.row]);
+  const sampled = versionTokens(text.messages);
+  if (sampled) about.push([sampled.includes(",") ? "policy versions" : "policy version", sampled]);
   about.push(["seed", text.seed === null ? "none" : text.seed], ["attempt", String(text.attempt)]);
+  const responses = [], legend = tokenLegend();
+  const coloured = make("input", { type: "checkbox", id: "tokens" });
+  const toggle = text.messages.some((item) => item.logprobs && item.logprobs.length) ? make("label", { class: "switch" }, coloured, "Token probabilities") : null;
+  const recolour = () => {
+    legend.hidden = !tokensShown || !toggle;
+    for (const each of responses) each.draw();
+  };
+  coloured.checked = tokensShown;
+  coloured.addEventListener("input", () => {
+    tokensShown = coloured.checked;
+    recolour();
+  });
   const parts = [
     make("div", { class: "bar" }, make("h3", {}, `${trajectories.name(number)}  ${index.environments[index.environment[number]]}`),
-      make("button", { type: "button", id: "back", onclick: back }, "Back to list")),
+      toggle, make("button", { type: "button", id: "back", onclick: back }, "Back to list")),
     make("dl", { class: "about" }, about.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
   ];
+  parts.push(legend);
   let turn = null;
   const half = text.messages.length / 2;
   text.messages.forEach((item, place) => {
@@ -53,8 +68,15 @@ function detail(trajectories, number, text, words, back) {
       turn = item.turn;
       parts.push(turnLine(turn, text));
     }
-    const facts = [make("span", {}, `${count(item.tokens)} tokens`), item.truncated ? make("span", { class: "flag" }, "truncated") : null];
-    parts.push(message(item.role, facts, item.text, words));
+    const flag = item.truncated ? make("span", { class: "flag" }, "truncated") : null, tokens = make("span", {}, `${count(item.tokens)} tokens`);
+    if (item.role !== "assistant" || item.turn === 0) {
+      parts.push(message(item.role, [tokens, flag], item.text, words));
+      return;
+    }
+    const mean = Tokens.of(item)?.mean ?? null, sampledBy = versionsOf(item.versions);
+    responses.push(response(item, [tokens, mean === null ? null : make("span", {}, `mean logprob ${logprob(mean)}`),
+      sampledBy && sampled.includes(",") ? make("span", {}, sampledBy) : null, flag], words));
+    parts.push(responses[responses.length - 1].section);
   });
   if (text.failure) {
     const { kind, stage, cause, tries, traceback } = text.failure;
@@ -65,6 +87,7 @@ function detail(trajectories, number, text, words, back) {
   for (const [name, value] of [["Metadata at the end", text.metadata], ["idx", text.idx]]) {
     if (value) parts.push(make("details", {}, make("summary", {}, name), make("pre", {}, marked(value, words))));
   }
+  recolour();
   return parts;
 }
 

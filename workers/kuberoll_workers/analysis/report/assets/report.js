@@ -33,15 +33,18 @@ function charts(numbers, environments) {
   const ended = Object.keys(outcomeNames).filter((name) => numbers.outcomes[name])
     .map((name) => ({ name: outcomeNames[name], value: numbers.outcomes[name], style: name === "failed" ? "bad" : name === "oversampled" || name === "filtered" ? "quiet" : "bar" }));
   return [
-    histogram("Reward", numbers.reward, { unit: "total reward", size: "half" }),
+    throughput(numbers.throughput),
+    histogram("Reward", numbers.reward, { unit: "total reward", span: 3 }),
     signal(numbers.groups),
     histogram("Turns", numbers.turns, { unit: "turns" }),
     histogram("Generated tokens", numbers.generated, { unit: "tokens of a trajectory" }),
+    histogram("Time of a trajectory in generation", numbers.generation_seconds, { unit: "seconds", format: seconds }),
+    // Side by side, because they are lower than the charts above.
     bars("How trajectories ended", "stop reasons, failures and dropped ones", "trajectories", ended),
     times(numbers.name === "" && environments.length > 1 ? environments : [numbers]),
-    histogram("Time of a trajectory in generation", numbers.generation_seconds, { unit: "seconds", format: seconds, size: "half" }),
+    versions(numbers.versions),
     failures(numbers),
-  ].filter(Boolean);
+  ];
 }
 
 // The reader's choice, kept where the browser lets a local file keep something.
@@ -68,7 +71,9 @@ const report = JSON.parse($("data").textContent);
 async function start() {
   colours();
   const { head, numbers, browsed } = report, { environments } = numbers;
-  const facts = [head.job ? head.location : null, head.created ? `begun ${head.created.replace("T", " ")}` : null];
+  const [version, another] = numbers.all.versions.versions;
+  const facts = [head.job ? head.location : null, head.created ? `begun ${head.created.replace("T", " ")}` : null,
+    version && !another ? `policy version ${version[0]}` : null];
   $("facts").textContent = facts.filter(Boolean).join(" · ");
   $("sample").textContent = browsed.count === browsed.offered ? ""
     : `${number(browsed.count)} of ${number(browsed.offered)} can be read here: failures first, and an even sample of the others. The numbers above are over all.`;
@@ -83,7 +88,9 @@ async function start() {
     const chosen = scope.value;
     const shown = environments.length === 1 ? environments[0] : environments.find((item) => item.name === chosen && chosen) || numbers.all;
     $("key").replaceChildren(...key(shown, head));
-    $("charts").replaceChildren(...charts(shown, environments));
+    const cards = charts(shown, environments).filter(Boolean);
+    $("numbers").hidden = !cards.length;
+    $("charts").replaceChildren(...arranged(cards));
     $("environments").replaceChildren(...(environments.length > 1 ? [environmentTable(environments, chosen, (name) => { scope.value = name; draw(); })] : []));
     if (browser && browser.environment !== chosen) browser.scope(chosen);
   };

@@ -1,0 +1,48 @@
+"""Log-probabilities and policy versions of a response's tokens, in the compact form that the page has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kuberoll_workers.analysis.report.token_texts import TokenTexts
+from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.text import one_line, visible
+
+MOST_TOKENS = 8_000
+"""Maximum number of tokens of a trajectory whose log-probabilities are in the page."""
+
+
+def token_details(message: Message, texts: TokenTexts | None, *, room: int, whole: bool) -> dict[str, Any]:
+    """Details of the tokens of a response; empty if there are none to show.
+
+    `logprobs` has one number per token: thousandths below 0, to two significant digits. `lengths` are the characters of
+    each token in the displayed text, or, where these are unknown, `ids` are the tokens. `versions` has
+    `[version, start, end]`.
+
+    Args:
+        room: Maximum number of tokens.
+        whole: True if the whole content is displayed.
+    """
+    found: dict[str, Any] = {}
+    if message.policy_versions:
+        found["versions"] = [(one_line(version, 40), start, end) for version, start, end in message.policy_versions]
+    if message.logprobs is None or len(message.logprobs) > room or not whole:
+        return found
+    found["logprobs"] = [_thousandths(logprob) for logprob in message.logprobs]
+    pieces = None if texts is None else texts.pieces(message.token_ids, message.content)
+    if pieces is None:
+        found["ids"] = list(message.token_ids)
+    else:
+        found["lengths"] = [_utf16(visible(piece)) for piece in pieces]
+    return found
+
+
+def _thousandths(logprob: float) -> int:
+    value = round(-1000 * logprob)
+    # Some engines' arithmetic leaves a little above 0.
+    return int(float(f"{value:.2g}")) if value >= 100 else max(0, value)
+
+
+def _utf16(text: str) -> int:
+    """Length in JavaScript's characters."""
+    return len(text) + sum(character > "\uffff" for character in text)
