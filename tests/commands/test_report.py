@@ -62,3 +62,45 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     (tmp_path / "run" / "failures.jsonl").unlink()
     (tmp_path / "run" / "manifest.json").write_text("[]")
     assert "not a run's manifest" in typed(run).stderr
+
+
+def test_two_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, best in (("base", 0.0), ("new", 1.0)):
+        records = [trajectory(task, rollout, rewards=[max(best, rollout)]) for task in range(4) for rollout in range(2)]
+        store(tmp_path / name, records)
+    done = typed("base", "new/")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["A: base, 8 trajectories", "B: new/, 8 trajectories"]
+    assert lines[-1] == "  base-vs-new.html"
+    assert any(line.split() == ["success", "rate", "50%", "100%", "+50", "+50", "to", "+50"] for line in lines), lines
+    assert max(map(len, [line for line in lines if not line.startswith("note")])) <= 80
+    assert b"KubeRoll comparison" in (tmp_path / "base-vs-new.html").read_bytes()
+    # Nothing else is written, and nothing beside the runs.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "base-vs-new.html", "new"]
+    assert not list(tmp_path.glob("*/report.html"))
+    assert typed("base", "new", "--output", tmp_path / "other" / "page.html").exit_code == 0
+    assert (tmp_path / "other" / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["one", "one"], "give two different runs"),
+        (["one", "maths"], "share no environment: one has puzzle; maths has math"),
+        (["one", "nothing"], "give the output directory of a run"),
+        (["one", "maths", "one"], "found 3 runs: give one to report, or two to compare"),
+        (["one", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no tokenizer could be loaded"),
+        ([], "Missing argument"),
+    ],
+)
+def test_what_cannot_be_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store(tmp_path / "one", [trajectory(0)])
+    store(tmp_path / "maths", [trajectory(0, environment="math")])
+    done = typed(*arguments)
+    assert (done.exit_code, words in done.output) == (2, True), done.output
+    assert not list(tmp_path.glob("**/*.html"))

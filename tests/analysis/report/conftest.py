@@ -51,13 +51,19 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """Render records and open their page; at the end it has said no error and asked for nothing."""
+    """Render records, or take a page, and open it; at the end it has said no error and asked for nothing."""
     contexts = []
     pages: list[Opened] = []
 
-    def show(records: Iterable[EndedRecord], *, report: dict[str, Any] | None = None, **options: Any) -> Opened:
+    def show(
+        records: Iterable[EndedRecord] = (),
+        *,
+        report: dict[str, Any] | None = None,
+        page: bytes | None = None,
+        **options: Any,
+    ) -> Opened:
         place = tmp_path / f"report-{len(pages)}.html"
-        place.write_bytes(render(report_of(records, **(report or {}))))
+        place.write_bytes(page or render(report_of(records, **(report or {}))))
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         made = Opened(context.new_page())

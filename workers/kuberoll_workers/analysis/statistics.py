@@ -181,6 +181,55 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
     return max(0.0, min(share, center - reach)), min(1.0, max(share, center + reach))
 
 
+class Difference(NamedTuple):
+    """Difference of two means; fields are None if there are too few values.
+
+    Attributes:
+        size: Number of pairs, or of the values of the smaller side.
+        first, second: The means.
+        difference: `second - first`.
+        low, high: 95 % confidence interval of the difference.
+    """
+
+    size: int
+    first: float | None
+    second: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+
+
+def paired_difference(first: Floats, second: Floats) -> Difference:
+    """Difference of the means of paired values, with Student's interval of the pairs' differences.
+
+    Args:
+        first, second: Finite values; equal positions are pairs.
+    """
+    of_pairs = run_mean((second - first).tolist())
+    one, two = run_mean(first.tolist()), run_mean(second.tolist())
+    return Difference(of_pairs.runs, one.mean, two.mean, of_pairs.mean, of_pairs.low, of_pairs.high)
+
+
+def unpaired_difference(first: Floats, second: Floats) -> Difference:
+    """Difference of the means of independent finite values, with Welch's interval.
+
+    Source of its degrees of freedom: Welch, "The generalization of 'Student's' problem when several different
+    population variances are involved", Biometrika 34 (1947).
+    """
+    one, two = run_mean(first.tolist()), run_mean(second.tolist())
+    size = min(one.runs, two.runs)
+    if one.mean is None or two.mean is None:
+        return Difference(size, one.mean, two.mean, None, None, None)
+    difference = two.mean - one.mean
+    if one.standard_error is None or two.standard_error is None:
+        return Difference(size, one.mean, two.mean, difference, None, None)
+    variance = one.standard_error**2 + two.standard_error**2
+    parts = one.standard_error**4 / (one.runs - 1) + two.standard_error**4 / (two.runs - 1)
+    freedom = max(1, int(variance**2 / parts)) if parts > 0 else 1
+    reach = t_quantile(0.975, freedom) * math.sqrt(variance)
+    return Difference(size, one.mean, two.mean, difference, difference - reach, difference + reach)
+
+
 @lru_cache(maxsize=1024)
 def t_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t, to about 12 digits.

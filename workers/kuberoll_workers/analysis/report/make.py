@@ -48,10 +48,15 @@ def report_observer(run: RunFiles, *, texts: TokenTexts | None = None) -> Report
     Raises:
         RunRefused: The manifest cannot be read.
     """
-    return ReportObserver(TrajectorySample(texts=texts or _own_texts(run)))
+    return ReportObserver(TrajectorySample(texts=texts or own_texts(run)))
 
 
-def _own_texts(run: RunFiles) -> TokenTexts | None:
+def own_texts(run: RunFiles) -> TokenTexts | None:
+    """Texts of the tokens of the run's own tokenizer; None if it is not on this machine.
+
+    Raises:
+        RunRefused: The manifest cannot be read.
+    """
     manifest = run.manifest()
     if manifest is None:
         return None

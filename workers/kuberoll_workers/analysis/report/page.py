@@ -18,35 +18,52 @@ from kuberoll_workers.analysis.report.data import ReportData
 from kuberoll_workers.analysis.report.row import OUTCOMES
 from kuberoll_workers.analysis.report.trajectory_sample import ReadableTrajectory
 
-_SCRIPTS = ("format.js", "charts.js", "trajectories.js", "tokens.js", "detail.js", "browser.js", "report.js")
+_SCRIPTS = ("format.js", "charts.js", "trajectories.js", "tokens.js", "detail.js", "browser.js", "page.js")
 _CHUNK = 64
 _CHUNK_BYTES = 512 << 10
 
 
 def render(data: ReportData) -> bytes:
-    """Render the page.
+    """Render the report of a run."""
+    title = str(data.head["job"] or data.head["location"])
+    document = {"head": data.head, "numbers": data.numbers}
+    return assemble("report", title, document, data.browsed, offered=data.offered)
+
+
+def assemble(
+    name: str,
+    title: str,
+    document: dict[str, Any],
+    browsed: Sequence[ReadableTrajectory],
+    *,
+    offered: int,
+    runs: Sequence[str] = (),
+) -> bytes:
+    """A self-contained page with trajectories to read.
 
     No data of the run becomes markup or code: numbers are embedded as JSON, texts compressed, and the script inserts
-        them as
-    text. The page's Content-Security-Policy allows only its own script and style, and no requests.
+    them as text. The page's Content-Security-Policy allows only its own script and style, and no requests.
+
+    Args:
+        name: Name of the page's own template and script.
+        document: The script's data.
+        offered: Number of trajectories from which the browsed ones were chosen.
+        runs: Run of each browsed trajectory, a letter; empty if they are all of one.
     """
     assets = files(__package__).joinpath("assets")
     style = assets.joinpath("report.css").read_text("utf-8")
-    script = "\n".join(assets.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
-    chunks, starts = _chunks(data.browsed)
-    document = {
-        "head": data.head,
-        "numbers": data.numbers,
-        "browsed": {"count": len(data.browsed), "offered": data.offered, "starts": starts},
-    }
-    page = Template(assets.joinpath("report.html").read_text("utf-8")).substitute(
-        title=html.escape(str(data.head["job"] or data.head["location"])),
+    script = "\n".join(assets.joinpath(part).read_text("utf-8") for part in (*_SCRIPTS, f"{name}.js"))
+    chunks, starts = _chunks(browsed)
+    document = {**document, "browsed": {"count": len(browsed), "offered": offered, "starts": starts}}
+    page = Template(assets.joinpath(f"{name}.html").read_text("utf-8")).substitute(
+        trajectories=assets.joinpath("trajectories.html").read_text("utf-8"),
+        title=html.escape(title),
         policy=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'",
         style=style,
         script=script,
         data=_inert(document),
-        index=_packed(orjson.dumps(_index(data.browsed))),
+        index=_packed(orjson.dumps({**_index(browsed), **({"run": list(runs)} if runs else {})})),
         chunks="\n".join(
             f'<script type="text/plain" id="chunk-{number}">{chunk}</script>' for number, chunk in enumerate(chunks)
         ),

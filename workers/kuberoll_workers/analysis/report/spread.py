@@ -53,15 +53,27 @@ def spread(environments: Sequence[Tasks]) -> dict[str, Any]:
 
 
 def _points(means: list[float], stds: list[float]) -> list[tuple[float, float, int]]:
-    points = Counter(zip(means, stds, strict=True))
+    # Rounding must not merge groups with a spread into those without one.
+    return merged_points(means, stds, columns=_MEANS, rows=_STDS, upwards=True)
+
+
+def merged_points(
+    horizontal: list[float], vertical: list[float], *, columns: int = 40, rows: int = 40, upwards: bool = False
+) -> list[tuple[float, float, int]]:
+    """Points `(x, y, count)`, merged to a grid of this size if more than 400 differ.
+
+    Args:
+        upwards: Round the vertical values up, so that only 0 becomes 0.
+    """
+    points = Counter(zip(horizontal, vertical, strict=True))
     if len(points) > _MOST_POINTS:
-        width, height = _cell(means, _MEANS), _cell(stds, _STDS)
+        width, height = _cell(horizontal, columns), _cell(vertical, rows)
+        rounded = math.ceil if upwards else round
         cells: Counter[tuple[float, float]] = Counter()
-        for (mean, std), count in points.items():
-            # Rounding must not merge groups with a spread into those without one.
-            cells[round(mean / width) * width, math.ceil(std / height) * height] += count
+        for (x, y), count in points.items():
+            cells[round(x / width) * width, rounded(y / height) * height] += count
         points = cells
-    return [(mean, std, count) for (mean, std), count in sorted(points.items())]
+    return [(x, y, count) for (x, y), count in sorted(points.items())]
 
 
 def _cell(values: list[float], most: int) -> float:

@@ -46,6 +46,12 @@ class Stretch:
     tokens: Floats
     busy: Floats
 
+    @property
+    def generated(self) -> float:
+        """Number of tokens."""
+        bounds = np.append(self.start + self.seconds * np.arange(len(self.tokens)), self.end)
+        return float(np.sum(self.tokens * np.diff(bounds)))
+
     def as_json(self) -> dict[str, Any]:
         """Form in which the page has it."""
         return {
@@ -106,6 +112,12 @@ class Throughput:
         while sum(-(-(last - first) // step) for first, last in active) > _MOST_POINTS:
             step *= 2
         return [self._stretch(chosen, first, last, step) for first, last in active]
+
+    def tokens_per_second(self) -> float | None:
+        """Mean of the whole run without pauses; None if no times are known."""
+        stretches = self.stretches([*{*self._bins, *self._buffers}])
+        seconds = sum(stretch.end - stretch.start for stretch in stretches)
+        return sum(stretch.generated for stretch in stretches) / seconds if seconds else None
 
     def _stretch(self, bins: Mapping[int, Floats], first: int, last: int, step: int) -> Stretch:
         assert self._origin is not None

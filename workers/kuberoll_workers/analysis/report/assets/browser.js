@@ -3,6 +3,7 @@
 class Browser {
   static height = 36;
   static spare = 8;
+  static usual = "stored";
 
   static orders = {
     stored: ["as stored", null],
@@ -26,6 +27,7 @@ class Browser {
     $("outcome").append(make("option", { value: "" }, "any"),
       ...outcomes.map((name, place) => (there.has(place) ? make("option", { value: place }, outcomeNames[name]) : "")));
     $("order").append(...Object.entries(Browser.orders).map(([value, [name]]) => make("option", { value }, name)));
+    $("order").value = Browser.usual;
     for (const id of ["outcome", "order", "least", "most"]) $(id).addEventListener("input", () => this.filter());
     $("search").addEventListener("input", () => {
       clearTimeout(this.typing);
@@ -51,7 +53,7 @@ class Browser {
 
   clear() {
     for (const id of ["search", "outcome", "least", "most"]) $(id).value = "";
-    $("order").value = "stored";
+    $("order").value = Browser.usual;
     this.filter();
   }
 

@@ -54,7 +54,7 @@ function seconds(value) {
 
 function table(heads, rows, caption) {
   const cell = (tag) => (value, column) =>
-    make(tag, { class: heads[column].n ? "n" : "text", scope: tag === "th" ? "col" : null }, value);
+    make(tag, { class: heads[column].n ? "n" : "text", scope: tag === "th" ? "col" : null, "data-head": tag === "td" ? heads[column].name : null }, value);
   return make("div", { class: "scroll" }, make("table", {},
     caption ? make("caption", { class: "unseen" }, caption) : null,
     make("thead", {}, make("tr", {}, heads.map((head, column) => cell("th")(head.name, column)))),

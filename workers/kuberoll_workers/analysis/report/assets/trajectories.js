@@ -19,7 +19,12 @@ class Trajectories {
   }
 
   name(number) {
-    return `#${this.index.task[number]}.${this.index.rollout[number]}`;
+    return `#${this.run(number)}${this.index.task[number]}.${this.index.rollout[number]}`;
+  }
+
+  // The letter of its run, where two are compared.
+  run(number) {
+    return this.index.run ? this.index.run[number] : "";
   }
 
   tokens(number) {
@@ -27,8 +32,9 @@ class Trajectories {
   }
 
   named(text) {
-    const [, task, rollout] = /^#(\d+)(?:\.(\d+))?$/.exec(text) || [];
+    const [, run, task, rollout] = /^#([AB])?(\d+)(?:\.(\d+))?$/i.exec(text) || [];
     return task === undefined ? null : (number) => this.index.task[number] === Number(task)
+      && (run === undefined || this.run(number) === run.toUpperCase())
       && (rollout === undefined || this.index.rollout[number] === Number(rollout));
   }
 

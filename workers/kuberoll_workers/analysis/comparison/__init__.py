@@ -1,0 +1,1 @@
+"""Comparison of two runs: settings that differ, metrics with their differences, and tasks that changed."""
