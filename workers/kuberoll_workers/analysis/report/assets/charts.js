@@ -276,7 +276,7 @@ function throughputCard(stretches, span) {
 
 // A period as h:mm:ss, with tenths below ten seconds.
 function elapsed(value) {
-  if (value > 0 && value < 10) return `${Number(value.toFixed(1))} s`;
+  if (value < 10) return `${Number(value.toFixed(1))} s`;
   const all = Math.round(value), hours = Math.floor(all / 3600), minutes = Math.floor((all % 3600) / 60), rest = String(all % 60).padStart(2, "0");
   return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
 }
