@@ -12,6 +12,7 @@ from kuberoll_workers.analysis.report.trajectory_sample import MOST
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tracebacks import Frame
 from kuberoll_workers.output.precedence import EndedRecord
+from kuberoll_workers.output.run_directory import RunManifest
 from tests.analysis.report.conftest import Open
 from tests.analysis.report.runs import (
     WordTokenizer,
@@ -359,6 +360,17 @@ def test_probabilities_of_tokens(opened: Open, scheme: str) -> None:
     expect(page.locator("#detail h3")).to_contain_text("#1.1")
     expect(page.get_by_role("checkbox", name="Token probabilities")).to_be_checked()
     expect(page.locator("#detail [data-token]").first).to_be_visible()
+
+
+def test_a_simulated_run_says_so(opened: Open) -> None:
+    manifest = RunManifest(
+        format=1, job="dry", created="", shards=1, identity={"generation.engine": "Simulated"}, inputs={}, versions={}
+    )
+    facts = "#facts"
+    expect(opened([trajectory(0)], report={"manifest": manifest}).page.locator(facts)).to_contain_text("no model wrote")
+    manifest.identity["generation.engine"] = "VLLM"
+    page = opened([trajectory(0)], report={"manifest": manifest}).page
+    expect(page.locator(facts)).not_to_contain_text("no model wrote")
 
 
 def test_tokens_without_a_tokenizer_are_ids(opened: Open) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.data.messages import Message
@@ -28,21 +32,25 @@ def token_details(message: Message, texts: TokenTexts | None, *, room: int, whol
         found["versions"] = [(one_line(version, 40), start, end) for version, start, end in message.policy_versions]
     if message.logprobs is None or len(message.logprobs) > room or not whole:
         return found
-    found["logprobs"] = [_thousandths(logprob) for logprob in message.logprobs]
+    found["logprobs"] = _thousandths(message.logprobs)
     pieces = None if texts is None else texts.pieces(message.token_ids, message.content)
     if pieces is None:
         found["ids"] = list(message.token_ids)
     else:
-        found["lengths"] = [_utf16(visible(piece)) for piece in pieces]
+        found["lengths"] = list(map(_displayed_length, pieces))
     return found
 
 
-def _thousandths(logprob: float) -> int:
-    value = round(-1000 * logprob)
+def _thousandths(logprobs: Sequence[float]) -> list[int]:
     # Some engines' arithmetic leaves a little above 0.
-    return int(float(f"{value:.2g}")) if value >= 100 else max(0, value)
+    values = np.maximum(np.rint(-1000 * np.asarray(logprobs, dtype=np.float64)), 0)
+    digits = 10 ** np.maximum(np.floor(np.log10(np.maximum(values, 1))) - 1, 0)
+    found: list[int] = (np.rint(values / digits) * digits).astype(np.int64).tolist()
+    return found
 
 
-def _utf16(text: str) -> int:
-    """Length in JavaScript's characters."""
+@lru_cache(maxsize=1 << 16)
+def _displayed_length(piece: str) -> int:
+    """Length of a text as it is displayed, in JavaScript's characters."""
+    text = visible(piece)
     return len(text) + sum(character > "\uffff" for character in text)

@@ -44,7 +44,8 @@ class TokenTexts:
         Returns:
             Texts whose concatenation is `content`; None if it is not what this tokenizer decodes.
         """
-        found = [self._piece(token) for token in ids]
+        known = self._known
+        found = [known[token] if token in known else self._piece(token) for token in ids]
         if found and self._before:
             # The first one has a text of its own, see above.
             found[0] = self._tokenizer.decode(ids[:1])
@@ -53,11 +54,9 @@ class TokenTexts:
         return found if "".join(found) == content else None
 
     def _piece(self, token: int) -> str:
-        piece = self._known.get(token)
-        if piece is None:
-            piece = self._tokenizer.decode([*self._before, token])[self._skipped :]
-            if len(self._known) < _MOST_CACHED:
-                self._known[token] = piece
+        piece = self._tokenizer.decode([*self._before, token])[self._skipped :]
+        if len(self._known) < _MOST_CACHED:
+            self._known[token] = piece
         return piece
 
     def _in_context(self, ids: Sequence[int]) -> list[str]:

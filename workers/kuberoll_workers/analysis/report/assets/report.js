@@ -52,7 +52,8 @@ async function start() {
   const { head, numbers, browsed } = report, { environments } = numbers;
   const [version, another] = numbers.all.versions.versions;
   const facts = [head.job ? head.location : null, head.created ? `begun ${head.created.replace("T", " ")}` : null,
-    version && !another ? `policy version ${version[0]}` : null];
+    version && !another ? `policy version ${version[0]}` : null,
+    head.settings.some(([name, value]) => name === "generation.engine" && value === "Simulated") ? "engine Simulated: no model wrote the responses" : null];
   $("facts").textContent = facts.filter(Boolean).join(" · ");
   $("sample").textContent = browsed.count === browsed.offered ? ""
     : `${number(browsed.count)} of ${number(browsed.offered)} can be read here: failures first, and an even sample of the others. The numbers above are over all.`;
