@@ -28,7 +28,7 @@ PAGE: Final = ROOT / "docs" / "first-hour.md"
 
 ENVIRONMENT: Final = '''\
 class Guess:
-    """Guess a digit; the environment says whether it is larger or smaller."""
+    """Guess a digit."""
 
     def __init__(self, config):
         self.tries = config.get("tries", 5)
@@ -277,7 +277,8 @@ class Transcript:
         text = output.replace(str(self._clone), "~/kuberoll").replace(
             str(self._clone.parent / "state"), "~/.local/state"
         )
-        return [line.rstrip() for line in text.strip("\n").splitlines()]
+        # pip warns of package sources that only this machine has.
+        return [line.rstrip() for line in text.strip("\n").splitlines() if not line.startswith("WARNING: Location")]
 
     def _head(self) -> str:
         rows = "\n".join(f"| [{title}](#{_anchor(title)}) | {seconds:.0f} |" for title, seconds in self._seconds)

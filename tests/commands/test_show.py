@@ -153,7 +153,7 @@ def test_failures_by_their_line_of_code(tmp_path: Path) -> None:
     assert (
         "3 trajectories failed in environment puzzle: step raised KeyError: 'answers 0' (and similar messages)" in found
     )
-    assert 'first: task 0, rollout 0, row data.jsonl:1, idx {"name":0}, attempt 0\n    metadata: {"hint":0}\n' in found
+    assert 'first: task 0, rollout 0, from data.jsonl:1, idx {"name":0}, attempt 0\n    metadata: {"hint":0}\n' in found
     assert "KeyError: ␛[31m'answers'" in found
     assert "1 trajectory failed in generation: the endpoint is gone" in found
     one = typed(str(tmp_path / "run"), "--task", 2).stdout

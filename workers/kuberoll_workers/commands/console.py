@@ -19,6 +19,7 @@ from kuberoll_workers.rollouts.drop_report import DropReport
 
 LOG_SECONDS = 5.0
 START_LOG_SECONDS = 10.0
+FIRST_LOG_SECONDS = 1.0
 _LINK_CHARACTERS = 60
 
 
@@ -51,7 +52,8 @@ class LogReporter:
         self._print(f"{name}: {seconds:.1f} s")
 
     def progress(self, totals: RunProgress) -> None:
-        if time.monotonic() >= self._next:
+        # The first line comes when there is something to count.
+        if time.monotonic() >= self._next and totals.seconds >= FIRST_LOG_SECONDS:
             self._next = time.monotonic() + LOG_SECONDS
             self._print(f"{totals.completed}/{totals.planned} trajectories, {describe(totals)}")
 

@@ -105,7 +105,7 @@ def origin(failure: FailureRecord) -> str:
     """The task, sample and dataset row of a failure, on one line."""
     parts = [f"task {failure.task_index}, rollout {failure.rollout_index}"]
     if failure.row is not None:
-        parts.append(f"row {one_line(near_path(failure.row), _VALUE)}")
+        parts.append(f"from {one_line(near_path(failure.row), _VALUE)}")
     if failure.idx is not None:
         parts.append(f"idx {json_line(failure.idx, _VALUE)}")
     return ", ".join(parts)
