@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from kuberoll_api.manifest.beside import files_beside
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.commands.render import children_of
+from kuberoll_operator.console.shipping import files_config_map, with_files
 from kuberoll_operator.settings import Settings
+from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.output.run_files import RunFiles
 from tests.charts.rendering import rendered
 from tests.cluster.control_plane import make_certificates
@@ -119,6 +122,76 @@ def job(name: str, generation: Mapping[str, Any], *, count: int, repeats: int) -
     return RolloutJob.model_validate({**head, "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
 
 
+BESIDE = {
+    "beside.py": """
+import os
+from pathlib import Path
+
+from kuberoll_workers.environments import EnvironmentReturn, landlock
+from lexicon import words
+
+
+class Beside:
+    def __init__(self, config):
+        assert Path(__file__) == Path("/opt/kuberoll-files/beside.py"), __file__
+        # As the kubelet mounts a ConfigMap.
+        assert os.readlink(__file__) == "..data/beside.py"
+
+    def step(self, message_log_batch, metadata):
+        forbidden = [(__file__, "a"), (Path(__file__).with_name("written"), "w")]
+        if landlock.abi():
+            forbidden.append(("/etc/kuberoll/job.json", "r"))
+        for path, mode in forbidden:
+            try:
+                open(path, mode).close()
+            except OSError:
+                continue
+            raise AssertionError(f"an environment's process can open {path} with mode {mode}")
+        count = len(message_log_batch)
+        rewards = [float(log[-1]["content"].strip() in words.read()) for log in message_log_batch]
+        observations = [{"role": "environment", "content": "."}] * count
+        return EnvironmentReturn(observations, metadata, [None] * count, rewards, [True] * count)
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"user": os.getuid(), "words": len(words.read())}
+""",
+    "lexicon/__init__.py": "",
+    "lexicon/words.py": """
+from pathlib import Path
+
+
+def read():
+    return Path(__file__).with_name("words.txt").read_text().split()
+""",
+    "lexicon/words.txt": "\n".join([*ANSWERS, "\N{GREEK SMALL LETTER ALPHA}"]),
+}
+"""An environment that lies beside a manifest; its steps fail where its process may do more than read its files."""
+
+
+async def with_files_beside(node: ContainerNode, made: RolloutJob, count: int, directory: Path) -> RolloutJob:
+    """The job with rows and an environment that `kuberoll apply` would ship; the ConfigMap of both is put on the node.
+
+    Args:
+        count: Rows, half of which are puzzles.
+        directory: The manifest's.
+    """
+    puzzles = SlidingPuzzleEnvironment(made.spec.environments[0].config).generate_dataset(count // 2, seed=0)
+    rows = [{"task_name": "puzzle", **row, "idx": index} for index, row in enumerate(puzzles)]
+    rows += [{"task_name": "beside", "prompt": "Say a word.\n", "idx": index} for index in range(count // 2, count)]
+    texts = {**BESIDE, "rows/all.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows)}
+    for name, text in texts.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    given = made.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    given["spec"]["environments"].append({"name": "beside", "entrypoint": "beside:Beside", "isolation": "Process"})
+    given["spec"]["dataset"]["source"] = {"uri": "rows/all.jsonl"}
+    made = RolloutJob.model_validate(given)
+    files = {name: path.read_bytes() for name, path in files_beside(made, directory).files.items()}
+    assert set(files) == set(texts)
+    await node.put(files_config_map(made.metadata.name, NAMESPACE, files))
+    return with_files(made, files)
+
+
 async def children(node: ContainerNode, made: RolloutJob) -> dict[str, Object]:
     """The job's children by kind and role; those that pods refer to are put on the node."""
     settings = Settings(token_key="tests", kuberay=True)  # type: ignore[arg-type]
@@ -168,13 +241,14 @@ async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object
 
 @pytest.mark.parametrize("engine", ["Simulated", pytest.param("VLLM", marks=pytest.mark.engine)])
 async def test_a_job_of_native_generation(
-    node: ContainerNode, worker_image: str, generation_image: str, engine: str
+    node: ContainerNode, worker_image: str, generation_image: str, engine: str, tmp_path: Path
 ) -> None:
     simulated = {"engine": "Simulated", "simulated": {"responses": ANSWERS}, "engineArgs": {"max_model_len": 512}}
     real = {"engine": "VLLM", "engineArgs": VLLM, "resources": {"limits": {"memory": "5Gi"}}}
     generation = {"backend": "Native", **(simulated if engine == "Simulated" else real)}
     count = 16 if engine == "Simulated" else 2
     made = job(engine.lower(), generation, count=count, repeats=4)
+    made = await with_files_beside(node, made, count, tmp_path / "manifest")
     parts = await children(node, made)
     await check(node, made, parts)
     name = f"{made.metadata.name}-generation-0"
@@ -183,6 +257,13 @@ async def test_a_job_of_native_generation(
     assert ready["status"]["containerStatuses"][0]["restartCount"] == 0
     assert await _identity(home, "generation") == (65532, 65532, "kuberoll", "/home/kuberoll")
     await play(node, made, parts, 4 * count)
+    output = RunFiles(str(node.claim(NAMESPACE, "store") / made.metadata.name))
+    rewards = [record.total_reward for record in output.trajectories() if record.task_name == "beside"]
+    # Whatever the simulated engine says is one of the words.
+    assert len(rewards) == 2 * count
+    assert engine != "Simulated" or set(rewards) == {1.0}
+    numbers = json.loads((node.claim(NAMESPACE, "store") / made.metadata.name / "aggregate_metrics.json").read_text())
+    assert numbers["environments"]["beside"]["environment_metrics"] == {"user": 65532, "words": len(ANSWERS) + 1}
     over = await node.delete(name)
     assert ended(over)["exitCode"] == 0, node.log(name)[-6000:]
 
