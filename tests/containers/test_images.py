@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.containers.images import IMAGES, ROOT, builder
+from tests.containers.images import IMAGES, ROOT, builder, tag_of
 from tests.containers.node import ContainerNode, phase
 from tests.containers.test_runtime import pod
 
@@ -69,3 +69,13 @@ def test_an_image_says_what_it_is(built: tuple[str, str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert labels["org.opencontainers.image.version"] == project["version"]
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+
+
+def test_nodes_keep_the_dependencies_of_workers_once(worker_image: str, generation_image: str) -> None:
+    def layers(role: str) -> list[tuple[str, str]]:
+        inspected = json.loads(builder().buildah("inspect", "--type", "image", tag_of(IMAGES[role])))["OCIv1"]
+        made_by = [entry["created_by"] for entry in inspected["history"] if not entry.get("empty_layer")]
+        return list(zip(inspected["rootfs"]["diff_ids"], made_by, strict=True))
+
+    shared = [one for one, other in zip(layers("worker"), layers("generation"), strict=False) if one == other]
+    assert "dependencies.sh --without-engine workers" in shared[-1][1]
