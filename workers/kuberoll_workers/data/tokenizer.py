@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.data.tokenizer_files import FileTokenizer, read_tokenizer
+from kuberoll_workers.data.tokenizer_files import FILES, FileTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+_log = logging.getLogger(__name__)
 
 LONG_TEXT = 1 << 15
 """Length in characters from which encoding takes so long, about 50 ms, that it needs a separate thread."""
@@ -81,6 +84,21 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTok
     return found
 
 
+def _directory_of(source: str, revision: str | None) -> Path | None:
+    """The directory with a tokenizer's files; None if the hub did not give them."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Into the cache that transformers uses, too.
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(FILES)))
+    except Exception:
+        # Its many exceptions all mean the same here; transformers gives the reason in its own words.
+        _log.debug("%s: not loaded from the hub", source, exc_info=True)
+        return None
+
+
 class HuggingFaceTokenizer:
     """A model's own tokenizer: transformers', or one that was read from the same files."""
 
@@ -98,8 +116,8 @@ class HuggingFaceTokenizer:
         Raises:
             OSError, ValueError: transformers' own, when there is no tokenizer.
         """
-        directory = Path(source)
-        found = read_tokenizer(directory) if directory.is_dir() else None
+        directory = _directory_of(source, revision)
+        found = None if directory is None else read_tokenizer(directory)
         return cls(load_tokenizer(source, revision=revision) if found is None else found)
 
     @property

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import AddedToken, Tokenizer
 
+FILES: Final = (
+    "added_tokens.json", "additional_chat_templates/*", "chat_template.jinja", "config.json", "special_tokens_map.json",
+    "tekken.json", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
+"""Patterns of all files that decide what is read, also by not being there."""
+
 _FILE_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Classes that take `tokenizer.json` as it is."""
 
