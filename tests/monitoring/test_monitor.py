@@ -58,11 +58,12 @@ def wait_for(run: Run, url: str, *expressions: str) -> None:
 
 
 @installed
+@pytest.mark.ray
 def test_it_sees_the_run_and_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     job = manifest(tmp_path / "job.yaml", workers={"replicas": 2}, dataset={"source": {"generator": {"count": 5000}}})
-    slow_down(job)
+    slow_down(job, seconds=1.0)
     output = tmp_path / "out"
-    with running(job, "--output", output, "--metrics-port", "0", "--monitor") as run:
+    with running(job, "--output", output, "--metrics-port", "0", "--monitor", "--serve") as run:
         url = run.until(r"^prometheus: (http://127\.0\.0\.1:\d+)")[1]
         page = run.until(r"^graphs: (\S+)")[1]
         run_id = run.run_id()

@@ -310,7 +310,7 @@ async def test_a_check_refuses_an_output_that_cannot_be_written(place: Place) ->
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"dataset": {"source": {"uri": "nowhere.jsonl"}}}, "nowhere.jsonl: No such file"),
+        ({"dataset": {"source": {"uri": "nowhere.jsonl"}}}, "apply the job with `kuberoll apply`"),
         ({"dataset": {"source": {"rows": [{"messages": []}]}}}, "spec.dataset.source.rows[0]"),
         ({"environments": [{"name": "e", "entrypoint": "no_such:Thing"}]}, "there is no module 'no_such'"),
         ({"generation": {"model": {"source": "/no/model"}, "engine": "Simulated"}}, "spec.workers.podTemplate"),
