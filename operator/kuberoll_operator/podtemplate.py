@@ -32,9 +32,8 @@ def merge(base: Any, over: Any) -> Any:
     """`over` merged on top of `base`; neither is changed.
 
     Mappings are merged key by key, and a null removes the key. Containers, volumes, environment variables and other
-    lists whose items have names are merged by them: new items come last; volumes and variables
-    of the same name are replaced. A handler of a probe (httpGet, exec, ...) replaces the one before it. Everything else
-    is replaced.
+    lists whose items have names are merged by them: new items come last; volumes and variables of the same name are
+    replaced. A handler of a probe (httpGet, exec, ...) replaces the one before it. Everything else is replaced.
     """
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over

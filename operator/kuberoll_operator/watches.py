@@ -52,8 +52,7 @@ class Watches:
     ) -> None:
         self._cache, self._access, self._clock = cache, access, clock
         # Without it kopf looks up the user's name, and a container's user may not have one. Its type, a kind of str, is
-        # not
-        # public.
+        # not public.
         self._identity: Any = identity
         self._resources = resources
         self.scopes: tuple[Scope, ...] = namespaces or (None,)
@@ -70,8 +69,7 @@ class Watches:
 
         Raises:
             WatchesEnded: An error in a watch that relisting does not fix. kopf neither continues after it nor cleans
-                up;
-                a new process is needed.
+                up; a new process is needed.
         """
         # Not kopf.operator: when it ends, it cancels every task that was created since it began, even other people's.
         tasks = await kopf.spawn_tasks(
@@ -146,8 +144,7 @@ class Watches:
         """Trace of kopf's requests.
 
         kopf passes on single objects. Only its requests show that a list is complete, which reveals the objects that
-        were
-        deleted while nothing watched.
+        were deleted while nothing watched.
         """
 
         async def began(_: object, __: object, params: aiohttp.TraceRequestStartParams) -> None:

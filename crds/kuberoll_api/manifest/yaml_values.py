@@ -1,8 +1,7 @@
 """YAML nodes as plain values with line numbers, and the parts of them that JSON cannot express.
 
 Kubernetes stores JSON. YAML can express more (dates, tags, keys that are not text, infinity), but parsers disagree
-about
-it. Each such value is reported as a problem with its line, and reading continues.
+about it. Each such value is reported as a problem with its line, and reading continues.
 """
 
 from __future__ import annotations

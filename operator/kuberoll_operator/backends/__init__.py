@@ -26,8 +26,7 @@ def backend_of(job: RolloutJob, status: Mapping[str, Any], *, kuberay: bool | No
     """Name of a job's backend.
 
     `Auto` is resolved once and recorded in the status: installing or removing KubeRay while the job runs does not
-        change
-    it.
+    change it.
 
     Args:
         status: The job's current status.

@@ -51,8 +51,7 @@ def decide(spec: Autoscaling, load: Load, current: int, intent: Intent | None, n
     """Decide the number of replicas.
 
     A change must be called for throughout upscaleDelaySeconds or downscaleDelaySeconds. Scaling down never goes below
-    the
-    largest number called for during the delay, and does not happen while a worker has not reported.
+    the largest number called for during the delay, and does not happen while a worker has not reported.
 
     Args:
         current: Number of replicas that was applied last.

@@ -53,8 +53,7 @@ class KubeRay:
             endpoint=names.generation_url(job.metadata.name, namespace),
             replica_ports=names.REPLICA_PORTS,
             # KubeRay creates such a Service, too, but only once the first cluster runs: by then, resolvers would have
-            # cached
-            # that the name does not exist.
+            # cached that the name does not exist.
             service_labels={_SERVE_LABEL: "true"},
             visitors=visitors,
         )

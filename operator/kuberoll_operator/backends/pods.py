@@ -226,8 +226,7 @@ def message_cause(message: str, *, killed: bool = False) -> str:
     """The cause in a termination message; empty if it names none.
 
     If the program could not write one, the message is the end of its log (FallbackToLogsOnError). Of a log only an
-    error
-    counts, or the last line if the program was not killed, which is usually an exception's.
+    error counts, or the last line if the program was not killed, which is usually an exception's.
 
     Args:
         killed: True if it was killed by a signal, so that its last output is not the cause.

@@ -55,8 +55,7 @@ def get(job: str, cluster: ClusterOptions, **given: Any) -> None:
     A short-lived pod in the job's namespace reads the claim or the object store, with the workers' image, credentials
     and volumes, and the output mounted read-only; it is always removed at the end. While the job runs the copy is a
     snapshot of whole lines. Run the same command again to resume an interrupted copy and to fetch what is new. Local
-    files
-    with different content are never overwritten without --force.
+    files with different content are never overwritten without --force.
 
     The exit code is 2 if nothing was copied: no such job, a missing permission, different files in the way.
     """

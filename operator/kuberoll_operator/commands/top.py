@@ -30,8 +30,7 @@ def top(cluster: ClusterOptions, everywhere: bool, once: bool, interval: float) 
 
     Turns, tokens and trajectories in flight are read from the workers through the API server. If that is not possible,
     rates come from the status, which is updated less often. Progress, reward, failures and the remaining time always
-    come
-    from the status.
+    come from the status.
     """
     run(_top(cluster, everywhere, once or not sys.stdout.isatty(), interval))
 

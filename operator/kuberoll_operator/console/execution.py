@@ -1,8 +1,7 @@
 """Execution of a command in a pod's container through the API server, with standard input and output.
 
 The WebSocket protocol is Kubernetes' `v4.channel.k8s.io`, which every kubelet supports: binary messages whose first
-byte
-is the number of a stream.
+byte is the number of a stream.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ class Reader:
     """Session with one reader.
 
     All methods raise `StreamLost` if the connection breaks, `OutputChanged` if the output was rewritten in the
-    meantime, and
-    `ConsoleError` if the reader reports an error.
+    meantime, and `ConsoleError` if the reader reports an error.
 
     Attributes:
         location: Location of the run, as its pods see it.

@@ -27,8 +27,7 @@ class Elector:
     The holder renews it every `retry_seconds`, by one request. It counts itself leader for `renew_seconds` from the
     start of the last successful renewal; others take the lease when they have seen no renewal for `lease_seconds`. Each
     operator measures on its own monotonic clock, so differing clocks do no harm. The difference of the two times is
-    left
-    for writes in flight to end.
+    left for writes in flight to end.
 
     A holder that was late, because its process got no CPU or the API server did not answer, writes nothing until it has
     renewed the lease, and continues if no other operator has taken it in the meantime.

@@ -31,8 +31,7 @@ def build_generation_deployment(context: RenderContext, *, replicas: int) -> Obj
     """Deployment <job>-generation.
 
     It never has more pods than replicas: a surge pod could wait forever for a second GPU. Weights are not part of it:
-        pods
-    read them from their mounted configuration while they run.
+    pods read them from their mounted configuration while they run.
     """
     spec = context.job.spec
     child = context.child("apps/v1", "Deployment", names.generation(context.name), names.GENERATION)
@@ -87,8 +86,7 @@ def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
     volumes = standard_volumes(context)
     volumes.add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
     # Serve's own paths on the policy's port succeed too early, or wait behind generation: the pod's main process
-    # answers
-    # instead.
+    # answers instead.
     ready = {"httpGet": {"path": "/healthz", "port": "metrics"}, "timeoutSeconds": 5}
     alive = {"httpGet": {"path": "/livez", "port": "metrics"}, "timeoutSeconds": 10}
     probes: dict[str, Any] = {

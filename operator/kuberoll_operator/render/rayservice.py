@@ -1,8 +1,8 @@
 """The RayService of backend KubeRay: a head without GPU, one group of engine pods, and Serve's configuration.
 
 A change of `rayClusterConfig` would start a second cluster of GPUs beside the first, or have no effect with upgrades
-off;
-only `serveConfigV2` changes in place. A running RayService therefore keeps its cluster as it was rendered at first.
+off; only `serveConfigV2` changes in place. A running RayService therefore keeps its cluster as it was rendered at
+first.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ HEALTH_PORT: Final = 52365
 
 # KubeRay adds probes to containers that have none, and its readiness probe of engines needs wget and bash in the image.
 # The numbers are those of KubeRay 1.7, except that an engine becomes unready after three failures instead of one: on a
-# busy
-# node a proxy may answer late once.
+# busy node a proxy may answer late once.
 _ALIVE: Final = {
     "httpGet": {"path": "/api/healthz", "port": HEALTH_PORT},
     "initialDelaySeconds": 30,

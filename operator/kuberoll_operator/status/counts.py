@@ -149,8 +149,7 @@ def _remaining(before: Mapping[str, Any], found: Json, running_since: datetime |
     """Seconds until all planned trajectories have ended, at the mean pace of at most the last quarter of an hour.
 
     The pace is averaged, and recovered from the previous estimate. Averaging the estimates would overestimate for the
-    rest
-    of the run, because the first trajectories take long to come.
+    rest of the run, because the first trajectories take long to come.
     """
     earlier, since = before.get("estimatedSecondsRemaining"), parse_time(before.get("lastUpdated"))
     if all(before.get(key) == value for key, value in found.items()):

@@ -61,8 +61,7 @@ def show(
     """Show the trajectories of a run: finished, failed and dropped ones.
 
     DIR|URI is the output of a run: a directory, or s3://…, gs://…. With --sort stored, reading ends with the last row
-    that is
-    shown. The exit code is 1 if nothing matches, and 2 if there is no run, or it cannot be read.
+    that is shown. The exit code is 1 if nothing matches, and 2 if there is no run, or it cannot be read.
     """
     from rich.console import Console
 

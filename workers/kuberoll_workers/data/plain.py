@@ -42,10 +42,8 @@ def plain(value: Any, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
 
     Raises:
         NotPlain: The message names the path and the problem: a type that JSON cannot represent, a key that is not a
-            string,
-            a non-finite number, an integer beyond 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`, or more
-            than
-            `max_bytes`.
+            string, a non-finite number, an integer beyond 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`,
+            or more than `max_bytes`.
     """
     copied, made = _copied(value, max_bytes)
     if copied:

@@ -160,8 +160,7 @@ class FileJournal(BatchJournal):
     """One append-only file of lines.
 
     Lines that arrive during a sync go to disk together with the next one (group commit): a slow disk makes batches
-        larger,
-    not the run slower.
+    larger, not the run slower.
     """
 
     def __init__(self, path: Path, *, seconds: WriteObserver, sync: bool = True) -> None:

@@ -2,8 +2,7 @@
 
 A trajectory has several lines if it failed or was dropped before it finished, if a crash interrupted the rewriting of a
 file, if a worker that was believed dead stored a trajectory that another one had run again, or if files were merged.
-The
-rule depends only on the content of lines, never on their position or on the format of a shard.
+The rule depends only on the content of lines, never on their position or on the format of a shard.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Rank(NamedTuple):
 
     Attributes:
         final: 2 for a finished trajectory, which is never run again; 1 for a filtered group, whose samples are all
-            final; 0 for
-            trajectories that a resumed run retries.
+            final; 0 for trajectories that a resumed run retries.
         attempt: Number of the attempt; a later one starts after the earlier one has failed.
         failed: True for a failure, which is more informative than a dropped trajectory.
         digest: Digest of the content, which breaks ties independently of the reward.

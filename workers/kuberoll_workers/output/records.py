@@ -131,8 +131,7 @@ def to_parquet(storage: Storage, shard: str) -> None:
     """Convert a shard's journal into its Parquet file, together with the existing content of that file.
 
     Of several lines of a trajectory the one that counts is kept. After a crash the journal, or both files, exist, and
-    no
-    trajectory is lost: readers return each once.
+    no trajectory is lost: readers return each once.
     """
     first = next(iter(storage.lines(shard)), None)
     if first is None:

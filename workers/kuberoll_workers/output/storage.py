@@ -2,8 +2,7 @@
 
 A run consists of journals (`shard-00000`, `failures`, `dropped`), which only grow, and of files that are written as a
 whole. In a directory a journal is one file of JSON lines. Object stores cannot append, so there a journal is a folder
-of
-parts, each an object that is complete or absent; a finished journal becomes one file, as in a directory.
+of parts, each an object that is complete or absent; a finished journal becomes one file, as in a directory.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ class DirectoryStorage:
         if not shared:
             return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
         # One file for each writer: network file systems interleave the lines of several writers, and a new writer cuts
-        # off an
-        # incomplete last line, which another one may be about to finish.
+        # off an incomplete last line, which another one may be about to finish.
         (self.path / name).mkdir(exist_ok=True)
         return FileJournal(self.path / name / f"{owner}.jsonl", seconds=seconds)
 

@@ -22,8 +22,7 @@ class Trajectories:
     """Trajectories of a run: of several lines of one, the line that counts by the rule of `precedence`.
 
     Records are streamed. Memory: 16 bytes for each stored line while keys are compared, before the first record; then
-        about
-    70 bytes for each trajectory that failed or was dropped, and 300 for each that has several lines.
+    about 70 bytes for each trajectory that failed or was dropped, and 300 for each that has several lines.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Turns of unfinished trajectories on disk, so that an interrupted trajectory resumes instead of starting over.
 
 A shard's log is a sequence of files. A file is removed as soon as none of its turns is needed, so the log stays about
-as
-large as the trajectories in flight, however long the run. Nothing waits for turns to be durable: a crash of the machine
-only costs work that is repeated.
+as large as the trajectories in flight, however long the run. Nothing waits for turns to be durable: a crash of the
+machine only costs work that is repeated.
 """
 
 from __future__ import annotations

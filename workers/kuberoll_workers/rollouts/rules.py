@@ -19,8 +19,8 @@ def observation_room(prompt: int, generated: int, observation: int, max_sequence
     """Number of an observation's tokens to keep, and whether the observation truncates the trajectory.
 
     Filling the window exactly counts as truncation although nothing is cut, because no token could follow. The rule is
-    NeMo RL's (`run_multi_turn_rollout`); the clamp at 0 is ours: its first version kept wrong
-    tokens there, and its second one stopped the batch.
+    NeMo RL's (`run_multi_turn_rollout`); the clamp at 0 is ours: its first version kept wrong tokens there, and its
+    second one stopped the batch.
     """
     if observation + generated + prompt < max_sequence_length:
         return observation, False

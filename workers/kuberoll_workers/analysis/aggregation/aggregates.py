@@ -44,8 +44,7 @@ class Aggregates:
             name.
         tail: Comparison of kept and dropped trajectories.
         planned: Number of trajectories that the run will produce; None without a manifest, or if it stops at a number
-            of
-            groups.
+            of groups.
         contents: The data that the numbers were computed from.
         tasks: Finished trajectories by task, for each environment.
     """
@@ -141,11 +140,9 @@ def aggregate(
         runs: The run: one location, or several that hold parts of it.
         make: Creates an environment, for its own metrics; None to skip them.
         environments: Names of environments that are reported even without trajectories, in order; empty for those of
-            the
-            manifest.
+            the manifest.
         threshold: Minimum reward of a success. None: 1 if all rewards are 0 or 1; otherwise success is undefined, and k
-            tries
-            are measured by their rewards.
+            tries are measured by their rewards.
         observe: Called with each trajectory as it is read, which saves other consumers another pass.
 
     Raises:

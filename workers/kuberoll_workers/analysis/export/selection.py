@@ -19,8 +19,7 @@ class Selection:
         stop_reasons: Stop reasons; empty for all.
         min_reward: Minimum total reward.
         best_of_group: Only the sample of each task with the highest reward among those that match the other criteria;
-            of
-            equal ones the one with the lowest rollout index.
+            of equal ones the one with the lowest rollout index.
         limit: Maximum number of trajectories.
     """
 

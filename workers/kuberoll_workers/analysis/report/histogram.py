@@ -19,8 +19,7 @@ def bars(values: Floats, *, whole: bool = False) -> list[Bar]:
     """At most 32 bars `(low, high, count)`, in order.
 
     Up to 32 distinct values are single bars with equal `low` and `high`. Otherwise the width of all bars is the
-    smallest
-    power of two that gives at most 32 bars; `low` is inclusive, `high` exclusive.
+    smallest power of two that gives at most 32 bars; `low` is inclusive, `high` exclusive.
 
     Args:
         values: Finite values.

@@ -21,9 +21,8 @@ def spread(environments: Sequence[Tasks]) -> dict[str, Any]:
     """Count the groups with at least two rewards, and those among them without a spread.
 
     `equal` of the `groups` have no spread: `highest` of them at the highest reward of their environment, `lowest` at
-        the
-    lowest; both are 0 if all its rewards are equal. `points` are `[mean, std, groups]`, merged to a grid if there are
-    many.
+    the lowest; both are 0 if all its rewards are equal. `points` are `[mean, std, groups]`, merged to a grid if there
+    are many.
     """
     means: list[float] = []
     stds: list[float] = []

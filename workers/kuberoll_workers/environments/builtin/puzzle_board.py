@@ -41,8 +41,7 @@ def shuffled(rows: int, cols: int, most_moves: int, draw: random.Random) -> Boar
     """A solvable, unsolved board: 1 to `most_moves` random slides away from the goal, none undoing the one before.
 
     The number of slides is random, too. With a fixed one, a 2×2 puzzle, whose 12 states form a ring, would have only
-    two
-    different boards.
+    two different boards.
     """
     goal = solved_board(rows, cols)
     while True:

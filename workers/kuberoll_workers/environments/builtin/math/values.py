@@ -1,9 +1,8 @@
 r"""Structure of a mathematical answer: numbers with units, lists, tuples, intervals, relations, words.
 
 Structure is parsed here, because libraries guess: math-verify reads `(1,2)` as an interval, a set or a point as it
-suits,
-drops units, and takes the first number of a text that it cannot parse. The leaves, each an `Expression`, are left to
-sympy.
+suits, drops units, and takes the first number of a text that it cannot parse. The leaves, each an `Expression`, are
+left to sympy.
 """
 
 from __future__ import annotations
