@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 # Read when gRPC is imported. Its handlers crash what is forked beside its threads; nobody here forks to use it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
+# Collections would look at everything that is imported again and again: a sixth of the time that it takes to import it.
+gc.disable()
+
+# A shell lets the commands that it starts in the background ignore Ctrl-C, and all processes of the tests would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a busy machine the clock says nothing about the code.
 settings.register_profile("kuberoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,10 +87,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("ray")
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     if config.getoption("--quick"):
-        slow = [item for item in items if SLOW_MARKS.intersection(mark.name for mark in item.iter_markers())]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        slow = {item for item in items if SLOW_MARKS.intersection(mark.name for mark in item.iter_markers())}
+        config.hook.pytest_deselected(items=[item for item in items if item in slow])
+        items[:] = [item for item in items if item not in slow]
     items.sort(key=_order)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _group(item: pytest.Item) -> str:
