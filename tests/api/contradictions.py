@@ -63,6 +63,14 @@ REFUSED: dict[str, Contradiction] = {
         {"spec.generation.external": {"url": "http://a"}},
         "spec.generation.external: Invalid value: is only for backend External; set backend: External, or remove it",
     ),
+    "a tool parser of somebody else's endpoint": Contradiction(
+        {
+            "spec.generation.backend": "External",
+            "spec.generation.external": {"url": "http://a"},
+            "spec.generation.toolCallParser": "hermes",
+        },
+        "spec.generation.toolCallParser: Invalid value: is for engines of the job",
+    ),
     "weights of somebody else's endpoint": Contradiction(
         {
             "spec.generation.backend": "External",
@@ -82,12 +90,51 @@ REFUSED: dict[str, Contradiction] = {
     "autoscaling above its only bound": Contradiction(
         {"spec.generation.autoscaling": {"minReplicas": 3, "maxReplicas": 1}}, "must not be more than maxReplicas"
     ),
+    "more tokens at the least than at the most": Contradiction(
+        {"spec.generation.sampling": {"maxTokens": 5, "minTokens": 6}},
+        "spec.generation.sampling.minTokens: Invalid value: must not be more than maxTokens",
+    ),
+    "two forms of a response": Contradiction(
+        {"spec.generation.sampling": {"structuredOutputs": {"regex": "a", "choice": ["b"]}}},
+        "spec.generation.sampling.structuredOutputs: Too many: 2: must have at most 1",
+    ),
     "simulated settings of vLLM": Contradiction(
         {"spec.generation.simulated": {}},
         "spec.generation.simulated: Invalid value: is only for engine Simulated; set engine: Simulated, or remove it",
     ),
     "an environment of both kinds": Contradiction({"spec.environments.0.entrypoint": "a.b:C"}, _ONE),
     "an environment of no kind": Contradiction({"spec.environments.1.entrypoint": None}, _ONE),
+    "servers without Remote": Contradiction(
+        {"spec.environments.0.remote": {}},
+        "spec.environments[0].remote: Invalid value: is only for isolation Remote; set isolation: Remote, or remove it",
+    ),
+    "servers elsewhere with an image": Contradiction(
+        {"spec.environments.0.isolation": "Remote", "spec.environments.0.remote": {"url": "http://a", "image": "b"}},
+        "spec.environments[0].remote.image: Invalid value: is for servers that the operator runs",
+    ),
+    "further servers without a first": Contradiction(
+        {"spec.environments.0.isolation": "Remote", "spec.environments.0.remote": {"urls": ["http://a"]}},
+        "spec.environments[0].remote.urls: Invalid value: further servers need url",
+    ),
+    "a token of no server": Contradiction(
+        {"spec.environments.0.isolation": "Remote", "spec.environments.0.remote": {"apiKeyVariable": "A"}},
+        "spec.environments[0].remote.apiKeyVariable: Invalid value: is for servers at url; found none",
+    ),
+    "an environment of no kind in pods": Contradiction(
+        {
+            "spec.environments.1.entrypoint": None,
+            "spec.environments.1.isolation": "Remote",
+            "spec.environments.1.remote": {"image": "a"},
+        },
+        _ONE,
+    ),
+    "two variables of one name in a server": Contradiction(
+        {
+            "spec.environments.0.isolation": "Remote",
+            "spec.environments.0.remote": {"env": [{"name": "same"}, {"name": "same"}]},
+        },
+        _TAKEN.format("environments[0].remote.env", "name"),
+    ),
     "two environments of one name": Contradiction(
         {"spec.environments.0.name": "same", "spec.environments.1.name": "same"}, _TAKEN.format("environments", "name")
     ),
@@ -95,6 +142,53 @@ REFUSED: dict[str, Contradiction] = {
         {f"{_SOURCE}.pvc": {"claimName": "a", "path": "b"}}, f"{_SOURCE}: Too many: 2: must have at most 1"
     ),
     "rows and another source": Contradiction({f"{_SOURCE}.rows": [{"a": 1}]}, f"{_SOURCE}: Too many: 2"),
+    "a source and several": Contradiction(
+        {"spec.dataset.sources": [{"name": "a", "source": {"uri": "b"}}]},
+        "spec.dataset: Invalid value: set one of source and sources",
+    ),
+    "neither a source nor several": Contradiction(
+        {_SOURCE: None}, "spec.dataset: Invalid value: set one of source and sources"
+    ),
+    "two sources of one name": Contradiction(
+        {
+            _SOURCE: None,
+            "spec.dataset.sources": [
+                {"name": "same", "source": {"uri": "a"}},
+                {"name": "same", "source": {"uri": "b"}},
+            ],
+        },
+        _TAKEN.format("dataset.sources", "name"),
+    ),
+    "a weight for some sources": Contradiction(
+        {
+            _SOURCE: None,
+            "spec.dataset.sources": [
+                {"name": "a", "source": {"uri": "a"}, "weight": 1},
+                {"name": "b", "source": {"uri": "b"}},
+            ],
+        },
+        "spec.dataset.sources: Invalid value: give all sources a weight, or none",
+    ),
+    "columns of several sources": Contradiction(
+        {
+            _SOURCE: None,
+            "spec.dataset.columns": {"prompt": "question"},
+            "spec.dataset.sources": [{"name": "a", "source": {"uri": "a"}}],
+        },
+        "spec.dataset.columns: Invalid value: is for a single source; with sources it belongs to each of them",
+    ),
+    "a template of several sources": Contradiction(
+        {
+            _SOURCE: None,
+            "spec.dataset.promptTemplate": {"user": "{question}"},
+            "spec.dataset.sources": [{"name": "a", "source": {"uri": "a"}}],
+        },
+        "spec.dataset.promptTemplate: Invalid value: is for a single source; with sources it belongs to each of them",
+    ),
+    "a source of an unknown environment": Contradiction(
+        {_SOURCE: None, "spec.dataset.sources": [{"name": "a", "source": {"uri": "a"}, "environment": "maths"}]},
+        "spec.dataset.sources: Invalid value: the environment of each must be one of this job's",
+    ),
     "no source": Contradiction({f"{_SOURCE}.uri": None}, f"{_SOURCE} in body should have at least 1 properties"),
     "rows of an unknown environment": Contradiction(
         _GENERATOR | {f"{_SOURCE}.generator.environments": ["math", "maths"]},
@@ -159,6 +253,15 @@ REFUSED: dict[str, Contradiction] = {
 
 ACCEPTED: dict[str, dict[str, Any]] = {
     "nothing but what is required": {},
+    "servers in pods": {
+        "spec.environments.1.isolation": "Remote",
+        "spec.environments.1.remote": {"image": "a", "replicas": 2, "runtimeClassName": "gvisor", "allowEgress": True},
+    },
+    "servers elsewhere": {
+        "spec.environments.1.entrypoint": None,
+        "spec.environments.1.isolation": "Remote",
+        "spec.environments.1.remote": {"url": "http://a", "urls": ["https://b"], "apiKeyVariable": "KEY"},
+    },
     "the longest name": {"metadata.name": "a" + "-" * 38 + "1"},
     "weights": {"spec.weights": {"uri": "s3://bucket/step-100", "version": "step-100"}},
     "several endpoints": {

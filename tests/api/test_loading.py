@@ -123,10 +123,10 @@ MISTAKES = {
         ['found the text "Rollout"; it must be RolloutJob'],
     ),
     "missing field": (
-        "  dataset:\n",
-        "  dataset: # here\n    repeats: 2\n  output:\n    uri: out\n  workers: {}\n  managedBy: me\n  other:\n",
-        "spec.dataset.source",
-        ["is missing; it must be a mapping of 1 field. Source of the rows."],
+        "model:\n      source: org/model",
+        "model: # here\n      revision: main",
+        "spec.generation.model.source",
+        ["is missing; it must be text of 1 to 1024 characters. Hub id, local directory"],
     ),
     "missing field of a list's item": (
         "    - name: mine\n      entrypoint",
@@ -391,6 +391,7 @@ def test_json_is_yaml_with_tabs_and_escapes_of_wide_characters(tmp_path: Path) -
     )
     job = load_job(file)
     assert job.spec.generation.model.source == "\N{GRINNING FACE}"
+    assert job.spec.dataset.source is not None
     assert job.spec.dataset.source.uri == "rows/a.jsonl"
 
 

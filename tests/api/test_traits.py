@@ -53,11 +53,15 @@ def test_a_field_without_a_trait_is_found() -> None:
 def test_what_makes_a_run_another_run() -> None:
     found = [path.removeprefix("spec.") for path in paths(RolloutJobSpec, "spec", Traits(), "identity", True)]
     assert found == [
-        "generation.model", "generation.engine", "generation.engineArgs", "generation.simulated", "generation.sampling",
+        "generation.model", "generation.engine", "generation.engineArgs", "generation.toolCallParser",
+        "generation.simulated", "generation.sampling",
         "generation.external.api", "generation.external.model",
         "environments.name", "environments.type", "environments.entrypoint", "environments.config",
         "environments.repeats",
-        "dataset.limit", "dataset.repeats", "dataset.seedPerRepeat", "dataset.promptTemplate",
+        "dataset.sources.name", "dataset.sources.weight", "dataset.sources.limit", "dataset.sources.environment",
+        "dataset.sources.columns", "dataset.sources.promptTemplate",
+        "dataset.limit", "dataset.shuffleSeed", "dataset.repeats", "dataset.seedPerRepeat", "dataset.columns",
+        "dataset.promptTemplate",
         "rollout.maxTurns", "rollout.maxSequenceLength", "rollout.observationTemplate", "rollout.groups",
     ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from pathlib import Path as FilePath
 from typing import Final, NamedTuple
 
 from kuberoll_api.manifest.modules import files_of_modules, module_file
+from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.types import FILE_PATH_PATTERN
 from kuberoll_api.paths import Path
@@ -27,7 +28,6 @@ MAX_PATH: Final = 512
 
 _MOST_NAMED: Final = 5
 _WILDCARDS: Final = "*?["
-_URI: Final[Path] = ("spec", "dataset", "source", "uri")
 _ELSEWHERE: Final = "an object store (s3://bucket/rows.jsonl), a volume (dataset.source.pvc) or the Hugging Face hub"
 _OWN_PACKAGES: Final = ("kuberoll_workers", "kuberoll_api")
 
@@ -114,21 +114,32 @@ def _modules_elsewhere(job: RolloutJob, base: FilePath) -> Iterator[Finding]:
 
 def _rows(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding]]:
     """Files of a local dataset, and problems with them."""
-    source = job.spec.dataset.source
+    found: list[FilePath] = []
+    problems: list[Finding] = []
+    for path, source in job.spec.dataset.located_sources():
+        files, problem = _files_of(job, source, path, base)
+        found += files
+        problems += problem
+    return found, problems
+
+
+def _files_of(
+    job: RolloutJob, source: DatasetSource, path: Path, base: FilePath
+) -> tuple[list[FilePath], list[Finding]]:
     if source.huggingface is not None and (base / source.huggingface.name).is_dir():
-        path: Path = ("spec", "dataset", "source", "huggingface", "name")
-        return [], [Finding(path, f"{source.huggingface.name} is a directory of this machine; use {_ELSEWHERE}")]
-    uri = source.uri
+        words = f"{source.huggingface.name} is a directory of this machine; use {_ELSEWHERE}"
+        return [], [Finding((*path, "huggingface", "name"), words)]
+    place, uri = (*path, "uri"), source.uri
     if uri is None or ("://" in uri and not uri.startswith("file://")):
         return [], []
     if uri.startswith(("file://", "/", "~")):
         if _is_mounted(job, uri):
             return [], []
         words = f"{uri} is a path of this machine; write it relative to the manifest to ship it, or use {_ELSEWHERE}"
-        return [], [Finding(_URI, words)]
+        return [], [Finding(place, words)]
     if not _is_below(uri):
         words = f"{uri} is not below the manifest's directory, whose files are shipped; move it, or use {_ELSEWHERE}"
-        return [], [Finding(_URI, words)]
+        return [], [Finding(place, words)]
     target = base / uri
     if target.is_dir():
         found = [path for path in sorted(target.iterdir()) if path.is_file() and path.name[0] not in "._"]
@@ -139,7 +150,7 @@ def _rows(job: RolloutJob, base: FilePath) -> tuple[list[FilePath], list[Finding
     else:
         found = []
     if not found:
-        return [], [Finding(_URI, f"there is no file {target} to ship")]
+        return [], [Finding(place, f"there is no file {target} to ship")]
     return found, []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -17,7 +18,8 @@ def module_file(root: Path, module: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def imported_modules(source: bytes, package: str) -> Iterator[str]:
+@lru_cache(maxsize=1024)
+def imported_modules(source: bytes, package: str) -> tuple[str, ...]:
     """Modules that a source imports anywhere, including imported names that may be modules.
 
     Args:
@@ -26,16 +28,18 @@ def imported_modules(source: bytes, package: str) -> Iterator[str]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return
+        return ()
+    modules: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
             above = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (above, node.module)))
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            modules.append(module)
+            modules += (f"{module}.{alias.name}" for alias in node.names)
+    return tuple(modules)
 
 
 def files_of_modules(root: Path, modules: Iterable[str]) -> list[Path]:

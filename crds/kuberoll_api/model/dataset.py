@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import difflib
+from typing import Annotated, Final, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
 
-from kuberoll_api.model.contradictions import contradiction
+from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.traits import IDENTITY, OPERATION
 from kuberoll_api.model.types import (
     MAX_COUNT,
@@ -17,7 +18,9 @@ from kuberoll_api.model.types import (
     LongText,
     Model,
     Name,
+    keyed_by,
 )
+from kuberoll_api.paths import Path
 
 
 class GeneratorSource(Model):
@@ -99,12 +102,100 @@ class PromptTemplate(Model):
     user: LongText = Field(description="The user message.")
 
 
+Columns = dict[str, Annotated[str, StringConstraints(min_length=1, max_length=1024)]]
+"""Names of a dataset's own fields, by the names that KubeRoll reads."""
+
+COLUMN_TARGETS: Final = (
+    "prompt", "messages", "task_name", "task_id", "idx", "stop_strings", "tools", "metadata", "sampling"
+)  # fmt: skip
+_OPEN_TARGETS: Final = ("metadata", "sampling")
+
+
+def _check_columns(columns: Columns, template: PromptTemplate | None) -> None:
+    """Check the names that columns are mapped to.
+
+    Raises:
+        PydanticCustomError: One is unknown, or two exclude each other.
+    """
+    for target in columns:
+        head, dot, rest = target.partition(".")
+        if head not in COLUMN_TARGETS or (dot and (head not in _OPEN_TARGETS or "" in rest.split("."))):
+            near = difflib.get_close_matches(target, COLUMN_TARGETS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise contradiction(
+                f"is not a field that KubeRoll reads: {', '.join(COLUMN_TARGETS)}, metadata.NAME, sampling.NAME. "
+                f"KubeRoll's name is on the left, the dataset's on the right.{hint}",
+                "columns",
+                target,
+            )
+        parents = [target[:end] for end, letter in enumerate(target) if letter == "." and target[:end] in columns]
+        if parents:
+            raise contradiction(f"excludes {parents[0]}, which contains it; remove one of the two", "columns", target)
+    prompts = [target for target in ("prompt", "messages") if target in columns]
+    if len(prompts) == 2:
+        raise contradiction("excludes prompt; a row has one prompt: remove one of the two", "columns", "messages")
+    if prompts and template is not None:
+        raise contradiction(
+            f"excludes columns.{prompts[0]}: both make the prompt. Use the field in the template, "
+            f"{{{columns[prompts[0]]}}}, and remove it from columns",
+            "promptTemplate",
+        )
+
+
+class DatasetPart(Model):
+    """One of several sources of rows, and the form of its rows."""
+
+    name: Annotated[Name, IDENTITY] = Field(
+        description="Name of the source: it is in the rows' metadata as `dataset_source`, and begins their `idx`."
+    )
+    source: Annotated[DatasetSource, OPERATION] = Field(description="Source of the rows.")
+    weight: Annotated[float | None, IDENTITY] = Field(
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="Share of the rows, relative to the other weights. The mixture ends with the first source that has "
+        "no more rows. Absent, of all sources: all rows of each.",
+    )
+    limit: Annotated[int | None, IDENTITY] = Field(
+        default=None, ge=1, le=MAX_COUNT, description="Use only the first rows of this source; absent: all."
+    )
+    environment: Annotated[Name | None, IDENTITY] = Field(
+        default=None, description="Environment of the rows that have no `task_name`."
+    )
+    columns: Annotated[Columns, IDENTITY] = Field(
+        default_factory=dict, max_length=64, description="As dataset.columns, for this source."
+    )
+    prompt_template: Annotated[PromptTemplate | None, IDENTITY] = Field(
+        default=None, description="As dataset.promptTemplate, for this source."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_columns(self.columns, self.prompt_template)
+        return self
+
+
 class Dataset(Model):
     """The prompts, and the number of samples of each."""
 
-    source: Annotated[DatasetSource, OPERATION] = Field(description="Source of the rows.")
+    source: Annotated[DatasetSource | None, OPERATION] = Field(default=None, description="Source of the rows.")
+    sources: list[DatasetPart] = Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra=keyed_by("name"),
+        description="Several sources of rows, instead of one.",
+    )
     limit: Annotated[int | None, IDENTITY] = Field(
-        default=None, ge=1, le=MAX_COUNT, description="Use only the first rows; absent: all."
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Use only the first rows, after shuffling and mixing; absent: all.",
+    )
+    shuffle_seed: Annotated[int | None, IDENTITY] = Field(
+        default=None,
+        ge=0,
+        le=MAX_SEED,
+        description="Seed of a random order of the rows; absent: the order of the source.",
     )
     repeats: Annotated[int, IDENTITY] = Field(
         default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group."
@@ -113,6 +204,41 @@ class Dataset(Model):
         default=True,
         description="Give every trajectory its own sampling seed, so that a run is reproducible; false: random.",
     )
+    columns: Annotated[Columns, IDENTITY] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Names of the dataset's own fields, by KubeRoll's: `prompt`, `messages`, `task_name`, `task_id`, "
+        "`idx`, `stop_strings`, `tools`, `metadata`, `metadata.NAME`, `sampling`, `sampling.NAME`. Dots lead into "
+        "objects and lists: `reward_model.ground_truth`, `prompt.0.content`.",
+    )
     prompt_template: Annotated[PromptTemplate | None, IDENTITY] = Field(
         default=None, description="Template of the prompt for rows that have neither `messages` nor `prompt`."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_columns(self.columns, self.prompt_template)
+        if (self.source is None) == (not self.sources):
+            found = "neither" if self.source is None else "both"
+            raise contradiction(f"set one of source and sources (a list of several); found {found}")
+        if not self.sources:
+            return self
+        for name, given in (("columns", self.columns), ("promptTemplate", self.prompt_template)):
+            if given:
+                raise contradiction("is for a single source; with sources it belongs to each of them", name)
+        reject_duplicates([part.name for part in self.sources], "sources", "name")
+        unweighted = [number for number, part in enumerate(self.sources) if part.weight is None]
+        if unweighted and len(unweighted) < len(self.sources):
+            raise contradiction(
+                "is missing, and other sources have one; give all sources a weight, or none",
+                *("sources", unweighted[0], "weight"),
+            )
+        return self
+
+    def located_sources(self) -> list[tuple[Path, DatasetSource]]:
+        """All sources, each with its path in the manifest."""
+        if self.source is not None:
+            return [(("spec", "dataset", "source"), self.source)]
+        return [
+            (("spec", "dataset", "sources", number, "source"), part.source) for number, part in enumerate(self.sources)
+        ]

@@ -6,22 +6,35 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from kuberoll_api.model.contradictions import contradiction
-from kuberoll_api.model.traits import IDENTITY, OPERATION
+from kuberoll_api.model.contradictions import contradiction, reject_duplicates
+from kuberoll_api.model.pod_fields import EnvVar, PodTemplate, PullSecret, Toleration
+from kuberoll_api.model.pods import PodOptions, Resources
+from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, POD_ANYWHERE
 from kuberoll_api.model.types import (
     ENTRYPOINT_PATTERN,
+    VARIABLE_PATTERN,
+    DnsName,
     JsonObject,
+    Labels,
     Model,
     Name,
     Seconds,
+    Url,
+    keyed_by,
 )
 
 _SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^(/|~|\.)")]
 
 
 class EnvironmentAccess(Model):
-    """Additional variables and paths for the processes of an environment, with isolation Process."""
+    """What the processes of an environment may use beyond the usual, with isolation Process; and the policy."""
 
+    policy: bool = Field(
+        default=False,
+        description="Access to the policy's own endpoint: the environment finds its OpenAI-compatible API in the "
+        "variables KUBEROLL_POLICY_URL and KUBEROLL_POLICY_TOKEN; the token can only generate. A judge without a url "
+        "has it anyway.",
+    )
     variables: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]] = Field(
         default_factory=list,
         max_length=64,
@@ -40,7 +53,114 @@ class EnvironmentAccess(Model):
     )
 
 
-BuiltInEnvironment = Literal["calculator", "math", "sliding_puzzle"]
+class EnvironmentServers(Model):
+    """Servers of an environment, with isolation Remote: those at `url`, or else pods of the job's own."""
+
+    url: Annotated[Url | None, OPERATION] = Field(
+        default=None,
+        description="Base URL of a server that is run elsewhere (`kuberoll env serve`). With http, each address of its "
+        "host name is a server. Absent: the operator runs servers, and `kuberoll run` starts one.",
+    )
+    urls: Annotated[list[Url], OPERATION] = Field(
+        default_factory=list, max_length=256, description="Base URLs of further servers of the same environment."
+    )
+    api_key_variable: Annotated[
+        Annotated[str, StringConstraints(pattern=VARIABLE_PATTERN, max_length=256)] | None, OPERATION
+    ] = Field(
+        default=None,
+        description="Environment variable of the workers that holds the token of the servers at url (workers.env or "
+        "envFrom, from a Secret).",
+    )
+    replicas: Annotated[int, POD] = Field(default=1, ge=1, le=1024, description="Number of server pods.")
+    allow_egress: Annotated[bool, POD] = Field(
+        default=False, description="Let server pods connect to anything; otherwise they reach DNS only."
+    )
+    image: Annotated[Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None, POD] = Field(
+        default=None,
+        description="Image of server pods, with `kuberoll env serve` in it; absent: the default of workers.",
+    )
+    resources: Annotated[Resources, POD] = Field(
+        default_factory=Resources, description="Requests and limits of a server pod."
+    )
+    env: Annotated[list[EnvVar], POD_ANYWHERE] = Field(
+        default_factory=list,
+        max_length=64,
+        json_schema_extra=keyed_by("name"),
+        description="Environment variables of server pods, as in a container; those named in access.variables reach "
+        "the environment.",
+    )
+    runtime_class_name: Annotated[DnsName | None, POD] = Field(
+        default=None, description="RuntimeClass of server pods: gVisor or Kata for untrusted code."
+    )
+    node_selector: Annotated[Labels, POD] = Field(default_factory=dict, description="Labels that a node must have.")
+    tolerations: Annotated[list[Toleration], POD] = Field(
+        default_factory=list, max_length=16, description="Taints that are tolerated, as in a pod."
+    )
+    image_pull_secrets: Annotated[list[PullSecret], POD] = Field(
+        default_factory=list,
+        max_length=16,
+        json_schema_extra=keyed_by("name"),
+        description="Secrets to pull the image with, as in a pod.",
+    )
+    pod_template: Annotated[PodTemplate | None, POD] = Field(
+        default=None, description="A pod template that is merged over the rendered one, for all other fields."
+    )
+
+    @property
+    def located(self) -> list[str]:
+        """Base URLs of the servers that are run elsewhere."""
+        return [url for url in (self.url, *self.urls) if url is not None]
+
+    def pod_options(self) -> PodOptions:
+        """The options of server pods, in the form of all pods' options."""
+        return PodOptions().model_copy(
+            update={
+                "image": self.image,
+                "resources": self.resources,
+                "env": self.env,
+                "runtime_class_name": self.runtime_class_name,
+                "node_selector": self.node_selector,
+                "tolerations": self.tolerations,
+                "image_pull_secrets": self.image_pull_secrets,
+                "pod_template": self.pod_template,
+            }
+        )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        for field, items in (("env", self.env), ("imagePullSecrets", self.image_pull_secrets)):
+            reject_duplicates([item["name"] for item in items], field, "name")
+        if self.urls and self.url is None:
+            raise contradiction("further servers need url, the first one; found none", "urls")
+        if self.url is not None and self.image is not None:
+            raise contradiction("is for servers that the operator runs, and url names others; remove one", "image")
+        if self.url is None and self.api_key_variable is not None:
+            raise contradiction("is for servers at url; found none", "apiKeyVariable")
+        return self
+
+
+BuiltInEnvironment = Literal[
+    "blackjack",
+    "calculator",
+    "code_execution",
+    "code_jaccard",
+    "grid_world",
+    "judge",
+    "judge_pairs",
+    "math",
+    "multiple_choice",
+    "reward_model",
+    "sliding_puzzle",
+    "sqlite",
+    "string_match",
+]
+
+LibraryEnvironment = Literal[
+    "gymnasium", "mcp", "nemo_gym", "openenv", "reasoning_gym", "skyrl_gym", "textarena", "verifiers"
+]
+"""Environments of other libraries, each in an extra of its own."""
+
+EnvironmentType = Literal[BuiltInEnvironment, LibraryEnvironment]
 
 
 class Environment(Model):
@@ -49,19 +169,29 @@ class Environment(Model):
     name: Annotated[Name, IDENTITY] = Field(
         description="The `task_name` of the dataset rows that this environment answers."
     )
-    type: Annotated[BuiltInEnvironment | None, IDENTITY] = Field(default=None, description="A built-in environment.")
+    type: Annotated[EnvironmentType | None, IDENTITY] = Field(
+        default=None,
+        description="A built-in environment, or an adapter for the environments of the library of this name.",
+    )
     entrypoint: Annotated[
         Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None, IDENTITY
     ] = Field(default=None, description="Your own environment class, `package.module:Class`.")
     config: Annotated[JsonObject, IDENTITY] = Field(
         default_factory=dict, description="Argument of the environment's constructor."
     )
-    isolation: Annotated[Literal["Inline", "Process"], OPERATION] = Field(
+    isolation: Annotated[Literal["Inline", "Process", "Remote"], OPERATION] = Field(
         default="Inline",
-        description="Inline: a thread of the worker. Process: child processes, killed when a step times out.",
+        description="Inline: a thread of the worker. Process: child processes, killed when a step times out. Remote: "
+        "servers of its own, in pods or elsewhere (see remote).",
+    )
+    remote: Annotated[EnvironmentServers | None, OPERATION] = Field(
+        default=None, description="The servers, with isolation Remote."
     )
     processes: Annotated[int, OPERATION] = Field(
-        default=1, ge=1, le=256, description="Child processes per worker, with isolation Process."
+        default=1,
+        ge=1,
+        le=256,
+        description="Child processes per worker, with isolation Process; per server, with isolation Remote.",
     )
     spare_processes: Annotated[int, OPERATION] = Field(
         default=3,
@@ -72,7 +202,7 @@ class Environment(Model):
     )
     access: Annotated[EnvironmentAccess, OPERATION] = Field(
         default_factory=EnvironmentAccess,
-        description="Variables and paths that child processes may use in addition to the usual ones.",
+        description="Variables, paths and endpoints that the environment may use in addition to the usual ones.",
     )
     max_batch: Annotated[int, OPERATION] = Field(
         default=256, ge=1, le=65536, description="Maximum number of trajectories in one call of step."
@@ -84,8 +214,17 @@ class Environment(Model):
         default=None, ge=1, le=65536, description="Samples per prompt of this environment; absent: dataset.repeats."
     )
 
+    @property
+    def uses_policy(self) -> bool:
+        """True if it must be given the policy's own endpoint."""
+        return self.access.policy or (self.type in ("judge", "judge_pairs") and self.config.get("url") is None)
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
+        if self.remote is not None and self.isolation != "Remote":
+            raise contradiction("is only for isolation Remote; set isolation: Remote, or remove it", "remote")
+        if self.type is None and self.entrypoint is None and self.remote is not None and self.remote.url is not None:
+            return self
         if (self.type is None) == (self.entrypoint is None):
             found = "neither" if self.type is None else "both"
             raise contradiction(f"set one of type (a built-in) and entrypoint (package.module:Class); found {found}")

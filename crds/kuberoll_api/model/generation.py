@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
+from kuberoll_api.model.chat_template import RESERVED_VARIABLES
 from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.traits import IDENTITY, OPERATION
@@ -33,10 +34,56 @@ class ModelSource(Model):
     revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of a hub model."
     )
+    chat_template_kwargs: JsonObject = Field(
+        default_factory=dict,
+        description="Variables of the model's chat template, such as `enable_thinking: false`: for the job's prompts "
+        "and observations, and the default of chats at the policy's endpoint.",
+    )
+
+    @model_validator(mode="after")
+    def _variables(self) -> Self:
+        for name in self.chat_template_kwargs:
+            if name in RESERVED_VARIABLES or not name.isidentifier():
+                raise contradiction(
+                    "is not a variable of your own: the rendering of chat templates sets it",
+                    *("chatTemplateKwargs", name),
+                )
+        return self
+
+
+class StructuredOutputs(Model):
+    """Form that every response must have: exactly one of these fields."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    json_schema: JsonObject | None = Field(default=None, alias="json", description="A JSON schema.")
+    regex: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = Field(
+        default=None, description="A regular expression that the whole response matches."
+    )
+    choice: list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]] | None = Field(
+        default=None, min_length=1, max_length=1024, description="The texts of which the response is one."
+    )
+    grammar: Annotated[str, StringConstraints(min_length=1, max_length=65536)] | None = Field(
+        default=None, description="A context-free grammar in EBNF."
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        infos = type(self).model_fields.items()
+        given = [str(info.alias) for name, info in infos if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise contradiction(f"set one of {', '.join(str(info.alias) for _, info in infos)}; found {found}")
+        return self
 
 
 class Sampling(Model):
     """Sampling parameters; a dataset row may override each of them."""
+
+    override: bool = Field(
+        default=False,
+        description="These settings apply to all rows: the rows' own sampling is ignored, but not their stop_strings.",
+    )
 
     temperature: float = Field(default=1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
@@ -54,6 +101,36 @@ class Sampling(Model):
         ge=0,
         le=MAX_SEED,
         description="Base of the per-trajectory sampling seeds; absent: derived from the job's name.",
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
+        default_factory=list, max_length=64, description="Token ids that end a response, besides the model's own."
+    )
+    min_p: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Minimum probability of a token, relative to the most likely one; absent: 0.",
+    )
+    presence_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="Penalty of tokens that the response has already; absent: 0."
+    )
+    frequency_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="The same for each time that the response has them; absent: 0."
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Factor against tokens that the prompt or the response has already; absent: 1.",
+    )
+    min_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=1_000_000,
+        description="Minimum number of tokens of a response before it may stop; absent: 0.",
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="Form that every response must have; absent: any."
     )
     greedy: bool = Field(default=False, description="Always take the most likely token, regardless of the temperature.")
 
@@ -159,6 +236,14 @@ class Generation(PodOptions):
     engine_args: Annotated[JsonObject, IDENTITY] = Field(
         default_factory=dict, description="Arguments passed to vLLM unchanged, in its spelling (max_model_len, ...)."
     )
+    tool_call_parser: Annotated[
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)] | None, IDENTITY
+    ] = Field(
+        default=None,
+        description="Name of the vLLM tool parser that fits the model, as in vLLM's --tool-call-parser (`hermes`, "
+        "`llama3_json`, `mistral`, ...), for rows and environments that declare tools. Absent, or with another engine: "
+        "calls are JSON objects between `<tool_call>` and `</tool_call>`.",
+    )
     simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(
         default=None, description="Settings of the Simulated engine."
     )
@@ -188,6 +273,11 @@ class Generation(PodOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if (self.sampling.min_tokens or 0) > self.sampling.max_tokens:
+            raise contradiction(
+                f"found {self.sampling.min_tokens}, which is more than maxTokens ({self.sampling.max_tokens})",
+                *("sampling", "minTokens"),
+            )
         if self.replicas is not None and self.autoscaling is not None:
             raise contradiction("excludes autoscaling; remove one of the two", "replicas")
         if self.backend == "External" and self.external is None:
@@ -196,4 +286,9 @@ class Generation(PodOptions):
             raise contradiction("is only for backend External; set backend: External, or remove it", "external")
         if self.engine != "Simulated" and self.simulated is not None:
             raise contradiction("is only for engine Simulated; set engine: Simulated, or remove it", "simulated")
+        if self.backend == "External" and self.tool_call_parser is not None:
+            raise contradiction(
+                "is for engines of the job; an external policy's responses are searched for plain tags: remove it",
+                "toolCallParser",
+            )
         return self

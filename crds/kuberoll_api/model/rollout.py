@@ -23,7 +23,8 @@ class Retries(Model):
         ge=1,
         le=1000,
         description="Attempts of one generation request if the endpoint is at fault; the default outlasts a "
-        "replica that takes ten minutes to restart.",
+        "replica that takes ten minutes to restart. An endpoint that answers nothing for so many times "
+        "timeouts.generationSeconds ends the run, which can be continued.",
     )
     environment_attempts: int = Field(default=2, ge=1, le=1000, description="Attempts of one environment step.")
     backoff_seconds: float = Field(

@@ -114,12 +114,18 @@ class RolloutJobSpec(Model):
             raise contradiction(
                 "is not for backend External, whose weights are managed externally; remove it", "weights"
             )
-        generator = self.dataset.source.generator
-        for index, name in enumerate(generator.environments if generator else ()):
-            if name not in names:
-                message = f'found "{name}"; it must be the name of an environment: {", ".join(names)}'
-                raise contradiction(message, "dataset", "source", "generator", "environments", index)
+        for path, source in self.dataset.located_sources():
+            for index, name in enumerate(source.generator.environments if source.generator else ()):
+                _check_environment(name, names, *path[1:], "generator", "environments", index)
+        for number, part in enumerate(self.dataset.sources):
+            if part.environment is not None:
+                _check_environment(part.environment, names, "dataset", "sources", number, "environment")
         return self
+
+
+def _check_environment(name: str, names: list[str], *path: str | int) -> None:
+    if name not in names:
+        raise contradiction(f'found "{name}"; it must be the name of an environment: {", ".join(names)}', *path)
 
 
 class RolloutJob(Model):

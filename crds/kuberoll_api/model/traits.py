@@ -1,8 +1,7 @@
 """Traits of fields: facts about the fields of a job that several parts of KubeRoll depend on.
 
 A trait is part of its field's `Annotated` type. It applies to everything in the field, unless a field below has its
-own;
-every field below `spec` has one of each kind.
+own; every field below `spec` has one of each kind.
 """
 
 from __future__ import annotations
@@ -96,8 +95,12 @@ def without(
             continue
         if drops(field.traits):
             del kept[field.alias]
-        elif field.model is not None and isinstance(kept[field.alias], Mapping):
-            kept[field.alias] = without(kept[field.alias], field.model, drops, field.traits)
+        elif (model_of := field.model) is not None:
+            inner, traits = kept[field.alias], field.traits
+            if isinstance(inner, Mapping):
+                kept[field.alias] = without(inner, model_of, drops, traits)
+            elif isinstance(inner, list) and any_field(model_of, drops, traits):
+                kept[field.alias] = [without(item, model_of, drops, traits) for item in inner]
     return kept
 
 

@@ -1,10 +1,8 @@
 """CEL rules: checks of the API server beyond types and bounds, by the model that they belong to.
 
 The models' own validators reject the same jobs, with better messages that show the value. If a rule were missing here,
-a
-job would be accepted and fail at once; if a rule were only here, a cluster would reject a job that runs on a laptop.
-Only
-the rules about changes of existing jobs have no counterpart in the models.
+a job would be accepted and fail at once; if a rule were only here, a cluster would reject a job that runs on a laptop.
+Only the rules about changes of existing jobs have no counterpart in the models.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kuberoll_api.model.environments import Environment
-from kuberoll_api.model.generation import Autoscaling, Generation
+from kuberoll_api.model.dataset import Dataset
+from kuberoll_api.model.environments import Environment, EnvironmentServers
+from kuberoll_api.model.generation import Autoscaling, Generation, Sampling
 from kuberoll_api.model.output import Output, Tracking
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rollout import Groups, Rollout
@@ -75,6 +74,8 @@ def _transition_rules() -> Iterator[CelRule]:
         same = [f"self.{name} == oldSelf.{name}"]
         if name == "environments":
             same.append(_same_order("environments", "name"))
+        if name == "dataset":
+            same.append(f"(!has(self.dataset.sources) || {_same_order('dataset.sources', 'name')})")
         if name == "generation":
             same += [f"(!has(self.{path}) || {_same_order(path, key)})" for path, key in _keyed("generation.")]
         yield CelRule(f"oldSelf.suspend || ({' && '.join(same)})", _SUSPEND_FIRST, name)
@@ -131,10 +132,17 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "weights",
         ),
         CelRule(
+            "!has(self.dataset.source) || "
             "!has(self.dataset.source.generator) || !has(self.dataset.source.generator.environments) || "
             "self.dataset.source.generator.environments.all(name, self.environments.exists(item, item.name == name))",
             "each must be the name of an environment of this job",
             "dataset.source.generator.environments",
+        ),
+        CelRule(
+            "!has(self.dataset.sources) || self.dataset.sources.all(part, "
+            "!has(part.environment) || self.environments.exists(item, item.name == part.environment))",
+            "the environment of each must be one of this job's",
+            "dataset.sources",
         ),
     ),
     Generation.__name__: (
@@ -154,14 +162,64 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "is only for engine Simulated; set engine: Simulated, or remove it",
             "simulated",
         ),
+        CelRule(
+            "self.backend != 'External' || !has(self.toolCallParser)",
+            "is for engines of the job; an external policy's responses are searched for plain tags: remove it",
+            "toolCallParser",
+        ),
+    ),
+    Sampling.__name__: (
+        CelRule(
+            "!has(self.minTokens) || self.minTokens <= self.maxTokens",
+            "must not be more than maxTokens",
+            "minTokens",
+        ),
     ),
     Autoscaling.__name__: (
         CelRule("self.minReplicas <= self.maxReplicas", "must not be more than maxReplicas", "minReplicas"),
     ),
     Environment.__name__: (
         CelRule(
-            "has(self.type) != has(self.entrypoint)",
+            "has(self.type) != has(self.entrypoint) || (!has(self.type) && has(self.remote) && has(self.remote.url))",
             "set one of type (a built-in) and entrypoint (package.module:Class)",
+        ),
+        CelRule(
+            "!has(self.remote) || self.isolation == 'Remote'",
+            "is only for isolation Remote; set isolation: Remote, or remove it",
+            "remote",
+        ),
+    ),
+    EnvironmentServers.__name__: (
+        CelRule(
+            "!has(self.urls) || size(self.urls) == 0 || has(self.url)",
+            "further servers need url, the first one; found none",
+            "urls",
+        ),
+        CelRule(
+            _excludes("url", "image"),
+            "is for servers that the operator runs, and url names others; remove one",
+            "image",
+        ),
+        CelRule("!has(self.apiKeyVariable) || has(self.url)", "is for servers at url; found none", "apiKeyVariable"),
+    ),
+    Dataset.__name__: (
+        CelRule(
+            "has(self.source) != (has(self.sources) && size(self.sources) > 0)",
+            "set one of source and sources (a list of several)",
+        ),
+        CelRule(
+            "!has(self.sources) || self.sources.all(part, has(part.weight)) || "
+            "self.sources.all(part, !has(part.weight))",
+            "give all sources a weight, or none",
+            "sources",
+        ),
+        *(
+            CelRule(
+                f"!has(self.{name}){empty} || !has(self.sources) || size(self.sources) == 0",
+                "is for a single source; with sources it belongs to each of them",
+                name,
+            )
+            for name, empty in (("columns", " || size(self.columns) == 0"), ("promptTemplate", ""))
         ),
     ),
     Groups.__name__: (
