@@ -24,6 +24,9 @@ EXIT_DRAINED: Final = 75
 EXIT_REFUSED: Final = 78
 """Exit code: the job, its dataset or its output cannot be used, and a retry would not help (EX_CONFIG)."""
 
+DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
+"""Where workers mount a dataset in a ConfigMap or on a volume; of several, each in a directory with its number."""
+
 GENERATION_PORT: Final = 8000
 """Port of a generation pod: the policy."""
 
@@ -32,6 +35,12 @@ STATUS_PORT: Final = 8080
 
 PROGRESS_PORT: Final = 9464
 """Port of a worker pod: its progress, its health and its metrics."""
+
+ENVIRONMENT_PORT: Final = 8700
+"""Port of a server pod of an environment with isolation Remote."""
+
+ENVIRONMENT_TOKEN: Final = "KUBEROLL_ENVIRONMENT_TOKEN"
+"""Variable of such a pod, with the bearer token that its requests need."""
 
 APPLICATION: Final = "kuberoll"
 """Name of the Serve application."""
@@ -95,6 +104,36 @@ class PodConfig:
     replicas_host: str | None = None
 
 
+def environment_token_variable(number: int) -> str:
+    """Name of the variable of worker pods with the token of the environment of this number."""
+    return f"KUBEROLL_TOKEN_ENVIRONMENT_{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentPodConfig:
+    """Content of the configuration file of a server pod of an environment.
+
+    Attributes:
+        job: Name of the RolloutJob, for logs.
+        name, type, entrypoint, config, processes, spare_processes, step_timeout_seconds: As in the environment.
+        modules: Directory of modules of the job's own, searched first; None if it brings none.
+        variables, readable_paths, writable_paths: As in the environment's `access`.
+    """
+
+    job: str
+    name: str
+    type: str | None = None
+    entrypoint: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    spare_processes: int = 0
+    step_timeout_seconds: float = 30.0
+    modules: str | None = None
+    variables: list[str] = field(default_factory=list)
+    readable_paths: list[str] = field(default_factory=list)
+    writable_paths: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSource:
     """Weights that replace the model's own.
@@ -118,14 +157,14 @@ class ServeArgs:
     Attributes:
         model, tokenizer: Directory or hub id of each.
         model_name: The model's name in the OpenAI-compatible routes; None for `model`.
+        chat_template_kwargs: Variables of the model's chat template, for chats that do not set them.
         gpus: GPUs of one replica, possibly a fraction; None for as many as `engine_args` spread the model over.
         bundles: Resource bundles of a replica that spans pods, first that of the replica's actor; None if it fits into
-            one
-            pod.
+            one pod.
         autoscaling: Serve's `autoscaling_config` in place of a fixed number of `replicas`.
         tokens_required: Refuse to start without tokens. Tokens are not arguments, because Serve's configuration is
-            widely
-            readable: a replica takes them from its environment variables.
+            widely readable: a replica takes them from its environment variables.
+        tool_call_parser: Name of vLLM's tool parser; None: calls of tools are not parsed by replicas.
         weights: Initial weights that replace the model's own.
         application: Name of the application in Serve.
         drain_seconds: Maximum time in which a replica that is stopped answers its pending requests.
@@ -137,6 +176,7 @@ class ServeArgs:
     model_name: str | None = None
     revision: str | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] | None = None
     replicas: int = 1
     max_ongoing_requests: int = 512
@@ -144,6 +184,7 @@ class ServeArgs:
     bundles: list[dict[str, float]] | None = None
     autoscaling: dict[str, Any] | None = None
     tokens_required: bool = False
+    tool_call_parser: str | None = None
     weights: WeightsSource | None = None
     application: str = APPLICATION
     drain_seconds: float = 600.0
@@ -168,10 +209,12 @@ class ServeArgs:
             "model_name": None if model in (None, source) else source,
             "revision": generation.model.revision,
             "engine_args": generation.engine_args,
+            "chat_template_kwargs": generation.model.chat_template_kwargs,
             "simulated": simulated,
             "replicas": generation.replicas or 1,
             "max_ongoing_requests": generation.max_ongoing_requests,
             "autoscaling": autoscaling_config(generation.autoscaling),
+            "tool_call_parser": generation.tool_call_parser,
         }
         return cls(**{**fields, **more})
 
@@ -218,6 +261,7 @@ class PodProgress:
         policy_version: Version of the newest response; None if there was none.
         failure: Cause of the pod's first failed trajectory, with the line of the environment's code and the dataset's
             row; empty if none has failed.
+        waiting: Why the policy does not answer at present; empty if it does.
     """
 
     shard: _Count
@@ -230,6 +274,7 @@ class PodProgress:
     generating: _Count = 0
     policy_version: _Version | None = None
     failure: _Failure = ""
+    waiting: _Failure = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

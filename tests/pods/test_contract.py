@@ -102,10 +102,28 @@ def job(**dataset: Any) -> RolloutJob:
 def test_a_mounted_dataset_is_a_file_and_the_run_the_same(source: dict[str, Any], uri: str) -> None:
     given_job = job(source=source, limit=3)
     mounted = with_mounted_dataset(given_job)
+    assert mounted.spec.dataset.source is not None
     assert mounted.spec.dataset.source.uri == uri
     assert mounted.spec.dataset.limit == 3
     inputs = {"rows": 1}
     one, two = (new_manifest(either, shards=1, inputs=inputs) for either in (given_job, mounted))
+    assert one.identity == two.identity
+
+
+def test_of_several_mounted_datasets_each_is_a_file_of_its_own() -> None:
+    sources: list[dict[str, Any]] = [
+        {"name": "a", "source": {"configMap": {"name": "rows"}}},
+        {"name": "b", "source": {"pvc": {"claimName": "data", "path": "/train/rows.jsonl"}}},
+        {"name": "c", "source": {"uri": "rows.jsonl"}},
+    ]
+    given_job = job(sources=sources)
+    mounted = with_mounted_dataset(given_job)
+    assert [source.uri for _, source in mounted.spec.dataset.located_sources()] == [
+        "/etc/kuberoll-dataset/0/dataset.jsonl",
+        "/etc/kuberoll-dataset/1/train/rows.jsonl",
+        "rows.jsonl",
+    ]
+    one, two = (new_manifest(either, shards=1, inputs={}) for either in (given_job, mounted))
     assert one.identity == two.identity
 
 
