@@ -101,7 +101,7 @@ def test_numbering_and_sharding(tasks: list[int], repeats: int, oversample: int,
 
 
 class Letters:
-    def render_chat(self, messages: list[dict[str, Any]]) -> Any:
+    def render_chat(self, messages: list[dict[str, Any]], *, tools: Any = None) -> Any:
         return token_array(map(ord, messages[0]["content"]))
 
 
@@ -144,6 +144,24 @@ def test_workers_divide_the_samples_among_them(
     }
     assert {key for _, key, _ in alone} == wanted - stored
     assert len({seed for _, _, seed in alone}) == len(alone)
+
+
+@pytest.mark.parametrize("base", [None, 5])
+def test_a_row_s_seed_takes_the_place_of_the_job_s(base: int | None) -> None:
+    def seeds(seed: int | None, raw: dict[str, Any]) -> list[int | None]:
+        groups = sample_groups(
+            expand(rows([raw]), {"a": 3}),
+            tokenizer=Letters(),  # type: ignore[arg-type]
+            shards=[0],
+            shard_count=1,
+            done=RunState(),
+            seed=seed,
+        )
+        return [sample.seed for group in groups for sample in group.samples]
+
+    own = seeds(base, {"prompt": "x", "sampling": {"seed": 9}})
+    assert own == seeds(9, {"prompt": "x"}) != seeds(base, {"prompt": "x"})
+    assert len(set(own)) == 3
 
 
 @pytest.mark.slow
@@ -208,7 +226,7 @@ def test_a_task_takes_less_than_200_bytes(named: bool) -> None:
 
 def test_messages_that_a_chat_template_refuses_name_their_row() -> None:
     class Refusing:
-        def render_chat(self, messages: Any) -> Any:
+        def render_chat(self, messages: Any, *, tools: Any = None) -> Any:
             raise TypeError("roles must alternate")
 
     (group,) = expand(rows([{"prompt": "x"}], ("a",)), {"a": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from kuberoll_api.model.dataset import Dataset
+from kuberoll_api.model.generation import Sampling
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset import inputs
 from kuberoll_workers.dataset.inputs import prompt_groups, read_ahead, repeats_of, scan, verify_rows
 from kuberoll_workers.dataset.reading import DatasetError, Row, read_rows
+from kuberoll_workers.environments import BUILT_INS, UnusableRow, resolve
+from kuberoll_workers.environments.batches import awaited
+from kuberoll_workers.policy.interface import SamplingParameters, StructuredOutputs
+from kuberoll_workers.rollouts.settings import sampling_of
+from kuberoll_workers.worker import rollout_settings
+from tests.environments.support import SERVED
 from tests.examples import examples
 
 
@@ -39,6 +47,30 @@ def rows(
     return list(read_rows(given, base=base, task_names=names, environment=lambda name: environment()))
 
 
+class Undemanding:
+    """An environment that says nothing about its rows."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def step(self, logs: list[Any], metadata: list[Any]) -> Any:
+        raise NotImplementedError
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        return batch, {}
+
+
+class Demanding(Undemanding):
+    """An environment whose rows need a word; one that is a number breaks the check."""
+
+    def check_row(self, metadata: Any) -> None:
+        word = (metadata or {}).get("word")
+        if word is None:
+            raise UnusableRow(f"metadata.word: missing, and {self.config['name']} asks for it")
+        if word.strip() == "nothing":
+            raise UnusableRow("no words are left")
+
+
 def job(source: dict[str, Any], **fields: Any) -> RolloutJob:
     return RolloutJob.model_validate(
         {
@@ -47,7 +79,10 @@ def job(source: dict[str, Any], **fields: Any) -> RolloutJob:
             "metadata": {"name": "job"},
             "spec": {
                 "generation": {"model": {"source": "m"}},
-                "environments": [{"name": "a", "type": "math"}, {"name": "b", "type": "math", "repeats": 3}],
+                "environments": [
+                    {"name": "a", "entrypoint": f"{__name__}:Undemanding"},
+                    {"name": "b", "entrypoint": f"{__name__}:Undemanding", "repeats": 3},
+                ],
                 "dataset": {"source": source, "repeats": 2, **fields},
             },
         }
@@ -61,6 +96,53 @@ def no_environment(name: str) -> Any:
 def test_inline_rows_know_their_places() -> None:
     first, second = rows(dataset({"rows": [{"prompt": "x", "task_name": "a"}, {"prompt": "y", "task_name": "b"}]}))
     assert (first.where, second.where) == ("spec.dataset.source.rows[0]", "spec.dataset.source.rows[1]")
+
+
+@pytest.mark.parametrize("override", [False, True])
+def test_the_job_s_sampling_overrides_its_rows_where_it_says_so(override: bool) -> None:
+    row = {"prompt": "x", "task_name": "a", "stop_strings": ["</a>"], "sampling": {"temperature": 0.7, "seed": 3}}
+    given_job = job({"rows": [row]})
+    settings = Sampling.model_validate({"temperature": 0.1, "maxTokens": 9, "override": override})
+    generation = given_job.spec.generation.model_copy(update={"sampling": settings})
+    given_job = given_job.model_copy(update={"spec": given_job.spec.model_copy(update={"generation": generation})})
+    [group] = prompt_groups(given_job, base=Path(), environment=no_environment)
+    sampled = sampling_of(rollout_settings(given_job, 100).sampling, group.row.sampling)
+    assert (sampled.temperature, sampled.max_tokens) == (0.1 if override else 0.7, 9)
+    assert (group.row.seed, group.row.stop_strings) == (None if override else 3, ("</a>",))
+    # It is no other dataset.
+    assert (
+        scan(given_job, base=Path(), environment=no_environment).digest
+        == scan(job({"rows": [row]}), base=Path(), environment=no_environment).digest
+    )
+
+
+def test_all_settings_of_the_manifest_reach_the_request() -> None:
+    document = job({"rows": [{"prompt": "x"}]}).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    document["spec"]["generation"]["sampling"] = {
+        "stopTokenIds": [7],
+        "minP": 0.1,
+        "presencePenalty": 0.5,
+        "frequencyPenalty": -0.5,
+        "repetitionPenalty": 1.5,
+        "minTokens": 3,
+        "structuredOutputs": {"json": {"type": "object"}},
+    }
+    made = RolloutJob.model_validate(document)
+    assert rollout_settings(made, 100).sampling == SamplingParameters(
+        max_tokens=512,
+        stop_token_ids=(7,),
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        min_tokens=3,
+        structured_outputs=StructuredOutputs(json={"type": "object"}),
+    )
+    row = {"min_p": 0.2, "structured_outputs": {"choice": ["a"]}, "stop_token_ids": [8]}
+    of_row = sampling_of(rollout_settings(made, 100).sampling, row)
+    assert (of_row.min_p, of_row.stop_token_ids) == (0.2, (8,))
+    assert of_row.structured_outputs == StructuredOutputs(choice=["a"])
+    assert (of_row.min_tokens, of_row.presence_penalty) == (3, 0.5)
 
 
 def test_the_limit_is_the_last_row_that_is_read(tmp_path: Path) -> None:
@@ -283,3 +365,116 @@ def test_blocks_are_bounded_by_rows_and_by_bytes(monkeypatch: pytest.MonkeyPatch
     given: Any = [SimpleNamespace(content=b"x" * size) for size in sizes]
     blocks = [[len(row.content) for row in block] for block in inputs._blocks(given)]
     assert blocks == [[1, 1, 1], [4, 5, 1], [20], [9, 1], [1]]
+
+
+def demanding(rows: list[Any], **fields: Any) -> RolloutJob:
+    """A job of four environments: three of them check their rows, one in a way that this process must not run."""
+    document = job({"rows": []}).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    own = {"entrypoint": f"{__name__}:Demanding", "config": {"name": "words"}}
+    document["spec"]["environments"] = [
+        {"name": "words", **own},
+        {"name": "apart", "isolation": "Process", **own},
+        {"name": "math", "type": "math", "isolation": "Process"},
+        {"name": "free", "entrypoint": f"{__name__}:Undemanding"},
+    ]
+    document["spec"]["dataset"] = {"source": {"rows": rows}, **fields}
+    return RolloutJob.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"task_name": "words", "metadata": {"word": "x"}}, None),
+        ({"task_name": "apart"}, None),
+        ({"task_name": "free"}, None),
+        ({"task_name": "math", "metadata": {"expected_answer": 4}}, None),
+        ({"task_name": "math", "metadata": {"ground_truth": "so many: #### 1,234"}}, None),
+        (
+            {"task_name": "words", "metdata": {"word": "x"}},
+            "metadata.word: missing, and words asks for it. The environment 'words' cannot score the row without it. "
+            "The row has metdata, prompt, task_name; if one of these fields has it, map it: dataset.columns: "
+            "{metadata.word: FIELD}",
+        ),
+        (
+            {"task_name": "words", "metadata": {"word": "nothing"}},
+            "no words are left. The environment 'words' cannot score the row without it; the row has metadata",
+        ),
+        (
+            {"task_name": "words", "metadata": {"word": 3}},
+            "check_row of environment 'words' raised AttributeError: 'int' object has no attribute 'strip'",
+        ),
+        ({"task_name": "math", "answer": "4"}, "metadata.ground_truth: found None; it must be the right answer"),
+        (
+            {"task_name": "math", "metadata": {"ground_truth": "\\boxed{1} or else \\boxed{2}, who knows"}},
+            "metadata.ground_truth: '\\\\boxed{1} or else \\\\boxed{2}, who knows' cannot be read as one answer",
+        ),
+    ],
+)
+def test_environments_check_their_rows_before_anything_is_generated(row: dict[str, Any], message: str | None) -> None:
+    given_job = demanding([{"prompt": "x", **row}])
+    if message is None:
+        assert scan(given_job, base=Path(), environment=no_environment).rows == 1
+        return
+    with pytest.raises(DatasetError) as caught:
+        scan(given_job, base=Path(), environment=no_environment)
+    assert str(caught.value).startswith(f"spec.dataset.source.rows[0]: {message}")
+
+
+def test_the_traceback_of_a_check_that_breaks_is_kept() -> None:
+    with pytest.raises(DatasetError) as caught:
+        scan(
+            demanding([{"prompt": "x", "task_name": "words", "metadata": {"word": 3}}]),
+            base=Path(),
+            environment=no_environment,
+        )
+    assert caught.value.traceback is not None
+    assert "word.strip()" in caught.value.traceback.text
+
+
+def test_rows_of_several_sources_are_counted_and_checked() -> None:
+    sources: list[dict[str, Any]] = [
+        {"name": "good", "source": {"rows": [{"prompt": "x"}, {"prompt": "y"}]}, "environment": "free"},
+        {"name": "bad", "source": {"rows": [{"prompt": "x"}]}, "environment": "words"},
+    ]
+    given_job = demanding([], source=None, sources=sources[:1])
+    assert scan(given_job, base=Path(), environment=no_environment).rows_of_sources == {"good": 2}
+    given_job = demanding([], source=None, sources=sources)
+    with pytest.raises(DatasetError, match=r"map it: columns of this source: \{metadata\.word: FIELD\}"):
+        scan(given_job, base=Path(), environment=no_environment)
+
+
+def test_all_bad_rows_are_reported_to_who_asks() -> None:
+    rows: list[Any] = [{"prompt": "x", "task_name": name} for name in ("free", "chess", "words")] + [{"prompt": 4}]
+    refused: list[DatasetError] = []
+    summary = scan(demanding(rows), base=Path(), environment=no_environment, refused=refused.append)
+    assert summary.rows == 1
+    assert [str(error).partition(": ")[0] for error in refused] == [
+        f"spec.dataset.source.rows[{number}]" for number in (1, 2, 3)
+    ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.sampled_from(["4", "x", "#### 4", "\\frac12", "", " "]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=9,
+)
+STATES = st.dictionaries(st.sampled_from(["ground_truth", "expected_answer", "board", "moves", "calls", "tests"]), JSON)
+
+
+BUILT: dict[str, Any] = {name: resolve(type=name)({}) for name in set(BUILT_INS) - SERVED}  # type: ignore[call-arg]
+
+
+@settings(deadline=None)
+@drawn(st.sampled_from(sorted(BUILT)), STATES)
+def test_a_built_in_checks_what_it_needs_to_step(name: str, state: dict[str, Any]) -> None:
+    log = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    why = ""
+    try:
+        BUILT[name].check_row(state)
+    except UnusableRow as error:
+        why = str(error)
+    if why:
+        with pytest.raises(UnusableRow, match=re.escape(why)):
+            awaited(BUILT[name].step([log], [state]))
+    else:
+        assert len(awaited(BUILT[name].step([log], [state])).rewards) == 1

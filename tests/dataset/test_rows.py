@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.dataset import PromptTemplate
+from kuberoll_workers.dataset.columns import ColumnMap
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
 
 PLACE = RowPosition("rows.jsonl:", 2)
@@ -26,6 +28,10 @@ def refusal(row: Any, names: tuple[str, ...] = ("a", "b"), template: dict[str, s
     text = str(caught.value)
     assert text.startswith("rows.jsonl:2: ")
     return text.removeprefix("rows.jsonl:2: ")
+
+
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", **FUNCTION, "strict": True}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -153,6 +159,50 @@ def test_the_row_s_own_settings_go_before_those_of_its_request() -> None:
     assert row.stop_strings == (".",)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_a_row_s_seed_is_the_base_of_its_samples_in_every_form(seed: int) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "x", "sampling": {"seed": seed}},
+        gym(seed=seed),
+        gym(metadata={"extra_body": json.dumps({"seed": seed})}),
+        batch(seed=seed),
+    ]
+    assert [(parse(row).seed, parse(row).sampling) for row in rows] == [(seed, {})] * 4
+
+
+def test_the_seeds_that_gym_numbered_rollouts_with_make_no_other_rows() -> None:
+    rows = [parse(gym({"_ng_task_index": 3, "_ng_rollout_index": n}, seed=n, temperature=0.5)) for n in range(3)]
+    rows.append(parse(gym({"_ng_task_index": 3, "_ng_rollout_index": 0}, temperature=0.5)))
+    assert {(row.seed, row.content) for row in rows} == {(None, rows[0].content)}
+    extra = [
+        parse(gym({"_ng_task_index": 3, "_ng_rollout_index": n}, metadata={"extra_body": json.dumps({"seed": n})}))
+        for n in range(3)
+    ]
+    assert len({(row.seed, row.content) for row in extra}) == 1
+
+
+def test_gym_s_extra_settings_are_sampling() -> None:
+    row = parse(gym(metadata={"extra_body": '{"top_k": 5, "min_p": 0.1}'}))
+    assert row.sampling == {"top_k": 5, "min_p": 0.1}
+
+
+SETTINGS: dict[str, Any] = {
+    "min_p": 0.1,
+    "presence_penalty": -1.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.2,
+    "min_tokens": 3,
+    "stop_token_ids": [1, 2],
+    "structured_outputs": {"json": {"type": "object"}},
+}
+
+
+def test_rows_set_what_the_job_sets() -> None:
+    camel = {to_camel(name): value for name, value in SETTINGS.items()}
+    for row in ({"prompt": "x", "sampling": SETTINGS}, {"prompt": "x", "sampling": camel}, gym(**SETTINGS)):
+        assert parse(row).sampling == SETTINGS
+
+
 def test_null_fields_count_as_absent() -> None:
     given = {"prompt": "x", "sampling": {"temperature": 0.5}, "metadata": {"a": 1}}
     nulls = {
@@ -201,7 +251,6 @@ def test_content_is_the_whole_row() -> None:
         ({"prompt": "x", "task_name": ["a"]}, "task_name: found ['a']"),
         ({"task_name": "a"}, "messages and prompt are missing"),
         ({"task_name": "a", "prompt": "x", "messages": []}, "messages and prompt exclude each other"),
-        ({"task_name": "a", "messages": []}, "messages: found an empty list; it must be a list of at least"),
         ({"task_name": "a", "prompt": 3}, "prompt: found a number 3"),
         ({"task_name": "a", "messages": ["x"]}, 'messages[0]: found text "x"'),
         ({"task_name": "a", "messages": [{"role": "user"}]}, "messages[0].content: found nothing"),
@@ -215,7 +264,17 @@ def test_content_is_the_whole_row() -> None:
             {"task_name": "a", "messages": [user("x"), {"role": "assistant", "content": "y"}]},
             "messages[1]: the last message is the assistant's",
         ),
-        ({"task_name": "a", "messages": [user("x")], "tools": [{"type": "function"}]}, "tools: tools are not"),
+        (
+            {"task_name": "a", "messages": [user("x")], "tools": [{"type": "function"}]},
+            "tools[0].name: found NoneType None; it must be a text of 1 to 256 characters. A tool is",
+        ),
+        ({"task_name": "a", "prompt": "x", "tools": "[{"}, "tools: found text that is not JSON"),
+        ({"task_name": "a", "prompt": "x", "tools": "search"}, "tools: found text that is not JSON"),
+        ({"task_name": "a", "prompt": "x", "functions": [{"name": "f"}]}, "functions: the old name of tools"),
+        (
+            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"function": {}}]}, user("y")]},
+            "messages[1].tool_calls[0].function.name: found NoneType None",
+        ),
         ({"task_name": "a", "prompt": "x", "metadata": 3}, "metadata: found a number 3"),
         ({"task_name": "a", "prompt": "x", "task_id": True}, "task_id: found a boolean true"),
         ({"task_name": "a", "prompt": "x", "task_id": ""}, 'task_id: found text ""'),
@@ -224,7 +283,12 @@ def test_content_is_the_whole_row() -> None:
         ({"task_name": "a", "prompt": "x", "sampling": [1]}, "sampling: found a list"),
         ({"task_name": "a", "prompt": "x", "sampling": {"temprature": 1}}, "sampling.temprature: unknown; a row may"),
         ({"task_name": "a", "prompt": "x", "sampling": {"topP": 2}}, "sampling.topP: found a number 2; input"),
-        ({"task_name": "a", "prompt": "x", "sampling": {"seed": 1}}, "sampling.seed: unknown"),
+        ({"task_name": "a", "prompt": "x", "sampling": {"override": True}}, "sampling.override: unknown"),
+        ({"task_name": "a", "prompt": "x", "sampling": {"seed": -1}}, "sampling.seed: found a number -1"),
+        (
+            {"task_name": "a", "prompt": "x", "sampling": {"structured_outputs": {"regex": "a", "choice": ["b"]}}},
+            "sampling.structured_outputs: found an object; set one of json, regex, choice, grammar; found regex and",
+        ),
         ({"task_name": "a", "prompt": "x", "idx": 2**70}, "the row cannot be written as JSON: Integer exceeds 64-bit"),
         ({"task_name": "a", "prompt": "x", "metadata": {"a": "\ud800"}}, "the row cannot be written as JSON"),
         ({"task_name": "a", "prompt": "x", "idx": float("nan")}, "the row cannot be written as JSON: found nan"),
@@ -239,20 +303,53 @@ def test_content_is_the_whole_row() -> None:
             "metadata.level: the row also has a different level",
         ),
         ({"task_name": "a", "responses_create_params": 1}, "responses_create_params: found a number 1"),
-        (gym(input=[]), "responses_create_params.input: found an empty list"),
         (gym(input=3), "responses_create_params.input: found a number 3"),
         (gym(messages=[user("x")]), "responses_create_params: messages and input exclude each other"),
         (gym(instructions=["x"]), "responses_create_params.instructions: found a list"),
-        (gym(input=[{"type": "function_call"}]), "responses_create_params.input[0]: found an item of type 'function"),
+        (gym(input=[{"type": "function_call"}]), "responses_create_params.input[0].name: found NoneType None"),
+        (
+            gym(input=[{"type": "function_call_output", "call_id": "c"}]),
+            "responses_create_params.input[0].output: found NoneType None; it must be text or a list",
+        ),
+        (
+            gym(input=[{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}, user("x")]),
+            "responses_create_params.input[0].tool_calls[0].function.arguments: Expecting property name",
+        ),
+        (
+            gym(input=[{"type": "reasoning", "summary": [{"type": "image"}]}]),
+            "responses_create_params.input[0]: its part 0 is dict",
+        ),
+        (
+            gym(input=[{"type": "web_search_call"}]),
+            "responses_create_params.input[0]: found an item of type 'web_search_call'; a prompt consists of messages",
+        ),
+        (
+            gym(tools=[TOOL], tool_choice="required"),
+            'responses_create_params.tool_choice: found text "required"; only auto is supported',
+        ),
         (
             gym(input=[user([{"type": "input_image", "image_url": "u"}])]),
             "responses_create_params.input[0].content[0]: found a part of type 'input_image'",
         ),
-        (gym(tools=[{"type": "function"}]), "responses_create_params.tools: tools are not supported"),
-        (gym(seed=1), "responses_create_params.seed: a row cannot set it"),
-        (gym(reasoning={"effort": "low"}), "responses_create_params.reasoning: not supported"),
-        (gym(metadata={"extra_body": '{"top_k": 1}'}), "responses_create_params.metadata.extra_body: not read"),
+        (gym(functions=[{"name": "f"}]), "responses_create_params.functions: "),
+        (
+            gym({"task_name": "a"}, tools=[{"type": "web_search"}]),
+            "responses_create_params.tools[0].type: found str 'web_search'; only tools of type 'function'",
+        ),
+        (gym({"task_name": "a"}, seed=True), "responses_create_params.seed: found a boolean true"),
+        (gym(metadata={"extra_body": "top_k: 1"}), "responses_create_params.metadata.extra_body: found text"),
+        (gym(metadata={"extra_body": {"top_k": 1}}), "responses_create_params.metadata.extra_body: found an object"),
+        (gym(metadata={"extra_body": "[1]"}), "responses_create_params.metadata.extra_body: found text"),
+        (
+            gym(metadata={"extra_body": '{"logit_bias": {"1": 2}}'}),
+            "responses_create_params.metadata.extra_body.logit_bias: not supported",
+        ),
+        (
+            gym(seed=1, metadata={"extra_body": '{"seed": 2}'}),
+            "responses_create_params.metadata.extra_body.seed: responses_create_params.seed is another value",
+        ),
         (gym({"task_name": "a"}, temperature=3), "responses_create_params.temperature: found a number 3"),
+        (batch(messages=[user(3)]), "body.messages[0].content: found a number 3"),
         (batch(n=4), "body.n: the number of samples is the job's dataset.repeats"),
         (batch(response_format={"type": "json_object"}), "body.response_format: not supported"),
         (batch({"task_name": "a"}, stop=[1]), "body.stop: found a list; it must be a list of texts"),
@@ -311,3 +408,129 @@ def test_the_rows_of_the_docs() -> None:
 def test_parameters_that_change_no_token_are_passed_over(name: str) -> None:
     value: Any = {"x": "y"} if name == "metadata" else "x"
     assert parse(gym({"task_name": "a"}, **{name: value})).messages == parse(gym({"task_name": "a"})).messages
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2?", "tools": [{"type": "function", "function": FUNCTION}]},
+        {"prompt": "2+2?", "tools": [TOOL]},
+        {"prompt": "2+2?", "tools": json.dumps([TOOL])},
+        gym(tools=[TOOL], tool_choice="auto", parallel_tool_calls=False),
+        batch(tools=[{"type": "function", "function": FUNCTION}]),
+    ],
+)
+def test_tools_of_a_row(row: dict[str, Any]) -> None:
+    assert parse(row).tools == [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "x", "tools": []}, {"prompt": "x", "tools": ""}, gym(tools=None), gym()])
+def test_a_row_without_tools_declares_none(row: dict[str, Any]) -> None:
+    assert parse(row).tools is None
+
+
+def test_a_field_called_tools_may_be_data() -> None:
+    row = parse(gym({"tools": ["hammer"]}, tools=[TOOL]))
+    assert row.metadata == {"tools": ["hammer"]}
+    assert row.tools is not None
+    mapped = parse_row(
+        {"question": "2+2?", "tools": ["hammer"]},
+        place=PLACE,
+        task_names=("a",),
+        template=None,
+        columns=ColumnMap({"prompt": "question", "metadata.tools": "tools"}),
+    )
+    assert (mapped.tools, mapped.metadata) == (None, {"tools": ["hammer"]})
+    mapped = parse_row(
+        {"question": "2+2?", "functions_offered": json.dumps([TOOL])},
+        place=PLACE,
+        task_names=("a",),
+        template=None,
+        columns=ColumnMap({"prompt": "question", "tools": "functions_offered"}),
+    )
+    assert mapped.tools == [{"type": "function", "function": FUNCTION}]
+
+
+def test_items_of_the_responses_api_are_messages() -> None:
+    def call(name: str, number: int) -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "call_id": f"c{number}",
+            "name": name,
+            "arguments": '{"a": 1}',
+            "status": "done",
+        }
+
+    def made(name: str, number: int) -> dict[str, Any]:
+        return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
+
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        user("2+2?"),
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [{"type": "summary_text", "text": "Add."}],
+            "encrypted_content": "x",
+        },
+        call("add", 1),
+        call("check", 2),
+        {"type": "function_call_output", "call_id": "c1", "output": "4", "id": "o", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "yes"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4."}]},
+        call("add", 3),
+        {"type": "function_call_output", "call_id": "c3", "output": "5"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        user("And 3+3?"),
+    ]
+    assert parse(gym(input=items, tools=[TOOL])).messages == [
+        {"role": "system", "content": "Be brief."},
+        user("2+2?"),
+        {"role": "assistant", "content": "<think>Add.</think>", "tool_calls": [made("add", 1), made("check", 2)]},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        {"role": "tool", "content": "yes", "tool_call_id": "c2"},
+        {"role": "assistant", "content": "4.", "tool_calls": [made("add", 3)]},
+        {"role": "tool", "content": "5", "tool_call_id": "c3"},
+        user("And 3+3?"),
+    ]
+
+
+def test_calls_in_chat_messages_are_taken_in_both_forms_of_arguments() -> None:
+    for arguments in ('{"a": 1}', {"a": 1}):
+        calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+        row = parse(
+            {
+                "messages": [
+                    user("2+2?"),
+                    {"role": "assistant", "content": None, "tool_calls": calls},
+                    {"role": "tool", "tool_call_id": "c", "content": "4"},
+                ]
+            }
+        )
+        assert row.messages[1] == {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        }
+
+
+@pytest.mark.parametrize("row", [gym(input=[]), gym(input=[], tools=[TOOL]), {"messages": []}])
+def test_a_prompt_may_be_empty_where_reset_gives_it(row: dict[str, Any]) -> None:
+    assert parse(row).messages == []
+
+
+def test_a_template_fills_an_empty_input() -> None:
+    assert parse(gym({"question": "2+2?"}, input=[]), template={"user": "{question}"}).messages == [user("2+2?")]
+
+
+def test_reasoning_effort_is_the_job_s() -> None:
+    assert parse(gym(reasoning={"effort": "low"})).sampling == {}
+
+
+def test_a_data_field_called_task_name_is_not_the_environment_s() -> None:
+    row = parse(gym({"task_name": "Text to JSON", "agent_ref": {"name": "b"}}), ("a", "b"))
+    assert (row.task_name, row.metadata) == ("b", {"task_name": "Text to JSON"})
+    row = parse(gym({"task_name": "bbq"}))
+    assert (row.task_name, row.metadata) == ("a", {"task_name": "bbq"})
+    assert parse(gym({"task_name": "a", "agent_ref": {"name": "b"}}), ("a", "b")).task_name == "a"

@@ -10,6 +10,7 @@ import http.server
 import importlib.util
 import io
 import json
+import lzma
 import os
 import threading
 import tracemalloc
@@ -28,7 +29,7 @@ from hypothesis import strategies as st
 from kuberoll_api.model.dataset import Dataset, HuggingFaceSource
 from kuberoll_workers.dataset.reading import read_rows
 from kuberoll_workers.dataset.rows import DatasetError, parse_row
-from kuberoll_workers.dataset.sources import file_rows, hub_rows
+from kuberoll_workers.dataset.sources import _filesystem, file_rows, hub_rows
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"p{number}", "metadata": {"n": number}} for number in range(5)]
 
@@ -51,6 +52,14 @@ def parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
     columns = dict.fromkeys(key for row in rows for key in row)
     table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
     pyarrow.parquet.write_table(table, file, **options)
+    return file.getvalue()
+
+
+def arrow(rows: list[dict[str, Any]]) -> bytes:
+    file = io.BytesIO()
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
     return file.getvalue()
 
 
@@ -167,6 +176,9 @@ def test_compressed_files_that_were_joined_are_one(tmp_path: Path) -> None:
         (b"PAR1", "rows: not a readable Parquet file"),
         (b"BZh91AY", "rows: found a bzip2 file; it can be JSON lines (also .gz, .zst) or Parquet"),
         (b"PK\x03\x04zip", "rows: found a zip file"),
+        (lzma.compress(jsonl(ROWS)), "rows: found an xz file"),
+        (arrow(ROWS), "rows: found an Arrow file"),
+        (b"\x89HDF\r\n\x1a\n", "rows: found an HDF5 file"),
         (parquet([{"a": b"\x00"}]), "rows[0]: a: found a bytes, which JSON cannot represent; remove the column"),
         (parquet([{"a": 1.0}, {"a": float("nan")}]), "rows[1]: a: found nan, which JSON does not have; use null"),
         (parquet([{"a": {"b": [Decimal("1.5")]}}]), "rows[0]: a.b[0]: found a Decimal"),
@@ -203,7 +215,8 @@ def test_a_directory_is_its_files_by_name(tmp_path: Path) -> None:
     for name in ("_SUCCESS", ".hidden.jsonl", "_tmp.jsonl", "README.md"):
         (tmp_path / name).write_text("no row")
     (tmp_path / "d.jsonl").mkdir()
-    assert read(".", tmp_path) == read(str(tmp_path)) == read(f"file://{tmp_path}/") == [{"n": 1}, {"n": 2}, {"n": 3}]
+    for uri, base in ((".", tmp_path), (str(tmp_path), Path()), (f"file://{tmp_path}/", Path("/elsewhere"))):
+        assert read(uri, base) == [{"n": 1}, {"n": 2}, {"n": 3}]
     assert read("[b-d].j*", tmp_path) == read("*[b-d].j*", tmp_path) == [{"n": 2}, {"n": 3}]
 
 
@@ -375,6 +388,14 @@ def test_errors_over_http_do_not_tell_the_signature(served: str, tmp_path: Path)
     message = refusal(lambda: file_rows(f"{served}/missing.jsonl?signature=secret", Path()))
     assert message == f"spec.dataset.source.uri: {served}/missing.jsonl: No such file"
     assert "secret" not in message
+
+
+def test_a_file_over_http_may_take_long_but_no_pause_may() -> None:
+    filesystem, _ = _filesystem("http://127.0.0.1:9/rows.jsonl", "source")
+    limits = filesystem.client_kwargs["timeout"]
+    assert limits.total is None
+    assert 0 < limits.sock_connect < 600
+    assert 0 < limits.sock_read < 600
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
-from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup, prompt_messages
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.shards import shard_of
-from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tokenizer import TemplateRefused, Tokenizer
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition
 from kuberoll_workers.output.run_state import RunState
-from kuberoll_workers.rollouts.seeds import trajectory_seed
+from kuberoll_workers.rollouts.seeds import task_seed, trajectory_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,7 @@ def expand(rows: Iterable[Row], repeats: Mapping[str, int], *, oversample: int =
     """Number tasks and rollouts; all samples of a row are adjacent (order aabbcc).
 
     Rows with the same `task_id`, or without one with the same content, are the same task, wherever they are; a
-    duplicate
-    continues the numbering of its rollouts. Memory: about 150 bytes per task.
+    duplicate continues the numbering of its rollouts. Memory: about 150 bytes per task.
 
     Args:
         repeats: Samples per row, by task name.
@@ -111,45 +110,57 @@ def sample_groups(
     shard_count: int,
     done: RunState,
     seed: int | None,
+    episode_seed: int = 0,
 ) -> Iterator[SampleGroup]:
     """Groups of some shards that still have to be run, tokenized on demand.
 
     Args:
         done: State of the run so far.
-        seed: The job's base seed; None for random sampling.
+        seed: The job's base seed, for rows without one; None for random sampling.
+        episode_seed: The base seed of episodes, which do not depend on how the policy is sampled.
     """
     wanted = frozenset(shards)
     for group in groups:
         if shard_of(group.task_index, shard_count) not in wanted:
             continue
         keys = [TrajectoryKey(group.task_index, index) for index in group.rollout_indexes]
-        stored = sum(key in done.stored for key in keys)
+        finished = [key for key in keys if key in done.stored]
+        stored = len(finished)
         if stored >= group.keep or any(key in done.filtered for key in keys):
             continue
-        prompt = tokenize(group, tokenizer)
+        prompt = tokenize(group, tokenizer, seed=task_seed(episode_seed, group.task_index))
+        base = group.row.seed if group.row.seed is not None else seed
         samples = tuple(
             Sample(
                 prompt=prompt,
                 rollout_index=key.rollout_index,
-                seed=None if seed is None else trajectory_seed(seed, *key),
+                seed=None if base is None else trajectory_seed(base, *key),
                 attempt=done.attempts.get(key, 0),
                 partial=done.take_partial(key),
             )
             for key in keys
             if key not in done.stored
         )
-        yield SampleGroup(samples=samples, keep=group.keep - stored, decided=stored > 0)
+        yield SampleGroup(
+            samples=samples,
+            keep=group.keep - stored,
+            decided=stored > 0,
+            stored=functools.partial(done.stored_records, finished) if finished else None,
+        )
 
 
-def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:
+def tokenize(group: PromptGroup, tokenizer: Tokenizer, *, seed: int = 0) -> Prompt:
     """Render a row's chat once, for all samples of its group.
 
     Raises:
-        DatasetError: The model's chat template rejects the messages.
+        DatasetError: The model's chat template rejects the messages, or leaves the tools out.
     """
     row = group.row
     try:
-        ids = tokenizer.render_chat(row.messages)
+        # Without messages, those of the environment's reset are the prompt.
+        ids = tokenizer.render_chat(row.messages, tools=row.tools) if row.messages else token_array()
+    except TemplateRefused as error:
+        raise DatasetError(f"{row.where}: {error}") from error
     except Exception as error:
         # Templates are programs and raise arbitrary errors (an unknown role, a forbidden order).
         raise DatasetError(f"{row.where}: the model's chat template rejects these messages: {error}") from error
@@ -163,14 +174,6 @@ def tokenize(group: PromptGroup, tokenizer: Tokenizer) -> Prompt:
         stop_strings=row.stop_strings,
         sampling=row.sampling,
         row=row.where,
+        seed=seed,
+        tools=row.tools,
     )
-
-
-def prompt_messages(messages: list[dict[str, Any]], ids: Any) -> Iterator[Message]:
-    """The prompt's messages; the last one carries the token ids of the whole prompt.
-
-    A template may write tokens between messages, so ids cannot be split by message.
-    """
-    for number, message in enumerate(messages, start=1):
-        own = ids if number == len(messages) else token_array()
-        yield Message(role=message["role"], content=message["content"], token_ids=own)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset.expansion import PromptGroup, expand
 from kuberoll_workers.dataset.reading import EnvironmentSource, read_rows
-from kuberoll_workers.dataset.rows import DatasetError, Row
+from kuberoll_workers.dataset.row_checks import RowChecks
+from kuberoll_workers.dataset.rows import SOURCE_FIELD, DatasetError, Row
+from kuberoll_workers.environments.registry import UnusableEnvironment
 
 _ROWS_AHEAD = 256
 BLOCK_ROWS = 256
@@ -31,6 +34,7 @@ class InputSummary:
 
     Attributes:
         rollouts: Maximum number of samples of a task, including oversampling.
+        rows_of_sources: Number of rows of each source, if the dataset has several.
         blocks: Digest of every block of rows, to verify later readings.
     """
 
@@ -41,6 +45,7 @@ class InputSummary:
     trajectories_of: dict[str, int]
     digest: str
     blocks: tuple[str, ...]
+    rows_of_sources: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Form in a run's manifest."""
@@ -64,10 +69,10 @@ def prompt_groups(
     """
     oversample = job.spec.rollout.groups.oversample
     rows: Iterator[Row] = _rows(job, base, environment)
-    source = job.spec.dataset.source
+    sources = [source for _, source in job.spec.dataset.located_sources()]
     if blocks is not None:
         rows = verify_rows(rows, blocks)
-    if source.uri is not None or source.huggingface is not None:
+    if any(source.uri is not None or source.huggingface is not None for source in sources):
         rows = read_ahead(rows, _ROWS_AHEAD)
     return expand(rows, repeats_of(job), oversample=oversample)
 
@@ -167,15 +172,36 @@ def repeats_of(job: RolloutJob) -> dict[str, int]:
     return {item.name: item.repeats if item.repeats is not None else default for item in job.spec.environments}
 
 
-def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> InputSummary:
-    """Read and check every row once.
+def scan(
+    job: RolloutJob,
+    *,
+    base: Path,
+    environment: EnvironmentSource,
+    refused: Callable[[DatasetError], None] | None = None,
+) -> InputSummary:
+    """Read and check every row once, also by the environments that will score them.
+
+    Args:
+        refused: Called with the error of each invalid row, which is then left out; None to raise the first.
 
     Raises:
         DatasetError: A row is invalid, or there are no rows.
     """
     digest = hashlib.blake2b(digest_size=16)
+    checks = _row_checks(job)
 
     blocks: list[str] = []
+
+    def checked() -> Iterator[Row]:
+        for row in _rows(job, base, environment, refused):
+            try:
+                checks.check(row)
+            except DatasetError as error:
+                if refused is None:
+                    raise
+                refused(error)
+            else:
+                yield row
 
     def watched(rows: Iterator[Row]) -> Iterator[Row]:
         for block in _blocks(rows):
@@ -186,12 +212,15 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
 
     rows = tasks = rollouts = 0
     counts = {item.name: 0 for item in job.spec.environments}
+    sources = {part.name: 0 for part in job.spec.dataset.sources}
     oversample = job.spec.rollout.groups.oversample
-    for group in expand(watched(_rows(job, base, environment)), repeats_of(job), oversample=oversample):
+    for group in expand(watched(checked()), repeats_of(job), oversample=oversample):
         rows += 1
         tasks = max(tasks, group.task_index + 1)
         rollouts = max(rollouts, group.rollout_indexes.stop)
         counts[group.row.task_name] += group.keep
+        if sources and group.row.metadata is not None:
+            sources[group.row.metadata[SOURCE_FIELD]] += 1
     if rows == 0:
         raise DatasetError("spec.dataset: there are no rows")
     return InputSummary(
@@ -202,9 +231,25 @@ def scan(job: RolloutJob, *, base: Path, environment: EnvironmentSource) -> Inpu
         trajectories_of=counts,
         digest=digest.hexdigest(),
         blocks=tuple(blocks),
+        rows_of_sources=sources,
     )
 
 
-def _rows(job: RolloutJob, base: Path, environment: EnvironmentSource) -> Iterator[Row]:
+def _row_checks(job: RolloutJob) -> RowChecks:
+    try:
+        return RowChecks(job.spec.environments)
+    except UnusableEnvironment as error:
+        raise DatasetError(f"spec.environments: {error}", error.traceback) from error
+
+
+def _rows(
+    job: RolloutJob,
+    base: Path,
+    environment: EnvironmentSource,
+    refused: Callable[[DatasetError], None] | None = None,
+) -> Iterator[Row]:
     names = [item.name for item in job.spec.environments]
-    return read_rows(job.spec.dataset, base=base, task_names=names, environment=environment)
+    rows = read_rows(job.spec.dataset, base=base, task_names=names, environment=environment, refused=refused)
+    if not job.spec.generation.sampling.override:
+        return rows
+    return (dataclasses.replace(row, sampling={}, seed=None) for row in rows)

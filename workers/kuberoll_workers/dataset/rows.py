@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import orjson
@@ -15,23 +15,25 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_api.model.generation import Sampling
+from kuberoll_workers.data.tools import InvalidTools, Tool, checked_calls, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback
+from kuberoll_workers.dataset.columns import ColumnMap, MissingColumn
+from kuberoll_workers.dataset.response_items import InvalidItem, messages_of_items
 
-# The run sets the seed: a seed in the row would make all samples of its group equal.
-_SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if name != "seed"}
+_SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if name != "override"}
 
 # Sampling parameters of a request, in the spelling of OpenAI's APIs and of vLLM.
 _PARAMETERS = {
-    **{name: name for name in Sampling.model_fields if name not in ("greedy", "seed", "stop")},
+    **{name: name for name in Sampling.model_fields if name not in ("greedy", "override", "stop")},
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
 }
-_PROMPT_PARAMETERS = {"input", "messages", "instructions", "stop"}
+_PROMPT_PARAMETERS = {"input", "messages", "instructions", "stop", "tools"}
 # Parameters that do not change which tokens a policy samples.
 _IDLE_PARAMETERS = {
     "background", "include", "logprobs", "metadata", "model", "parallel_tool_calls", "prompt_cache_key",
-    "safety_identifier", "service_tier", "store", "stream", "stream_options", "tool_choice", "top_logprobs",
-    "truncation", "user",
+    "reasoning", "safety_identifier", "service_tier", "store", "stream", "stream_options", "tool_choice",
+    "top_logprobs", "truncation", "user",
 }  # fmt: skip
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
@@ -39,13 +41,24 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 # Gym's numbering of a rollout, which would make the samples of a task different rows.
 _ROLLOUT_FIELDS = ("_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id")
-_GYM_FIELDS = {
-    "responses_create_params", "agent_ref", "task_name", "task_id", "sampling", "stop_strings", "idx", "metadata",
-}  # fmt: skip
+# Fields with a meaning of their own in every form of a row.
+_OWN_FIELDS = {"task_name", "task_id", "sampling", "stop_strings", "idx", "metadata", "tools"}
+_PROMPT_FIELDS = ("messages", "prompt")
+_PLAIN_FIELDS = {*_OWN_FIELDS, *_PROMPT_FIELDS}
+# Gym's tools are among the parameters; another field of that name is the data's own.
+_GYM_FIELDS = {*_OWN_FIELDS - {"tools"}, "responses_create_params", "agent_ref"}
+_BATCH_FIELDS = {*_OWN_FIELDS, "custom_id", "body", "method", "url"}
+_EXTRA_BODY = "responses_create_params.metadata.extra_body"
+_NO_COLUMNS = ColumnMap({})
+_NO_NAMES: Mapping[str, str] = {}
 
 _ASSISTANT_LAST = (
     "the last message is the assistant's: as a prompt it would give the answer away. Move it to the field that the "
     "environment reads: jq -c '.metadata.ground_truth = .messages[-1].content | del(.messages[-1])'"
+)
+_NOT_TOOLS = (
+    'A tool is {"type": "function", "function": {"name", "description", "parameters"}}, with a JSON schema as '
+    "parameters; a field that has other data can be metadata: dataset.columns: {metadata.tools: tools}"
 )
 
 
@@ -80,9 +93,11 @@ class Row:
         place: Position of the row, for errors.
         content: Canonical JSON of the whole row; rows with equal content are one task.
         task_id: The row's own name of its task; rows with the same name are one task. None: the content decides.
-        messages: The prompt's chat messages, at least one, with text content.
+        messages: The prompt's chat messages, with text content; none if the environment's `reset` gives them.
         metadata: Initial state of the episode.
         sampling: Overrides of the job's sampling, by snake_case name.
+        seed: Base of the samples' seeds, in place of the job's; None if the row has none.
+        tools: Tools that the policy may call; None: the row declares none.
     """
 
     place: RowPosition
@@ -94,6 +109,8 @@ class Row:
     stop_strings: tuple[str, ...] | None
     sampling: dict[str, Any]
     idx: Any
+    seed: int | None = None
+    tools: list[Tool] | None = None
 
     @property
     def where(self) -> str:
@@ -106,6 +123,8 @@ class _Form:
 
     Attributes:
         messages: The prompt; None if the row has none and needs the job's template.
+        prompt_name: Name of the prompt's field in the row.
+        other_fields: Fields without a meaning of their own.
         source_names: The row's own name of a field, if it differs from the plain format's.
     """
 
@@ -116,20 +135,36 @@ class _Form:
     stop_strings: Any
     sampling: Any
     idx: Any
-    source_names: dict[str, str] = field(default_factory=dict)
+    prompt_name: str
+    other_fields: Mapping[str, Any]
+    source_names: dict[str, str]
+    tools: Any = None
 
 
-def parse_row(row: Any, *, place: RowPosition, task_names: Sequence[str], template: PromptTemplate | None) -> Row:
+def parse_row(
+    row: Any,
+    *,
+    place: RowPosition,
+    task_names: Sequence[str],
+    template: PromptTemplate | None,
+    columns: ColumnMap = _NO_COLUMNS,
+    default_task: str | None = None,
+) -> Row:
     """Validate one row.
 
     A plain row has its prompt in `messages` (chat messages) or `prompt` (text or chat messages), or the job has a
     promptTemplate over the row's fields; `task_name` names its environment (not needed when there is one only);
-    `task_id`, `metadata`, `stop_strings`, `sampling` and `idx` are optional. Rows of NeMo Gym
+    `task_id`, `metadata`, `stop_strings`, `sampling`, `tools` and `idx` are optional. Rows of NeMo Gym
     (`responses_create_params`) and of OpenAI's batch API (`custom_id`, `body`) are read as they are. A field that is
     null counts as absent.
 
+    If the job has a template or columns, the fields without a meaning of their own become metadata, because somebody
+    else named them; NeMo Gym's always do.
+
     Args:
         task_names: Names of the job's environments, in their order.
+        columns: Names of the row's fields, by those of the plain format.
+        default_task: Environment of rows that name none; None: the job's only one.
 
     Raises:
         DatasetError: The row is invalid; the message names the row and the field.
@@ -137,22 +172,61 @@ def parse_row(row: Any, *, place: RowPosition, task_names: Sequence[str], templa
     where = str(place)
     if not isinstance(row, dict):
         raise DatasetError(f"{where}: found {_kind(row)}; a row is a JSON object")
-    form = _form(row, where)
+    row = _plain_request(row, where)
+    form = _form(row, where, task_names) if not columns else _mapped_form(row, columns, where, task_names)
+    messages = _prompt(form, row, where, template)
+    if template is not None or columns:
+        form.metadata = _whole_metadata(form.other_fields, form.metadata, where)
     metadata = form.metadata
     if metadata is not None and not isinstance(metadata, dict):
-        raise DatasetError(f"{where}: metadata: found {_kind(metadata)}; it must be an object")
+        raise DatasetError(
+            f"{where}: {form.source_names.get('metadata', 'metadata')}: found {_kind(metadata)}; it must be an object"
+        )
     task_id = _task_id(form, where)
-    messages = form.messages if form.messages is not None else _templated(row, where, template)
+    sampling = _sampling(form, where)
+    seed = sampling.pop("seed", None)
     return Row(
         place=place,
         content=canonical({key: value for key, value in row.items() if key not in _ROLLOUT_FIELDS}, where),
         task_id=task_id,
-        task_name=_task_name(form, where, task_names),
+        task_name=_task_name(form, where, task_names, default_task),
         messages=messages,
         metadata=metadata,
         stop_strings=_stop_strings(form.stop_strings, where, form.source_names.get("stop_strings", "stop_strings")),
-        sampling=_sampling(form, where),
+        sampling=sampling,
         idx=form.idx if form.idx is not None else task_id,
+        seed=seed,
+        tools=_tools(form, where),
+    )
+
+
+SOURCE_FIELD = "dataset_source"
+"""Field of the metadata that names the row's source, if the dataset has several."""
+
+
+def row_of_source(row: Row, name: str, number: int) -> Row:
+    """A row as one of several sources: the source is in its metadata, and its task and `idx` are the source's own.
+
+    Args:
+        name: The source's name.
+        number: The row's number in the source, the end of `idx` if the row has none.
+
+    Raises:
+        DatasetError: The row's metadata has another value in the field for the source.
+    """
+    metadata = row.metadata or {}
+    if metadata.get(SOURCE_FIELD, name) != name:
+        raise DatasetError(
+            f"{row.where}: metadata.{SOURCE_FIELD}: found {_kind(metadata[SOURCE_FIELD])}; the name of the source, "
+            f"{name}, belongs there: give the row's field another name"
+        )
+    idx = number if row.idx is None else row.idx
+    return replace(
+        row,
+        content=name.encode() + b" " + row.content,
+        task_id=None if row.task_id is None else f"{name}/{row.task_id}",
+        metadata={**metadata, SOURCE_FIELD: name},
+        idx=f"{name}/{idx if isinstance(idx, str) else canonical(idx, row.where).decode()}",
     )
 
 
@@ -187,38 +261,70 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _form(row: dict[str, Any], where: str) -> _Form:
+def _form(
+    row: dict[str, Any], where: str, task_names: Collection[str], source_names: Mapping[str, str] = _NO_NAMES
+) -> _Form:
     if row.get("responses_create_params") is not None:
-        return _gym_form(row, where)
+        return _gym_form(row, where, source_names, task_names)
     if row.get("custom_id") is not None and isinstance(row.get("body"), dict):
-        return _batch_form(row, where)
-    return _plain_form(row, where)
+        return _batch_form(row, where, source_names)
+    return _plain_form(row, where, source_names)
 
 
-def _plain_form(row: dict[str, Any], where: str) -> _Form:
+def _mapped_form(row: dict[str, Any], columns: ColumnMap, where: str, task_names: Collection[str]) -> _Form:
+    """The form of a row whose fields have other names."""
+    try:
+        mapped = columns.mapped(row)
+    except MissingColumn as error:
+        raise DatasetError(f"{where}: {error}") from error
+    names = columns.names
+    prompt = "prompt" if "prompt" in names else "messages" if "messages" in names else None
+    if prompt is None:
+        form = _form(mapped, where, task_names, names)
+    else:
+        # The job says which field is the prompt, so no other one is.
+        other = mapped.pop("messages" if prompt == "prompt" else "prompt", None)
+        form = _plain_form(mapped, where, names)
+        if form.messages is None:
+            raise DatasetError(f"{where}: {names[prompt]}: found nothing; dataset.columns maps it to {prompt}")
+        if other is not None:
+            form.other_fields = {**form.other_fields, "messages" if prompt == "prompt" else "prompt": other}
+    # The job says what these are, so a field of the same name is not.
+    if not columns.metadata.isdisjoint(form.other_fields):
+        form.other_fields = _others(form.other_fields, columns.metadata)
+    return form
+
+
+def _plain_form(row: dict[str, Any], where: str, source_names: Mapping[str, str] = _NO_NAMES) -> _Form:
     messages, prompt = row.get("messages"), row.get("prompt")
     if messages is not None and prompt is not None:
         raise DatasetError(f"{where}: messages and prompt exclude each other: keep one")
     if isinstance(prompt, str):
         prompt = [_user(prompt)]
-    source_name, given = ("messages", messages) if messages is not None else ("prompt", prompt)
-    if given is not None:
-        _refuse_tools(row, where)
+    name, given = ("messages", messages) if messages is not None else ("prompt", prompt)
+    if given is not None and row.get("functions") not in _NOTHING:
+        raise DatasetError(f"{where}: functions: {_why_refused('functions')}")
+    prompt_name = source_names.get(name, name)
     return _Form(
-        messages=None if given is None else _checked_messages(given, where, source_name),
+        messages=None if given is None else _checked_messages(given, where, prompt_name),
+        prompt_name=prompt_name,
+        other_fields=_others(row, _PLAIN_FIELDS),
+        source_names=dict(source_names),
         task_name=row.get("task_name"),
         task_id=row.get("task_id"),
         metadata=row.get("metadata"),
         stop_strings=row.get("stop_strings"),
         sampling=row.get("sampling"),
         idx=row.get("idx"),
+        tools=row.get("tools"),
     )
 
 
-def _batch_form(row: dict[str, Any], where: str) -> _Form:
+def _batch_form(row: dict[str, Any], where: str, source_names: Mapping[str, str]) -> _Form:
     body = row["body"]
-    form = _plain_form({**row, "messages": None, "prompt": None}, where)
-    form.messages = _request_messages(body, where, "body")
+    form = _plain_form({**row, "messages": None, "prompt": None}, where, source_names)
+    form.messages, form.prompt_name = _request_messages(body, where, "body"), "body"
+    form.other_fields = _others(row, _BATCH_FIELDS)
     if form.messages is None:
         raise DatasetError(f"{where}: body: messages and input are missing; only chat requests can be read")
     _take_parameters(form, body, where, "body")
@@ -226,29 +332,84 @@ def _batch_form(row: dict[str, Any], where: str) -> _Form:
     return form
 
 
-def _gym_form(row: dict[str, Any], where: str) -> _Form:
+def _gym_form(row: dict[str, Any], where: str, source_names: Mapping[str, str], task_names: Collection[str]) -> _Form:
     name = "responses_create_params"
     params, agent = row[name], row.get("agent_ref")
     if not isinstance(params, dict):
         raise DatasetError(f"{where}: {name}: found {_kind(params)}; it must be an object")
     if agent is not None and not isinstance(agent, dict):
         raise DatasetError(f"{where}: agent_ref: found {_kind(agent)}; it must be an object with a name")
-    form = _plain_form({**row, "messages": None, "prompt": None}, where)
-    form.messages = _request_messages(params, where, name)
+    own_tools = row.get("tools") if "tools" in source_names else None
+    form = _plain_form({**row, "messages": None, "prompt": None, "tools": own_tools}, where, source_names)
+    form.messages, form.prompt_name = _request_messages(params, where, name), f"{name}.input"
     _take_parameters(form, params, where, name)
+    data = {}
+    if form.task_name is not None and form.task_name not in task_names:
+        # Gym has no such field: it is the data's own.
+        data, form.task_name = {"task_name": form.task_name}, None
     if form.task_name is None and agent is not None:
         form.task_name, form.source_names["task_name"] = agent.get("name"), "agent_ref.name"
     if form.task_id is None and row.get("_ng_task_index") is not None:
         form.task_id, form.source_names["task_id"] = row["_ng_task_index"], "_ng_task_index"
-    form.metadata = _gym_metadata(row, form.metadata, where)
+    own = _GYM_FIELDS if own_tools is None else _GYM_FIELDS | {"tools"}
+    others = {key: value for key, value in _others(row, own).items() if not key.startswith("_ng_")}
+    form.other_fields = {**others, **data}
+    # Gym passes the whole row to its environments.
+    form.metadata = _whole_metadata(form.other_fields, form.metadata, where)
     return form
 
 
-def _gym_metadata(row: Mapping[str, Any], metadata: Any, where: str) -> Any:
-    """Initial state of a Gym row: Gym passes the whole row to its environments, so all fields beside the prompt."""
-    rest = {key: value for key, value in row.items() if key not in _GYM_FIELDS and not key.startswith("_ng_")}
+def _plain_request(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of NeMo Gym with the settings of `metadata.extra_body` among the others; any other row unchanged.
+
+    Rows that Gym has numbered by rollout have the number as their seed. It would make the rollouts of one task
+    different rows, so it is left out: every sample has a seed of its own.
+    """
+    params = row.get("responses_create_params")
+    if not isinstance(params, dict):
+        return row
+    given = params.get("metadata")
+    metadata: dict[str, Any] = given if isinstance(given, dict) else {}
+    extra = _extra_body(metadata.get("extra_body"), where)
+    for key in extra:
+        if key in params and params[key] != extra[key]:
+            raise DatasetError(
+                f"{where}: {_EXTRA_BODY}.{key}: responses_create_params.{key} is another value; keep one of the two"
+            )
+        if key not in _PARAMETERS:
+            raise DatasetError(f"{where}: {_EXTRA_BODY}.{key}: {_why_refused(key)}")
+    numbered = any(row.get(name) is not None for name in _ROLLOUT_FIELDS) and ("seed" in params or "seed" in extra)
+    if not extra and not numbered:
+        return row
+    plain = {**params, **extra}
+    if extra:
+        plain["metadata"] = {key: value for key, value in metadata.items() if key != "extra_body"}
+    if numbered:
+        del plain["seed"]
+    return {**row, "responses_create_params": plain}
+
+
+def _extra_body(text: Any, where: str) -> dict[str, Any]:
+    """Settings beyond the Responses API, which Gym writes as JSON into a text."""
+    if text in _NOTHING:
+        return {}
+    try:
+        found = orjson.loads(text)
+    except (TypeError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise DatasetError(f"{where}: {_EXTRA_BODY}: found {_kind(text)}; it must be text with a JSON object")
+    return found
+
+
+def _others(row: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in own}
+
+
+def _whole_metadata(rest: Mapping[str, Any], metadata: Any, where: str) -> Any:
+    """Metadata together with a row's other fields."""
     if not isinstance(metadata, dict):
-        return (rest or None) if metadata is None else metadata
+        return (dict(rest) or None) if metadata is None else metadata
     twice = sorted(key for key in metadata.keys() & rest.keys() if metadata[key] != rest[key])
     if twice:
         raise DatasetError(
@@ -270,7 +431,10 @@ def _request_messages(params: Mapping[str, Any], where: str, name: str) -> list[
     if isinstance(items, str):
         items = [_user(items)]
     if isinstance(items, list):
-        items = [_input_message(item, f"{where}: {name}.input[{number}]") for number, item in enumerate(items)]
+        try:
+            items = messages_of_items(items, f"{name}.input")
+        except InvalidItem as error:
+            raise DatasetError(f"{where}: {error}") from error
     messages = _checked_messages(items, where, f"{name}.input")
     if instructions is None:
         return messages
@@ -279,26 +443,22 @@ def _request_messages(params: Mapping[str, Any], where: str, name: str) -> list[
     return [{"role": "system", "content": instructions}, *messages]
 
 
-def _input_message(item: Any, source_name: str) -> Any:
-    if not isinstance(item, dict):
-        return item
-    kind = item.get("type")
-    if kind not in (None, "message"):
-        raise DatasetError(f"{source_name}: found an item of type {kind!r}; a prompt can only contain text messages")
-    return {key: item.get(key) for key in ("role", "content")}
-
-
 def _take_parameters(form: _Form, params: Mapping[str, Any], where: str, name: str) -> None:
-    """Copy a request's sampling and stop strings into a form; the row's own take precedence."""
+    """Copy a request's sampling, stop strings and tools into a form; the row's own take precedence."""
+    if params.get("tools") not in _NOTHING:
+        if (choice := params.get("tool_choice")) not in (None, "auto"):
+            raise DatasetError(
+                f"{where}: {name}.tool_choice: found {_kind(choice)}; only auto is supported, where the policy decides "
+                "whether it calls a tool: remove it"
+            )
+        if form.tools in _NOTHING:
+            form.tools, form.source_names["tools"] = params["tools"], f"{name}.tools"
     for key, value in params.items():
         if key in _PARAMETERS or key in _PROMPT_PARAMETERS or key in _IDLE_PARAMETERS or value in _NOTHING:
             continue
         if key == "n" and value == 1:
             continue
         raise DatasetError(f"{where}: {name}.{key}: {_why_refused(key)}")
-    metadata = params.get("metadata")
-    if isinstance(metadata, dict) and metadata.get("extra_body") not in (*_NOTHING, "{}"):
-        raise DatasetError(f"{where}: {name}.metadata.extra_body: not read; put its settings into the row's sampling")
     if form.sampling is None or isinstance(form.sampling, dict):
         form.sampling = _snake_case(form.sampling or {}, form.source_names, "sampling")
         taken = {key: value for key, value in params.items() if key in _PARAMETERS}
@@ -309,19 +469,27 @@ def _take_parameters(form: _Form, params: Mapping[str, Any], where: str, name: s
 
 
 def _why_refused(key: str) -> str:
-    if key == "seed":
-        return "a row cannot set it, because every sample has its own seed (dataset.seedPerRepeat); remove it"
     if key == "n":
         return "the number of samples is the job's dataset.repeats; remove it"
-    if key in ("tools", "functions"):
-        return "tools are not supported; describe them in the prompt, or remove them"
+    if key == "functions":
+        return "the old name of tools, with another form; give them as tools"
     return "not supported: it would change the sampled tokens; remove it"
 
 
-def _refuse_tools(row: Mapping[str, Any], where: str) -> None:
-    for key in ("tools", "functions"):
-        if row.get(key) not in _NOTHING:
-            raise DatasetError(f"{where}: {key}: {_why_refused(key)}")
+def _tools(form: _Form, where: str) -> list[Tool] | None:
+    """The row's tools: a list of functions, or its JSON as text, as columnar files have it."""
+    given, source_name = form.tools, form.source_names.get("tools", "tools")
+    if isinstance(given, str) and given:
+        try:
+            given = orjson.loads(given)
+        except ValueError as error:
+            raise DatasetError(f"{where}: {source_name}: found text that is not JSON: {error}. {_NOT_TOOLS}") from error
+    if given in _NOTHING:
+        return None
+    try:
+        return checked_tools(given, source_name)
+    except InvalidTools as error:
+        raise DatasetError(f"{where}: {error}. {_NOT_TOOLS}") from error
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -329,14 +497,12 @@ def _user(text: str) -> dict[str, Any]:
 
 
 def _checked_messages(messages: Any, where: str, source_name: str) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise DatasetError(
-            f"{where}: {source_name}: found {_kind(messages)}; it must be a list of at least one message"
-        )
+    if not isinstance(messages, list):
+        raise DatasetError(f"{where}: {source_name}: found {_kind(messages)}; it must be a list of messages")
     checked = [
         _checked_message(message, f"{where}: {source_name}[{number}]") for number, message in enumerate(messages)
     ]
-    if checked[-1]["role"] == "assistant":
+    if checked and checked[-1]["role"] == "assistant":
         raise DatasetError(f"{where}: {source_name}[{len(checked) - 1}]: {_ASSISTANT_LAST}")
     return checked
 
@@ -351,7 +517,14 @@ def _checked_message(message: Any, source_name: str) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
     # OpenAI's newer name for system; templates that do not know it silently drop the message.
     given["role"] = "system" if role == "developer" else role
-    given["content"] = _text(message.get("content"), source_name)
+    calls = given.pop("tool_calls", None)
+    if calls not in _NOTHING:
+        try:
+            given["tool_calls"] = checked_calls(calls, f"{source_name}.tool_calls")
+        except InvalidTools as error:
+            raise DatasetError(str(error)) from error
+    # A message that only calls tools has no content.
+    given["content"] = "" if message.get("content") is None and calls else _text(message.get("content"), source_name)
     return given
 
 
@@ -373,9 +546,28 @@ def _part_text(part: Any, source_name: str) -> str:
     return text
 
 
-def _templated(row: Mapping[str, Any], where: str, template: PromptTemplate | None) -> list[dict[str, Any]]:
+def _prompt(form: _Form, row: Mapping[str, Any], where: str, template: PromptTemplate | None) -> list[dict[str, Any]]:
+    if form.messages is not None and template is None:
+        return form.messages
+    if form.messages == [] and template is not None:
+        # NeMo Gym's rows for a prompt configuration have an empty input.
+        form.messages = None
     if template is None:
-        raise DatasetError(f"{where}: messages and prompt are missing, and the job has no dataset.promptTemplate")
+        raise DatasetError(
+            f"{where}: messages and prompt are missing, and the job has no dataset.promptTemplate; the row has "
+            f"{', '.join(map(str, row)) or 'no fields'}. If one of them is the prompt, name it: dataset.columns: "
+            "{prompt: FIELD}"
+        )
+    if form.messages is not None:
+        name = form.prompt_name
+        movable = (
+            f". To use the field in the template, as {{{name}}}, say that it is not the prompt: dataset.columns: "
+            f"{{metadata.{name}: {name}}}"
+        )
+        raise DatasetError(
+            f"{where}: {name}: the row has a prompt already, and the job has a dataset.promptTemplate: remove one of "
+            f"the two{movable if name in row else ''}"
+        )
     texts = [("system", template.system), ("user", template.user)]
     return [{"role": role, "content": _fill(text, row, where)} for role, text in texts if text is not None]
 
@@ -392,8 +584,10 @@ def _fill(text: str, row: Mapping[str, Any], where: str) -> str:
         raise DatasetError(f"{where}: the job's promptTemplate cannot be filled: {error}") from error
 
 
-def _task_name(form: _Form, where: str, task_names: Sequence[str]) -> str:
+def _task_name(form: _Form, where: str, task_names: Sequence[str], default: str | None) -> str:
     name, source_name = form.task_name, form.source_names.get("task_name", "task_name")
+    if name is None and default is not None:
+        return default
     if name is None and len(task_names) == 1:
         return task_names[0]
     if name is None:
@@ -457,10 +651,15 @@ def _snake_case(sampling: Mapping[str, Any], source_names: dict[str, str], name:
     named = {}
     for key, setting in sampling.items():
         if setting is not None:
-            ours = _PARAMETERS.get(key) or _SAMPLING_ALIASES.get(key) or key
-            source_names.setdefault(ours, f"{name}.{key}")
+            ours = _ours(key)
+            source_names.setdefault(ours, source_names.get(f"sampling.{key}", f"{name}.{key}"))
             named[ours] = setting
     return named
+
+
+def _ours(key: str) -> str:
+    """Our name of a sampling setting."""
+    return _PARAMETERS.get(key) or _SAMPLING_ALIASES.get(key) or key
 
 
 def _kind(value: Any) -> str:

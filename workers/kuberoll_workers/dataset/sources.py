@@ -26,6 +26,7 @@ RawRow = tuple[RowPosition, Any]
 """Position and content of a row that is not validated yet."""
 
 FIELD = "spec.dataset.source"
+"""The field of a job's only source, for errors."""
 
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
@@ -51,24 +52,24 @@ _UNREADABLE = {
 _JSON_LINES = "the file must be JSON lines, one row on each line"
 
 
-def file_rows(uri: str, base: Path) -> Iterator[RawRow]:
+def file_rows(uri: str, base: Path, field: str = FIELD) -> Iterator[RawRow]:
     """Rows of a file, of all files in a directory, or of all that match a pattern (`data/*.jsonl.gz`), sorted by name.
 
     JSON lines, plain or compressed with gzip or Zstandard, and Parquet, at local paths and fsspec URIs. Files at http
-    URLs
-    are copied to a temporary file first, because servers do not wait for slow readers.
+    URLs are copied to a temporary file first, because servers do not wait for slow readers.
 
     Args:
         uri: Path or URI; a relative path starts at `base`.
+        field: The manifest's field, for errors.
 
     Raises:
         DatasetError: It cannot be read; the message names file and line.
     """
     uri = resolve_uri(uri, base)
-    filesystem, path = _filesystem(uri)
-    for file in _files(filesystem, path, uri):
+    filesystem, path = _filesystem(uri, field)
+    for file in _files(filesystem, path, uri, field):
         where = _shown(uri) if file == path else file if _is_local(uri) else str(filesystem.unstrip_protocol(file))
-        with _readable(where, uri), contextlib.ExitStack() as opened:
+        with _readable(where, uri, field), contextlib.ExitStack() as opened:
             yield from _container_rows(_open(filesystem, file, uri, opened), where)
 
 
@@ -99,7 +100,7 @@ def _shown(uri: str) -> str:
     return uri.partition("?")[0] if _is_http(uri) else uri
 
 
-def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
+def _filesystem(uri: str, field: str) -> tuple[AbstractFileSystem, str]:
     import fsspec
 
     if _is_local(uri):
@@ -110,32 +111,32 @@ def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:
 
         # A long file takes long, so only pauses are limited.
         options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)}
-    with _readable(_shown(uri), uri):
+    with _readable(_shown(uri), uri, field):
         filesystem, path = fsspec.core.url_to_fs(uri, **options)
         # Earlier listings of this process may be outdated.
         filesystem.invalidate_cache()
         return filesystem, str(path)
 
 
-def _files(filesystem: AbstractFileSystem, path: str, uri: str) -> list[str]:
+def _files(filesystem: AbstractFileSystem, path: str, uri: str, field: str) -> list[str]:
     """Files that a path names, sorted by name."""
     if _is_http(uri):
         return [path]
-    with _readable(uri, uri):
+    with _readable(uri, uri, field):
         if filesystem.isdir(path):
             names = [str(name) for name in filesystem.ls(path, detail=False)]
             files = [name for name in names if _looks_like_rows(name) and filesystem.isfile(name)]
             if not files:
                 suffixes = ", ".join(_SUFFIXES)
                 raise DatasetError(
-                    f"{FIELD}.uri: {uri}: the directory has no file that ends with {suffixes} (or .gz, .zst)"
+                    f"{field}.uri: {uri}: the directory has no file that ends with {suffixes} (or .gz, .zst)"
                 )
             return sorted(files)
         if any(letter in path for letter in "*?[") and not filesystem.exists(path):
             names = [str(name) for name in filesystem.glob(path)]
             files = sorted(name for name in names if not _name(name).startswith(".") and filesystem.isfile(name))
             if not files:
-                raise DatasetError(f"{FIELD}.uri: {uri}: no file matches")
+                raise DatasetError(f"{field}.uri: {uri}: no file matches")
             return files
     return [path]
 
@@ -152,20 +153,20 @@ def _looks_like_rows(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _readable(where: str, uri: str) -> Iterator[None]:
+def _readable(where: str, uri: str, field: str) -> Iterator[None]:
     """Convert errors of reading into a DatasetError that names the file."""
     try:
         yield
     except DatasetError:
         raise
     except FileNotFoundError as error:
-        raise DatasetError(f"{FIELD}.uri: {where}: {error.strerror or 'No such file'}") from error
+        raise DatasetError(f"{field}.uri: {where}: {error.strerror or 'No such file'}") from error
     except ImportError as error:
-        raise DatasetError(f"{FIELD}.uri: {where}: {_missing_package(uri, error)}") from error
+        raise DatasetError(f"{field}.uri: {where}: {_missing_package(uri, error)}") from error
     except Exception as error:
         # Every store's library has its own errors: credentials, buckets, names, networks.
         reason = str(getattr(error, "strerror", None) or str(error) or repr(error)).replace(uri, where)
-        raise DatasetError(f"{FIELD}.uri: {where}: {reason}") from error
+        raise DatasetError(f"{field}.uri: {where}: {reason}") from error
 
 
 def _missing_package(uri: str, error: ImportError) -> str:
@@ -308,13 +309,16 @@ def _parquet_rows(file: io.BufferedReader, where: str) -> Iterator[RawRow]:
         raise DatasetError(f"{where}: not a readable Parquet file: {error}") from error
 
 
-def hub_rows(source: HuggingFaceSource, base: Path) -> Iterator[RawRow]:
+def hub_rows(source: HuggingFaceSource, base: Path, field: str = FIELD) -> Iterator[RawRow]:
     """Rows of a dataset of the Hugging Face hub, or of a local directory that `datasets` can load; streamed.
+
+    Args:
+        field: The manifest's field, for errors.
 
     Raises:
         DatasetError: The package is missing, or the dataset cannot be read.
     """
-    field = f"{FIELD}.huggingface"
+    field = f"{field}.huggingface"
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
