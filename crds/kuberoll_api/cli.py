@@ -20,6 +20,7 @@ SUMMARIES = {
     "aggregate": "Compute the numbers of a run again.",
     "apply": "Apply a manifest to a cluster, with the files beside it.",
     "crd": "Print the CustomResourceDefinition of the RolloutJob.",
+    "env": "List, write, test and play environments.",
     "export": "Write a run in a format of a trainer's library.",
     "get": "Copy the output of a RolloutJob from a cluster.",
     "logs": "Show the logs of a RolloutJob in a cluster.",
@@ -36,6 +37,9 @@ SUMMARIES = {
 
 COMMANDS = "kuberoll.commands"
 """Group of the subcommands' entry points: `kuberoll_<extra>.module:command`, or `package.module:command [extra]`."""
+
+CHECKS = "kuberoll.checks"
+"""Group of entry points of checks that come with an extra: `dataset`, of `kuberoll validate --dataset`."""
 
 # Requirements of an extra, except for those of some platforms only.
 _OF_EXTRA = re.compile(r"""(?P<name>[\w.-]+)[^;]*;\s*extra == ['"](?P<extra>[\w.-]+)['"]""")
@@ -139,17 +143,20 @@ def main() -> None:
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--set", "overrides", metavar="PATH=VALUE", multiple=True, help="Change a field; repeatable.")
 @click.option("--cluster", is_flag=True, help="Also check whether a cluster can run them; needs no cluster.")
-def validate(files: tuple[Path, ...], overrides: tuple[str, ...], cluster: bool) -> None:
+@click.option("--dataset", is_flag=True, help="Also read and check every row of their datasets; needs no model.")
+def validate(files: tuple[Path, ...], overrides: tuple[str, ...], cluster: bool, dataset: bool) -> None:
     """Check RolloutJob manifests.
 
     Prints the line and field of each mistake, what was found and what is allowed. With --cluster also what would be
-    missing in a cluster, and, as notes, what the cluster must have. The exit code is 0 if all files are valid, and 2
-    if one has a mistake.
+    missing in a cluster, and, as notes, what the cluster must have. With --dataset also the first invalid rows, by file
+    and line, among them those that lack what their environment needs to score them. The exit code is 0 if all files are
+    valid, and 2 if one has a mistake.
 
     
     Examples:
       kuberoll validate job.yaml examples/*/rolloutjob.yaml
       kuberoll validate --cluster job.yaml
+      kuberoll validate --dataset job.yaml
     """
     from kuberoll_api.manifest.loading import ManifestError, load_manifest
 
@@ -159,12 +166,13 @@ def validate(files: tuple[Path, ...], overrides: tuple[str, ...], cluster: bool)
             manifest = load_manifest(file, overrides)
             if cluster:
                 _check_for_cluster(manifest, file)
-        except (ManifestError, OSError) as error:
+            rows = _check_datasets(manifest, file) if dataset else []
+        except (ManifestError, _InvalidRows, OSError) as error:
             click.echo(str(error), err=True)
             failed = True
         else:
             names = ", ".join(item.job.metadata.name for item in manifest.jobs)
-            click.echo(f"{file}: ok (RolloutJob {names})")
+            click.echo("\n".join([f"{file}: ok (RolloutJob {names})", *rows]))
     sys.exit(2 if failed else 0)
 
 
@@ -186,6 +194,32 @@ def _check_for_cluster(manifest: Manifest, file: Path) -> None:
             click.echo(f"{file}: note: `kuberoll apply` ships {check.beside}")
     if mistakes := [item.mistake(*problem) for item, check in checks for problem in check.problems]:
         raise ManifestError(mistakes)
+
+
+class _InvalidRows(Exception):
+    """Rows of a dataset are invalid; one line for each."""
+
+
+def _check_datasets(manifest: Manifest, file: Path) -> list[str]:
+    """Read the datasets of the manifest's jobs; returns a line about each.
+
+    Raises:
+        _InvalidRows: Rows are invalid.
+        UsageError: The packages that read them are not installed.
+    """
+    [entry] = importlib.metadata.entry_points(group=CHECKS, name="dataset")
+    if (missing := next(_missing(entry), None)) is not None:
+        raise click.UsageError(f"--dataset needs {missing}, which is not installed: {_remedy(entry)}")
+    check = entry.load()
+    lines: list[str] = []
+    errors: list[str] = []
+    for item in manifest.jobs:
+        summary, invalid = check(item.job, file.parent)
+        lines.append(f"  dataset of {item.job.metadata.name}: {summary}")
+        errors += invalid
+    if errors:
+        raise _InvalidRows("\n".join(errors))
+    return lines
 
 
 @main.command()
