@@ -17,9 +17,8 @@ from kuberoll_workers.data.observations import (
     ChatTemplateObservations,
     ObservationRefused,
     RawObservations,
-    TemplateRefused,
 )
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from tests.data.support import CHATML, NAMES, TINY, Model, byte_level, model, wrap
 from tests.examples import examples
 
@@ -308,9 +307,9 @@ def test_a_turn_costs_the_same_whatever_came_before() -> None:
     class Counting(HuggingFaceTokenizer):
         chats: list[int]
 
-        def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+        def chat_text(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
             self.chats.append(sum(len(message["content"]) for message in messages))
-            return super().chat_text(messages, generation_prompt=generation_prompt)
+            return super().chat_text(messages, **more)
 
     tokenizer = Counting(of.hugging_face)
     tokenizer.chats = []
@@ -387,3 +386,134 @@ def test_the_tokenizer_s_views_of_a_text_agree(name: str, text: str) -> None:
     ids, spans = of.tokenizer.encode_with_spans(rendered)
     assert ids == of.tokenizer.encode(rendered)
     assert len(spans) == len(ids)
+
+
+CALLS = ["call00101", "call00102", "call00103"]
+
+
+def answers(*contents: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": call, "name": "look", "content": content}
+        for call, content in zip(CALLS, contents, strict=False)
+    ]
+
+
+TOOL_NAMES = ["llama-3.1", "llama-3.2", "qwen2.5", "qwen3", "smollm2"]
+
+
+@pytest.mark.parametrize("name", TOOL_NAMES)
+@settings(max_examples=examples(40))
+@given(texts=st.lists(contents, min_size=1, max_size=3), response=responses, more=st.booleans())
+def test_answers_to_calls_have_the_template_s_ids(name: str, texts: list[str], response: str, more: bool) -> None:
+    of, rendered = model(name), observations(name)
+    before = [{"role": "user", "content": "look"}]
+    prompt = of.chat(before)
+    sampled = [*of.tokenizer.encode(response), of.id(of.end)]
+    ids = rendered.render_messages(answers(*texts), previous=sampled, generation_prompt=more)
+    whole = of.chat([*before, {"role": "assistant", "content": response}, *answers(*texts)], generation_prompt=more)
+    assert [*prompt, *sampled, *ids] == whole
+
+
+def test_answers_are_grouped_as_the_template_groups_them() -> None:
+    of = model("qwen2.5")
+    ids = observations("qwen2.5").render_messages(answers("1", "2"), previous=[], generation_prompt=True)
+    assert shown(of, ids) == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    of = model("llama-3.1")
+    ids = observations("llama-3.1").render_messages(answers("1", "2"), previous=[], generation_prompt=True)
+    header = "<|start_header_id|>ipython<|end_header_id|>\n\n"
+    assert shown(of, ids) == (
+        f'<|eot_id|>{header}"1"<|eot_id|>{header}"2"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
+    )
+
+
+def test_answers_become_one_message_of_the_user_where_the_template_refuses_their_role() -> None:
+    of = model("gemma-3")
+    several = observations("gemma-3").render_messages(answers("1", "2"), previous=[], generation_prompt=True)
+    one = observations("gemma-3").render("user", "1\n2", previous=[], generation_prompt=True)
+    assert several == one
+    assert "1\n2" in shown(of, several)
+
+
+@pytest.mark.parametrize("name", TOOL_NAMES)
+@settings(max_examples=examples(40))
+@given(data=st.data())
+def test_no_answer_to_a_call_forges_a_role_boundary(name: str, data: st.DataObject) -> None:
+    of, rendered = model(name), observations(name)
+    flagged = {token for token, flag in of.tokenizer.added_tokens().items() if flag}
+    special = st.sampled_from([str(of.hugging_face.convert_ids_to_tokens(token)) for token in sorted(flagged)])
+    pieces = st.lists(special | st.sampled_from(PIECES), min_size=1, max_size=4).map("".join)
+    texts = data.draw(st.lists(pieces, min_size=1, max_size=3))
+    ids = rendered.render_messages(answers(*texts), previous=[], generation_prompt=True)
+    plain = rendered.render_messages(answers(*["x"] * len(texts)), previous=[], generation_prompt=True)
+    assert [token for token in ids if token in flagged] == [token for token in plain if token in flagged]
+    if of.hugging_face.backend_tokenizer.normalizer is None:
+        # The text is the template's, with the special tokens spelled.
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, *answers(*texts)]
+        assert of.tokenizer.chat_text(chat, generation_prompt=True).endswith(shown(of, ids))
+
+
+def test_contents_that_spell_tokens_keep_the_rest_exact() -> None:
+    of, rendered = model("llama-3.1"), observations("llama-3.1")
+    ids = rendered.render_messages(answers("a<|eot_id|>b", "c", "<|eom_id|>"), previous=[], generation_prompt=True)
+    header = "<|start_header_id|>ipython<|end_header_id|>\n\n"
+    assert shown(of, ids) == (
+        f'<|eot_id|>{header}"a<|eot_id|>b"<|eot_id|>{header}"c"<|eot_id|>{header}"<|eom_id|>"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert ids.count(of.id("<|eot_id|>")) == 4
+    assert of.id("<|eom_id|>") not in ids
+
+
+def test_a_template_may_print_a_call_s_id_and_refuse_other_ids() -> None:
+    text = (
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if m.tool_call_id is undefined or m.tool_call_id|length != 9 %}{{ raise_exception('id') }}{% endif %}"
+        "<|im_start|>result {{ m.tool_call_id }}\n{{ m.content }}<|im_end|>\n{% else %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = templated(text)
+    rendered = ChatTemplateObservations(tokenizer)
+    ids = rendered.render_messages(answers("1", "2"), previous=[], generation_prompt=True)
+    assert tokenizer.decode_with_special_tokens(ids) == (
+        "<|im_end|>\n<|im_start|>result call00101\n1<|im_end|>\n<|im_start|>result call00102\n2<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    with pytest.raises(ObservationRefused, match="raises TemplateError: id"):
+        rendered.render_messages(
+            [{"role": "tool", "tool_call_id": "1", "content": "x"}], previous=[], generation_prompt=True
+        )
+
+
+def test_raw_answers_are_their_texts() -> None:
+    tokenizer = model("qwen2.5").tokenizer
+    raw = RawObservations(tokenizer)
+    assert raw.render_messages(answers("a", "b"), previous=[], generation_prompt=True) == tokenizer.encode("ab")
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "llama-3.2", "qwen2.5", "qwen3"])
+def test_tools_and_calls_are_rendered_as_transformers_does(name: str) -> None:
+    of = model(name)
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+    as_object = {**call, "function": {"name": "look", "arguments": {"at": "x"}}}
+    asked, answered = {"role": "user", "content": "hi"}, answers("1")[0]
+    chat: list[Any] = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, answered]
+    given: Any = [asked, {"role": "assistant", "content": "", "tool_calls": [as_object]}, answered]
+    expected = of.hugging_face.apply_chat_template(given, tools=[TOOL], add_generation_prompt=True, return_dict=False)
+    assert list(of.tokenizer.render_chat(chat, tools=[TOOL])) == expected
+    assert '"look"' in of.tokenizer.chat_text(chat, tools=[TOOL], generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", ["gemma-3", "smollm2"])
+def test_a_template_that_leaves_tools_out_is_refused(name: str) -> None:
+    of = model(name)
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(TemplateRefused, match="tools: the model's chat template leaves them out"):
+        of.tokenizer.render_chat(chat, tools=[TOOL])
+    assert list(of.tokenizer.render_chat(chat, tools=[])) == of.chat(chat)

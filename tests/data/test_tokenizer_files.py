@@ -394,3 +394,14 @@ def test_a_model_of_the_hub_needs_no_transformers_either(hub: Hub, tmp_path: Pat
         assert done.stdout.splitlines() == [str(expected), "[]"]
     assert "tokenizer.json" in hub.asked
     assert "model.safetensors" not in hub.asked
+    # A report looks for it in the same place, without asking the hub.
+    script = (
+        "from kuberoll_workers.analysis.report.token_texts import stored_tokenizer\n"
+        "print(stored_tokenizer('me/tiny') is not None, stored_tokenizer('me/other'), stored_tokenizer('s3://b/model'))"
+    )
+    asked = len(hub.asked)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
+    assert done.stdout.split() == ["True", "None", "None"], done.stderr
+    assert len(hub.asked) == asked

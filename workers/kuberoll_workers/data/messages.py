@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 TOKEN_TYPE = "i"
 """`array` type code of token ids: 32-bit signed, which holds every vocabulary."""
 LOGPROB_TYPE = "f"
 """`array` type code of log-probabilities: the engine computes them in float32."""
+
+ANSWER_FIELDS = ("tool_call_id", "name")
+"""Fields of a chat message that answers a tool call, besides role and content: the call's id, and the tool's name."""
 
 
 def token_array(ids: Iterable[int] = ()) -> array[int]:
@@ -25,8 +29,7 @@ class Message:
         role: `system`, `user`, `assistant`, `environment`, `tool`, or another one of the dataset or environment.
         content: The text; for a response, its ids decoded without special tokens.
         token_ids: Ids of this message in the policy's context; only of its first part if an observation was cut to fit
-            the
-            window.
+            the window.
         logprobs: For a response: one log-probability per token id, under the distribution it was sampled from.
         turn: 0 in the prompt; k for response and observation of turn k, counted from 1.
         policy_versions: For a response: spans `(version, start, end)` over `token_ids`, end exclusive.
@@ -40,3 +43,30 @@ class Message:
     turn: int = 0
     policy_versions: Sequence[tuple[str, int, int]] | None = None
     truncated: bool = False
+
+
+@dataclass(slots=True)
+class ExtendedMessage(Message):
+    """A message with further fields. Other messages do not store them.
+
+    Attributes:
+        fields: Further fields of the chat message, under their names in chat APIs: `tool_calls` and
+            `invalid_tool_calls` of an assistant's, `tool_call_id` of a tool's, or others of the dataset's row.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chat_message(message: Message) -> dict[str, Any]:
+    """The message as chat APIs have it: `role`, `content` and further fields."""
+    chat: dict[str, Any] = {"role": message.role, "content": message.content}
+    return chat if not isinstance(message, ExtendedMessage) else {**chat, **message.fields}
+
+
+def message_of(chat: Mapping[str, Any], token_ids: Sequence[int], *, turn: int = 0, truncated: bool = False) -> Message:
+    """A chat message with its token ids."""
+    role, content = chat["role"], chat["content"]
+    if len(chat) == 2:
+        return Message(role, content, token_ids, turn=turn, truncated=truncated)
+    fields = {name: value for name, value in chat.items() if name not in ("role", "content")}
+    return ExtendedMessage(role, content, token_ids, turn=turn, truncated=truncated, fields=fields)

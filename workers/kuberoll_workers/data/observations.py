@@ -3,12 +3,9 @@
 With a chat template, every observation is rendered as the end of a chat of three short messages (question, answer,
 observation), and the token ids after the answer are appended. So everything that the template does to the message
 (trimming, quoting, wrapping) and all merges at the content's edges are exact. A turn costs the same at the end of a
-long
-trajectory as at its beginning: one rendering of a short chat, about 0.1 ms more than the content alone. Precomputed
-frames
-around the content would save that, but would be wrong whenever template or tokenizer merge them with the content: a
-header's "\
-" and the content's first one are often a single token.
+long trajectory as at its beginning: one rendering of a short chat, about 0.1 ms more than the content alone.
+Precomputed frames around the content would save that, but would be wrong whenever template or tokenizer merge them with
+the content: a header's final newline and the content's first one are often a single token.
 """
 
 from __future__ import annotations
@@ -16,15 +13,12 @@ from __future__ import annotations
 import contextlib
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from kuberoll_workers.data.tokenizer import ChatTokenizer, Tokenizer
-
-
-class TemplateRefused(ValueError):
-    """The chat template cannot render observations token-exactly; the message says why, and names the remedy."""
+from kuberoll_workers.data.messages import ANSWER_FIELDS, token_array
+from kuberoll_workers.data.tokenizer import ChatTokenizer, TemplateRefused, Tokenizer
 
 
 class ObservationRefused(ValueError):
@@ -40,12 +34,23 @@ class ObservationTemplate(Protocol):
         Args:
             role, content: The message.
             previous: Ids of the preceding response, as sampled; may be empty, and may lack its end-of-turn token. They
-                are
-                in the context already and never change.
+                are in the context already and never change.
             generation_prompt: True if the policy will answer the message; False after the episode's end.
 
         Raises:
             ObservationRefused: This message cannot be rendered exactly.
+        """
+        ...
+
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, previous: Sequence[int], generation_prompt: bool
+    ) -> array[int]:
+        """Token ids to append for several messages, or for the answers to tool calls; see `render`.
+
+        A template may group them, so their ids cannot be told apart.
+
+        Args:
+            messages: Chat messages, at least one: role, content and `ANSWER_FIELDS`.
         """
         ...
 
@@ -66,6 +71,15 @@ class RawObservations:
     ) -> array[int]:
         return self._tokenizer.encode(content)
 
+    def render_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        previous: Sequence[int],  # noqa: ARG002
+        generation_prompt: bool,  # noqa: ARG002
+    ) -> array[int]:
+        return self._tokenizer.encode("".join(message["content"] for message in messages))
+
 
 # Words of the probes. No pair has a common first or last letter, so no tokenizer gives them a common first or last
 # token.
@@ -75,9 +89,17 @@ _CONTENT, _OTHER_CONTENT = "velvet", "raisin"
 
 _FALLBACK = "user"
 _OWN_ROLE = "environment"
+_PROBE_ID = "call00101"
+"""A call's id as the loop makes them: some templates refuse ids of another length."""
 _ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 _MOST_ROLES = 64
 """Maximum number of cached roles: an environment that invents names must not fill the memory."""
+
+
+_SPELLS_TOKENS = (
+    "the observation spells special tokens, and this tokenizer can't encode these as ordinary text; have "
+    "the environment leave them out, or set rollout.observationTemplate: Raw to have them read as tokens"
+)
 
 
 class _Unfit(Exception):
@@ -114,14 +136,12 @@ class ChatTemplateObservations:
     - The part of the boundary that the response already ends with (the end-of-turn token, and what the template writes
       after it) is not repeated; the rest is added. Another final token, such as `<|end_of_text|>` if the template ends
       turns with `<|eot_id|>`, was sampled and stays; the whole boundary follows it, because to the template it is a
-      part
-      of the answer.
+      part of the answer.
     - A role that the template rejects or drops is rendered as `user`. So is `environment`, unless the template has a
       special token for it: templates that write any name into the header accept it, but the model has never seen it.
     - Text in a content that spells a special token, or another token that marks roles, is encoded as ordinary text: no
       observation can end its message or start another one. The environment chooses the role; one that is not a plain
-      word
-      is rendered as `user`.
+      word is rendered as `user`.
     - Earlier messages stay as they were sampled: if a template rewrites earlier turns (Qwen3 drops their `<think>`
       parts), the policy's context still has them.
     """
@@ -141,7 +161,7 @@ class ChatTemplateObservations:
             for frame in self._inspect(_FALLBACK):
                 self._guarded |= self._added.keys() & {*frame.head, *frame.tail}
             self._literal = tokenizer.encoder_without(self._guarded)
-            self._frames = {_FALLBACK: self._inspect(_FALLBACK)}
+            self._frames = {(_FALLBACK, False): self._inspect(_FALLBACK)}
         except _Unfit as unfit:
             raise TemplateRefused(
                 f"the tokenizer's chat template can't render observations token-exactly: {unfit}; set "
@@ -153,8 +173,7 @@ class ChatTemplateObservations:
 
         Raises:
             ObservationRefused: The template rejects this content, or it spells special tokens that this tokenizer
-                cannot
-                encode as text.
+                cannot encode as text.
         """
         frame = self._frames_of(role)[generation_prompt]
         try:
@@ -170,6 +189,115 @@ class ChatTemplateObservations:
             message = self._disarmed(text, start, frame)
         return message[_overlap(previous, message, frame.closing) :]
 
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, previous: Sequence[int], generation_prompt: bool
+    ) -> array[int]:
+        """See `ObservationTemplate`.
+
+        Messages that become `user` because the template rejects their roles are one message, a line each.
+
+        Raises:
+            ObservationRefused: See `render`.
+        """
+        chat = self._known_roles(messages)
+        if len(chat) == 1 and len(chat[0]) == 2:
+            only = chat[0]
+            return self.render(only["role"], only["content"], previous=previous, generation_prompt=generation_prompt)
+        frame = self._frames_of(chat[0]["role"], call="tool_call_id" in chat[0])[generation_prompt]
+        try:
+            text = self._chat_text(chat, generation_prompt)
+            bare = self._chat_text(_probes(chat), generation_prompt)
+        except _Unfit as unfit:
+            raise ObservationRefused(f"the chat template can't render these observations: {unfit}") from unfit
+        ids, expected = self._tokenizer.encode(text), self._tokenizer.encode(bare)
+        start, begin = _end_of_answer(ids, frame), _end_of_answer(expected, frame)
+        if start is None or begin is None:
+            raise ObservationRefused("with these observations the chat template changes the preceding answer")
+        message, marks = ids[start:], self._marks(expected[begin:])
+        if self._marks(message) != marks:
+            message = self._several_disarmed(text, start, frame, self._regions(chat, text, bare, generation_prompt))
+            if self._marks(message) != marks:
+                raise ObservationRefused("the observations change the role boundaries that the chat template writes")
+        return message[_overlap(previous, message, frame.closing) :]
+
+    def _known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with roles that the template takes."""
+        known: list[dict[str, Any]] = []
+        joined = False
+        for message in messages:
+            role = message["role"]
+            call = role != _FALLBACK and "tool_call_id" in message
+            taken = self._frames_of(role, call=call)[True].role
+            becomes_user = taken == _FALLBACK != role
+            if becomes_user and joined:
+                known[-1] = {**known[-1], "content": f"{known[-1]['content']}\n{message['content']}"}
+            else:
+                known.append({"role": taken, "content": message["content"]})
+                if not becomes_user:
+                    known[-1] |= {name: message[name] for name in ANSWER_FIELDS if name in message}
+            joined = becomes_user
+        return known
+
+    def _regions(
+        self, chat: Sequence[Mapping[str, Any]], text: str, bare: str, generation_prompt: bool
+    ) -> list[tuple[int, int]]:
+        """Where the template has written each content in a text.
+
+        Args:
+            text: The rendered chat.
+            bare: The same with a word in place of each content.
+        """
+        probes = _probes(chat)
+        words = [probe["content"] for probe in probes]
+        if any(bare.count(word) != 1 for word in words):
+            raise ObservationRefused("the chat template does not write these observations exactly once")
+        places = [bare.find(word) for word in words]
+        lengths: list[int] = []
+        for number, message in enumerate(chat):
+            # All others are words, so the rest of the text is the template's.
+            one = self._chat_text([*probes[:number], message, *probes[number + 1 :]], generation_prompt)
+            before, after = bare[: places[number]], bare[places[number] + len(words[number]) :]
+            if not (one.startswith(before) and one.endswith(after) and len(one) >= len(before) + len(after)):
+                raise ObservationRefused("with these observations the chat template changes other messages")
+            lengths.append(len(one) - len(before) - len(after))
+        regions: list[tuple[int, int]] = []
+        at = end = 0
+        for place, word, length in zip(places, words, lengths, strict=True):
+            if text[at : at + place - end] != bare[end:place]:
+                raise ObservationRefused("with these observations the chat template changes other messages")
+            at += place - end
+            regions.append((at, at + length))
+            at, end = at + length, place + len(word)
+        if text[at:] != bare[end:]:
+            raise ObservationRefused("with these observations the chat template changes other messages")
+        return regions
+
+    def _several_disarmed(self, text: str, start: int, frame: _Frame, regions: Sequence[tuple[int, int]]) -> array[int]:
+        """Ids of messages whose contents spell guarded tokens, with these encoded as ordinary text; see `_disarmed`.
+
+        Args:
+            regions: Where the contents are in the text.
+        """
+        if frame.literal is None:
+            raise ObservationRefused(_SPELLS_TOKENS)
+        ids, spans = self._tokenizer.encode_with_spans(text)
+        message = token_array()
+        begin, spelled, opened = start, False, False
+        for at in range(start, len(ids) + 1):
+            own = at == len(ids)
+            if not own and ids[at] in self._guarded:
+                own = not any(low <= spans[at][0] and spans[at][1] <= high for low, high in regions)
+                spelled = spelled or not own
+            if not own:
+                continue
+            if spelled and not opened:
+                raise ObservationRefused(_SPELLS_TOKENS)
+            until = spans[at][0] if at < len(ids) else len(text)
+            message += frame.literal(text[spans[begin - 1][1] : until]) if spelled else ids[begin:at]
+            message += ids[at : at + 1]
+            begin, spelled, opened = at + 1, False, True
+        return message
+
     def _disarmed(self, text: str, start: int, frame: _Frame) -> array[int]:
         """Ids of a message whose content spells guarded tokens, with these encoded as ordinary text.
 
@@ -181,10 +309,7 @@ class ChatTemplateObservations:
             start: Start of the message in the chat's ids.
         """
         if frame.literal is None:
-            raise ObservationRefused(
-                "the observation spells special tokens, and this tokenizer can't encode these as ordinary text; have "
-                "the environment leave them out, or set rollout.observationTemplate: Raw to have them read as tokens"
-            )
+            raise ObservationRefused(_SPELLS_TOKENS)
         ids, spans = self._tokenizer.encode_with_spans(text)
         marks = [at for at in range(start, len(ids)) if ids[at] in self._guarded]
         before, after = len(frame.marks_before), len(frame.marks_after)
@@ -200,34 +325,38 @@ class ChatTemplateObservations:
         guarded = self._guarded
         return [token for token in ids if token in guarded]
 
-    def _frames_of(self, role: str) -> tuple[_Frame, _Frame]:
-        """Frames of a role, or of `user` in its place: without and with the generation prompt."""
-        known = self._frames.get(role)
+    def _frames_of(self, role: str, *, call: bool = False) -> tuple[_Frame, _Frame]:
+        """Frames of a role, or of `user` in its place: without and with the generation prompt.
+
+        Args:
+            call: The message has the id of a tool call.
+        """
+        known = self._frames.get((role, call))
         if known is not None:
             return known
-        user = self._frames[_FALLBACK]
+        user = self._frames[_FALLBACK, False]
         frames = user
         if _ROLE_NAME.fullmatch(role):
             with contextlib.suppress(_Unfit):
-                frames = self._inspect(role)
+                frames = self._inspect(role, call=call)
         if role == _OWN_ROLE and frames[1].marks_before == user[1].marks_before:
             frames = user
         if len(self._frames) < _MOST_ROLES:
-            self._frames[role] = frames
+            self._frames[role, call] = frames
         return frames
 
-    def _inspect(self, role: str) -> tuple[_Frame, _Frame]:
+    def _inspect(self, role: str, *, call: bool = False) -> tuple[_Frame, _Frame]:
         """Find the template's tokens around a content: those that several probes have in common.
 
         Raises:
             _Unfit: The role is rejected or dropped, or the end of the answer or the content cannot be determined.
         """
-        return self._frame(role, False), self._frame(role, True)
+        return self._frame(role, False, call), self._frame(role, True, call)
 
-    def _frame(self, role: str, generation_prompt: bool) -> _Frame:
-        text = self._text(role, _CONTENT, generation_prompt)
+    def _frame(self, role: str, generation_prompt: bool, call: bool) -> _Frame:
+        text = self._text(role, _CONTENT, generation_prompt, call=call)
         ids = self._tokenizer.encode(text)
-        other = self._tokenizer.encode(self._text(role, _CONTENT, generation_prompt, answer=_OTHER_ANSWER))
+        other = self._tokenizer.encode(self._text(role, _CONTENT, generation_prompt, answer=_OTHER_ANSWER, call=call))
         begin, end = _difference(ids, other)
         answer, message = ids[begin:end], ids[end:]
         if self._tokenizer.decode(answer).count(_ANSWER) != 1:
@@ -236,7 +365,7 @@ class ChatTemplateObservations:
             # The first token of ordinary text after a response would depend on the response's last one.
             raise _Unfit("no special token follows an assistant's message, so its end cannot be found by tokens")
         frame = _Frame(role, answer, message[:1], array(message.typecode), 1, [], [], None)
-        another = self._tokenizer.encode(self._text(role, _OTHER_CONTENT, generation_prompt))
+        another = self._tokenizer.encode(self._text(role, _OTHER_CONTENT, generation_prompt, call=call))
         if _end_of_answer(ids, frame) != end or (start := _end_of_answer(another, frame)) is None:
             raise _Unfit("an assistant's message cannot be distinguished from the text around it")
         first, last = _difference(message, another[start:])
@@ -258,22 +387,30 @@ class ChatTemplateObservations:
             literal=self._literal,
         )
         # Encoding a part separately is exact, unless the tokenizer treats the beginning of a text differently from text
-        # after a
-        # special token. The probe detects such a tokenizer.
+        # after a special token. The probe detects such a tokenizer.
         exact = frame.marks_before and frame.literal and self._disarmed(text, end, frame) == message
         return frame if exact else replace(frame, literal=None)
 
-    def _text(self, role: str, content: str, generation_prompt: bool, *, answer: str = _ANSWER) -> str:
-        chat = [
-            {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": answer},
-            {"role": role, "content": content},
-        ]
+    def _text(
+        self, role: str, content: str, generation_prompt: bool, *, answer: str = _ANSWER, call: bool = False
+    ) -> str:
+        message = {"role": role, "content": content, **({"tool_call_id": _PROBE_ID} if call else {})}
+        return self._chat_text([message], generation_prompt, answer=answer)
+
+    def _chat_text(
+        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, *, answer: str = _ANSWER
+    ) -> str:
+        chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": answer}, *messages]
         try:
             return self._tokenizer.chat_text(chat, generation_prompt=generation_prompt)
         except Exception as error:
             # A template is foreign code and may raise anything: jinja's errors, a KeyError, a TypeError.
             raise _Unfit(f"it raises {type(error).__name__}: {error}") from error
+
+
+def _probes(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a word in place of each content, none of which is within another one."""
+    return [{**message, "content": f"{_CONTENT}{number:04}"} for number, message in enumerate(chat)]
 
 
 def _difference(one: array[int], other: array[int]) -> tuple[int, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.record import Partial, TrajectoryKey
+from kuberoll_workers.data.messages import Message, chat_message, message_of, token_array
+from kuberoll_workers.data.record import Partial, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.data.tools import Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,10 @@ class Prompt:
         stop_strings: Stop strings of the first turn.
         sampling: Overrides of the job's sampling settings, by their snake_case names.
         row: Position of the dataset's row, such as `file:line`; None if it has none.
+        seed: Seed of the task's episodes.
+        episode_messages: Number of the last messages that the environment's `reset` added to those of the row.
+        tools: Tools that the policy may call; None: none are declared, and responses are not searched for calls.
+        episode_tools: True if the environment's `reset` declared them.
     """
 
     task_index: int
@@ -37,6 +43,46 @@ class Prompt:
     stop_strings: tuple[str, ...] | None
     sampling: Mapping[str, Any]
     row: str | None = None
+    seed: int = 0
+    episode_messages: int = 0
+    tools: Sequence[Tool] | None = None
+    episode_tools: bool = False
+
+
+def prompt_messages(messages: Sequence[Mapping[str, Any]], ids: array[int]) -> Iterator[Message]:
+    """The prompt's messages; the last one carries the token ids of the whole prompt.
+
+    A template may write tokens between messages, so ids cannot be split by message.
+    """
+    for number, message in enumerate(messages, start=1):
+        yield message_of(message, ids if number == len(messages) else token_array())
+
+
+def extended(
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    messages: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Tool] | None = None,
+) -> Prompt:
+    """The prompt with further messages at its end, or other tools, rendered as one chat.
+
+    Args:
+        tools: In place of the prompt's; None: the prompt's.
+
+    Raises:
+        Exception: The model's chat template rejects the messages; templates raise arbitrary errors.
+    """
+    chat = [*map(chat_message, prompt.messages), *map(dict, messages)]
+    ids = tokenizer.render_chat(chat, tools=prompt.tools if tools is None else tools)
+    return replace(
+        prompt,
+        messages=tuple(prompt_messages(chat, ids)),
+        token_ids=ids,
+        episode_messages=len(messages),
+        tools=prompt.tools if tools is None else tools,
+        episode_tools=tools is not None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +113,15 @@ class SampleGroup:
     Attributes:
         samples: Samples to run, in this order.
         keep: Number of finished samples that complete the group; if smaller than the number of samples, the first to
-            finish
-            are kept and the others dropped.
+            finish are kept and the others dropped.
         decided: True if some of the group are stored already, so the group is kept.
+        stored: Reads the stored ones; may read files. Their token ids may be missing.
     """
 
     samples: tuple[Sample, ...]
     keep: int
     decided: bool = False
+    stored: Callable[[], Sequence[TrajectoryRecord]] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= len(self.samples):

@@ -6,7 +6,7 @@ import contextlib
 import re
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,8 +14,8 @@ import msgspec
 import numpy
 import orjson
 
-from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.plain import NotPlain, already_plain, printable
+from kuberoll_workers.data.messages import ExtendedMessage, Message
+from kuberoll_workers.data.plain import NotPlain, already_plain, plain, printable
 from kuberoll_workers.data.tracebacks import Frame
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
@@ -67,10 +67,11 @@ class Timing:
 class TrajectoryRecord:
     """A finished trajectory in its stored form.
 
-    `rewards` has one entry per turn and sums to `total_reward`; `reward_parts` holds the components that an environment
+    `rewards` has one entry per turn, and `group_reward` is what the environment gave it within its prompt group (None
+    if it does not score groups); they sum to `total_reward`. `reward_parts` holds the components that an environment
     names, each with one entry per turn. `token_source` is `reencoded` if that holds for any turn; stored lines omit it
-    if it
-    is `engine`.
+    if it is `engine` and there are no `tools`. `tools` are those that were rendered in the prompt; lines omit them if
+    there are none.
     """
 
     task_index: int
@@ -89,7 +90,9 @@ class TrajectoryRecord:
     attempt: int
     reward_parts: dict[str, list[float]] = field(default_factory=dict)
     answer: str | None = None
+    group_reward: float | None = None
     token_source: TokenSource = "engine"
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -137,6 +140,7 @@ class DroppedRecord:
     Attributes:
         stop_reason: How it ended; None if it was stopped before its end.
         turn_count, rewards, total_reward, tokens, messages, metadata: Values of its complete turns.
+        group_reward: As in `TrajectoryRecord`, if its group was filtered out.
     """
 
     task_index: int
@@ -153,6 +157,7 @@ class DroppedRecord:
     metadata: dict[str, Any] | None
     seed: int | None
     attempt: int
+    group_reward: float | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -164,12 +169,16 @@ class TurnRecord:
     """One complete turn; together with all earlier ones, it suffices to continue after it.
 
     Attributes:
-        messages: Response and observation.
+        messages: The response and the observation, which may have several messages.
         metadata: The episode's state after the turn.
         stop_strings: Stop strings of the next generation.
         stop_reason: How the trajectory ended with this turn; None if it continues.
         ended_at: Unix time of its end; None if unknown.
-        token_source: Source of the response's ids; omitted in stored lines if it is `engine`.
+        prompt_messages: Messages that the environment's `reset` added to the prompt, on the first turn; None if there
+            are none.
+        token_source: Source of the response's ids; omitted in stored lines if it is `engine`, without `tools`.
+        tools: Tools that the environment's `reset` declared, on the first turn; omitted in stored lines if it declared
+            none.
     """
 
     task_index: int
@@ -186,7 +195,9 @@ class TurnRecord:
     environment_seconds: float
     stop_reason: StopReason | None = None
     ended_at: float | None = None
+    prompt_messages: list[dict[str, str]] | None = None
     token_source: TokenSource = "engine"
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -222,6 +233,7 @@ def _arrays(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_NO_TOOLS = b',"tools":null}\n'
 _ENGINE_TOKENS = b',"token_source":"engine"}\n'
 
 
@@ -230,17 +242,18 @@ def encode_line(record: AnyRecord) -> bytes:
 
     Raises:
         Unstorable: The record has a non-finite number, an integer beyond 64 bits, metadata or an idx that is not plain
-            data,
-            or invalid Unicode.
+            data, or invalid Unicode.
     """
     try:
         record = _checked(record)
         line = orjson.dumps(record, default=_arrays, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
     except (NotPlain, TypeError) as error:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
-    if isinstance(record, TrajectoryRecord | TurnRecord) and record.token_source == "engine":
-        # orjson writes every field; this one is the last, and its usual value is omitted.
-        return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
+    if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is None:
+        # orjson writes every field; these are the last, and their usual values are omitted.
+        line = line.removesuffix(_NO_TOOLS) + b"}\n"
+        if record.token_source == "engine":
+            return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
     return line
 
 
@@ -250,6 +263,8 @@ def _checked(record: AnyRecord) -> AnyRecord:
     if metadata is not record.metadata:
         record = replace(record, metadata=metadata)
     _check_messages(record.messages)
+    if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is not None:
+        plain(record.tools, "tools")
     if isinstance(record, TurnRecord):
         _finite("reward or seconds", (record.reward, record.generation_seconds, record.environment_seconds))
         _finite("ended_at", () if record.ended_at is None else (record.ended_at,))
@@ -261,6 +276,7 @@ def _checked(record: AnyRecord) -> AnyRecord:
     if isinstance(record, FailureRecord):
         return record
     _finite("total_reward", (record.total_reward,))
+    _finite("group_reward", () if record.group_reward is None else (record.group_reward,))
     _finite("rewards", record.rewards)
     if isinstance(record, TrajectoryRecord):
         _finite("timing.generation_seconds", record.timing.generation_seconds)
@@ -275,6 +291,8 @@ def _check_messages(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         if not (type(message.role) is str and type(message.content) is str):
             raise NotPlain(f"messages[{number}]: its role and its content must be texts")
+        if isinstance(message, ExtendedMessage) and already_plain(message.fields, "fields") is not message.fields:
+            raise NotPlain(f"messages[{number}].fields must consist of JSON's types")
         if (logprobs := message.logprobs) is None:
             continue
         if len(logprobs) != len(message.token_ids):
@@ -351,7 +369,41 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
             raise RecordError(f"{where}: not a {kind.__name__}: {name} does not fit into 64 bits")
     if isinstance(record, TrajectoryRecord | TurnRecord):
         _check_lengths(record.messages, where)
+    if _FIELDS in line:
+        record.messages = _extended(record.messages, line, where)
     return record
+
+
+_FIELDS = b'"fields":'
+"""In every line with an `ExtendedMessage`: messages are decoded a second time only where it is."""
+
+
+class _FieldsOnly(msgspec.Struct):
+    fields: dict[str, Any] | None = None
+
+
+class _MessageFields(msgspec.Struct):
+    messages: list[_FieldsOnly]
+
+
+def _extended(messages: Sequence[Message], line: bytes, where: str) -> list[Message]:
+    """The messages of a line, with their further fields."""
+    try:
+        further = msgspec.json.decode(line, type=_MessageFields).messages
+    except msgspec.ValidationError as error:
+        raise RecordError(f"{where}: {error}") from error
+    return [
+        message if more.fields is None else ExtendedMessage(**_arguments(message), fields=more.fields)
+        for message, more in zip(messages, further, strict=True)
+    ]
+
+
+def _arguments(message: Message) -> dict[str, Any]:
+    """Arguments that make a copy of a message."""
+    return {name: getattr(message, name) for name in _MESSAGE_FIELDS}
+
+
+_MESSAGE_FIELDS = tuple(item.name for item in fields(Message))
 
 
 _INDEXES = 1 << 63

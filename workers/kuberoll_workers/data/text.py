@@ -38,3 +38,10 @@ def cut(text: str, limit: int) -> str:
     tail = limit // 4
     head = limit - tail
     return f"{text[:head]}\n[… {len(text) - limit:,} characters left out …]\n{text[len(text) - tail :]}"
+
+
+def clock(seconds: float) -> str:
+    """`h:mm:ss`, or `m:ss` below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import difflib
 import os
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.data.tokenizer_files import FILES, FileTokenizer, read_tokenizer
+from kuberoll_workers.data.tokenizer_files import FileTokenizer, read_tokenizer, tokenizer_directory
+from kuberoll_workers.data.tools import template_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_log = logging.getLogger(__name__)
-
 LONG_TEXT = 1 << 15
 """Length in characters from which encoding takes so long, about 50 ms, that it needs a separate thread."""
+
+
+class TemplateRefused(ValueError):
+    """The chat template cannot be used as the job wants it; the message says why, and names the remedy."""
 
 
 class Tokenizer(Protocol):
@@ -35,18 +37,36 @@ class Tokenizer(Protocol):
         """Text of ids, without special tokens."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
-        """Ids of a chat, rendered by the model's template, with the generation prompt."""
+    def decode_with_special_tokens(self, ids: Sequence[int]) -> str:
+        """Text of ids, with special tokens: some models mark calls of tools by these."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> array[int]:
+        """Ids of a chat, rendered by the model's template, with the generation prompt.
+
+        Raises:
+            TemplateRefused: The template leaves the tools out.
+            Exception: It rejects the messages; templates raise arbitrary errors.
+        """
         ...
 
 
 class ChatTokenizer(Tokenizer, Protocol):
     """Additional functions for exact role boundaries."""
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """A chat as the model's template writes it.
 
         Raises:
+            TemplateRefused: The template leaves the tools out.
             Exception: There is no template, or it rejects the messages; templates raise arbitrary exceptions.
         """
         ...
@@ -84,30 +104,41 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTok
     return found
 
 
-def _directory_of(source: str, revision: str | None) -> Path | None:
-    """The directory with a tokenizer's files; None if the hub did not give them."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
+def template_variables(template: object) -> set[str] | None:
+    """Variables that a chat template reads and does not set itself; None if that cannot be known."""
+    if not isinstance(template, str):
+        return None
+    import jinja2
+    import jinja2.ext
+    import jinja2.meta
 
     try:
-        # Into the cache that transformers uses, too.
-        return Path(snapshot_download(source, revision=revision, allow_patterns=list(FILES)))
-    except Exception:
-        # Its many exceptions all mean the same here; transformers gives the reason in its own words.
-        _log.debug("%s: not loaded from the hub", source, exc_info=True)
+        return jinja2.meta.find_undeclared_variables(
+            jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).parse(template)
+        )
+    except jinja2.TemplateError:
+        # With extensions of transformers' own.
         return None
 
 
 class HuggingFaceTokenizer:
     """A model's own tokenizer: transformers', or one that was read from the same files."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | FileTokenizer) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | FileTokenizer, *, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            variables: Variables of the chat template, whenever a chat is rendered.
+        """
         self._tokenizer = tokenizer
+        self._variables = dict(variables or {})
         # The Rust tokenizer avoids transformers' per-call padding and batching, and is 5 to 10 times faster.
         plain = tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._rust = tokenizer.backend_tokenizer if plain else None
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        # Known after the first chat with tools.
+        self._renders_tools = False
 
     @classmethod
     def load(cls, source: str, *, revision: str | None = None) -> HuggingFaceTokenizer:
@@ -116,9 +147,28 @@ class HuggingFaceTokenizer:
         Raises:
             OSError, ValueError: transformers' own, when there is no tokenizer.
         """
-        directory = _directory_of(source, revision)
+        directory = tokenizer_directory(source, revision)
         found = None if directory is None else read_tokenizer(directory)
         return cls(load_tokenizer(source, revision=revision) if found is None else found)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
+        """The same tokenizer, whose chat template is rendered with further variables.
+
+        Raises:
+            TemplateRefused: The template has no such variable, so it would be ignored.
+        """
+        if not variables:
+            return self
+        known = template_variables(getattr(self._tokenizer, "chat_template", None))
+        for name in variables:
+            if known is not None and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise TemplateRefused(
+                    f"spec.generation.model.chatTemplateKwargs.{name}: the model's chat template has no such variable, "
+                    f"and would ignore it{hint}"
+                )
+        return HuggingFaceTokenizer(self._tokenizer, variables={**self._variables, **variables})
 
     @property
     def vocabulary(self) -> int:
@@ -141,17 +191,53 @@ class HuggingFaceTokenizer:
             return str(self._rust.decode(list(ids), skip_special_tokens=True))
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
-        ids: Any = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return token_array(ids)
+    def decode_with_special_tokens(self, ids: Sequence[int]) -> str:
+        if self._rust is not None:
+            return str(self._rust.decode(list(ids), skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
-        text: Any = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=generation_prompt, tokenize=False
-        )
-        return str(text)
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> array[int]:
+        return token_array(self._rendered(messages, tools, generation_prompt=True, tokenize=True))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        return str(self._rendered(messages, tools, generation_prompt=generation_prompt, tokenize=False))
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        generation_prompt: bool,
+        tokenize: bool,
+    ) -> Any:
+        chat = template_messages(messages)
+
+        def render(offered: Sequence[Mapping[str, Any]] | None, *, tokenize: bool) -> Any:
+            return self._tokenizer.apply_chat_template(
+                chat,
+                tools=None if not offered else [dict(tool) for tool in offered],
+                add_generation_prompt=generation_prompt,
+                tokenize=tokenize,
+                return_dict=False,
+                **self._variables,
+            )
+
+        if tools and not self._renders_tools:
+            if render(tools, tokenize=False) == render(None, tokenize=False):
+                raise TemplateRefused(
+                    "tools: the model's chat template leaves them out, so the policy would not see them: use a model "
+                    "whose template renders tools, or describe them in a message"
+                )
+            self._renders_tools = True
+        return render(tools, tokenize=tokenize)
 
     def added_tokens(self) -> dict[int, bool]:
         decoder: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})

@@ -11,6 +11,7 @@ the two.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ import orjson
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import AddedToken, Tokenizer
+
+_log = logging.getLogger(__name__)
 
 FILES: Final = (
     "added_tokens.json", "additional_chat_templates/*", "chat_template.jinja", "config.json", "special_tokens_map.json",
@@ -132,9 +135,11 @@ class FileTokenizer:
         self,
         conversation: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = True,
         return_dict: bool = False,  # noqa: ARG002 - ids or text, never more
+        **variables: Any,
     ) -> list[int] | str:
         """A chat as the model's template writes it: its ids, or its text.
 
@@ -144,10 +149,10 @@ class FileTokenizer:
         """
         text = self._template.render(
             messages=conversation,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **self.special_tokens_map,
+            **{**self.special_tokens_map, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -170,6 +175,30 @@ class FileTokenizer:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         return environment.from_string(self.chat_template)
+
+
+def tokenizer_directory(source: str, revision: str | None = None, *, stored: bool = False) -> Path | None:
+    """The directory with a tokenizer's files: the source itself, or where the hub's cache has them.
+
+    Args:
+        source: Directory or hub id.
+        stored: Only look on this machine; otherwise files of a hub id are downloaded.
+
+    Returns:
+        None if there is no such directory, and the hub has no such model or does not answer.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        # Into the cache that transformers uses, too.
+        found = snapshot_download(source, revision=revision, allow_patterns=list(FILES), local_files_only=stored)
+    except Exception:
+        # Its many exceptions all mean the same here; transformers gives the reason in its own words.
+        _log.debug("%s: no tokenizer of the hub", source, exc_info=True)
+        return None
+    return Path(found)
 
 
 def read_tokenizer(directory: Path) -> FileTokenizer | None:

@@ -1,0 +1,178 @@
+"""Tool calls in the text of a response: JSON objects between `<tool_call>` and `</tool_call>`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kuberoll_workers.data.plain import NotPlain, plain, printable, unicode_text
+from kuberoll_workers.data.tools import MAX_NAME, ToolCall, tool_call
+
+MAX_CALLS = 64
+"""Maximum number of calls in one response; further ones are invalid."""
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+_SHOWN = 2000
+# Special tokens that end a response, such as <|im_end|>.
+_END_TOKENS = re.compile(r"(\s*<[^<>\s]{1,64}>)*\s*")
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class InvalidCall(ValueError):
+    """A text is not a call of a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableCall:
+    """A call that cannot be read.
+
+    Attributes:
+        text: What the policy wrote, perhaps shortened.
+        error: What is wrong with it.
+    """
+
+    text: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """Calls of tools in a response.
+
+    Attributes:
+        calls: Those that can be read, in their order; `id` only where the policy wrote it.
+        invalid: The others.
+    """
+
+    calls: list[ToolCall] = field(default_factory=list)
+    invalid: list[UnreadableCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.calls or self.invalid)
+
+
+def parse_tool_calls(text: str) -> ToolCalls:
+    """Calls in a response of models that write them as Hermes and Qwen do.
+
+    A call is `{"name": ..., "arguments": {...}}` between tags; the last one may lack its closing tag, where a stop
+    string or a special token ended the response. What the policy thinks, up to `</think>`, calls nothing.
+    """
+    found = ToolCalls()
+    for body, closed in _bodies(without_thoughts(text)):
+        try:
+            found.calls.append(_call(body, closed=closed))
+        except InvalidCall as error:
+            found.invalid.append(unreadable(body.strip(), str(error)))
+    return limited(found)
+
+
+def limited(found: ToolCalls) -> ToolCalls:
+    """The first `MAX_CALLS` calls; one more that is invalid says that there were others."""
+    if len(found.calls) <= MAX_CALLS and len(found.invalid) <= MAX_CALLS:
+        return found
+    error = f"the response has more than {MAX_CALLS} calls; this one and those after it were left out"
+    invalid = found.invalid[: MAX_CALLS - 1]
+    if len(found.calls) > MAX_CALLS:
+        invalid.append(unreadable(json.dumps(found.calls[MAX_CALLS], ensure_ascii=False), error))
+    else:
+        invalid.append(replace(found.invalid[MAX_CALLS - 1], error=error))
+    return ToolCalls(found.calls[:MAX_CALLS], invalid)
+
+
+def unreadable(text: str, error: str) -> UnreadableCall:
+    """A call that cannot be read, its text of bounded length."""
+    return UnreadableCall(printable(text, _SHOWN), printable(error, _SHOWN))
+
+
+def without_thoughts(text: str) -> str:
+    """What follows the first `</think>`; nothing if the thoughts were cut off."""
+    _, ended, rest = text.partition(_THOUGHT_END)
+    if ended:
+        return rest
+    return "" if text.lstrip().startswith(_THOUGHT) else text
+
+
+def checked_call(name: Any, arguments: Any) -> ToolCall:
+    """A call of a tool, after checks of what a parser returned.
+
+    Args:
+        arguments: An object, or its JSON as text.
+
+    Raises:
+        InvalidCall: The message says what is wrong.
+    """
+    if not isinstance(name, str) or not name:
+        raise InvalidCall("the tool's name is missing: a call is an object with name (text) and arguments (object)")
+    if len(name) > MAX_NAME:
+        raise InvalidCall(f"the name of the tool has {len(name)} characters; at most {MAX_NAME} are taken")
+    try:
+        unicode_text(name, "the name of the tool")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        arguments = plain({} if arguments is None else arguments, "the arguments")
+    except NotPlain as error:
+        raise InvalidCall(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidCall(f"the arguments are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise InvalidCall("the arguments must be a JSON object")
+    return tool_call(name, arguments)
+
+
+def message_fields(found: ToolCalls, turn: int) -> dict[str, Any]:
+    """Fields of the response's chat message; empty without calls.
+
+    A call keeps the id that the policy wrote. Others get one by turn and number, of nine letters and digits, the form
+    that every chat template takes.
+
+    Args:
+        turn: Number of the turn, from 1.
+    """
+    if not found:
+        return {}
+    numbers = iter(range(1, len(found.calls) + len(found.invalid) + 1))
+    fields: dict[str, Any] = {}
+    taken: set[str] = set()
+
+    def identity(written: Any = None) -> str:
+        own = f"call{turn:03d}{next(numbers):02d}"
+        kept = isinstance(written, str) and _ID.fullmatch(written) and written not in taken
+        chosen = written if kept else own
+        taken.add(chosen)
+        return chosen
+
+    if found.calls:
+        fields["tool_calls"] = [
+            {"id": identity(call.get("id")), "type": "function", "function": call["function"]} for call in found.calls
+        ]
+    if found.invalid:
+        fields["invalid_tool_calls"] = [
+            {"id": identity(), "text": call.text, "error": call.error} for call in found.invalid
+        ]
+    return fields
+
+
+def _bodies(text: str) -> Iterator[tuple[str, bool]]:
+    """Texts between tags, and whether each has its closing tag."""
+    parts: Sequence[str] = text.split(_OPEN)[1:]
+    for part in parts:
+        body, closed, _ = part.partition(_CLOSE)
+        yield body, bool(closed)
+
+
+def _call(body: str, *, closed: bool) -> ToolCall:
+    start = len(body) - len(body.lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(body, start)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCall(f"it is not JSON: {error}") from error
+    rest = body[end:]
+    if rest.strip() and (closed or not _END_TOKENS.fullmatch(rest)):
+        raise InvalidCall(f"it is not JSON: there is more text after the object: {rest.strip()[:80]!r}")
+    if not isinstance(value, dict):
+        raise InvalidCall("it is not a JSON object; a call is an object with name (text) and arguments (object)")
+    return checked_call(value.get("name"), value.get("arguments", value.get("parameters")))
