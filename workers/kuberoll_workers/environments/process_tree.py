@@ -1,0 +1,106 @@
+"""Processes below a process, as /proc has them.
+
+`/proc/PID/task/TID/children` needs no look at the other processes of the machine; without it (a kernel built without
+CONFIG_PROC_CHILDREN) all are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def children(process: int) -> list[int]:
+    """Process ids of the children of all threads of a process; none if it is gone."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(ProcessLookupError), open(f"/proc/{process}/task/{thread}/children") as file:
+                found.extend(map(int, file.read().split()))
+    except FileNotFoundError:
+        return _children_of_all(process) if os.path.exists(f"/proc/{process}") else []
+    except (ProcessLookupError, PermissionError):
+        return []
+    return found
+
+
+def descendants(process: int) -> Iterator[int]:
+    """Process ids of everything below a process."""
+    waiting = children(process)
+    seen = set()
+    while waiting:
+        child = waiting.pop()
+        if child not in seen:
+            seen.add(child)
+            yield child
+            waiting.extend(children(child))
+
+
+def tasks(processes: Iterable[int]) -> int:
+    """Number of threads of processes."""
+    count = 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            count += len(os.listdir(f"/proc/{process}/task"))
+    return count
+
+
+def resident(process: int) -> int:
+    """Resident bytes of a process that are not of files; 0 if it is gone."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
+        for line in file:
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def proportional(process: int) -> int:
+    """Resident bytes of a process, with its share of what it shares with others; slower than `resident`."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/smaps_rollup") as file:
+        for line in file:
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process and of its children that have ended; 0 if it is gone."""
+    try:
+        fields = _stat(process)
+        return sum(int(field) for field in fields[11:15]) / _TICKS
+    except (OSError, ValueError):
+        return 0.0
+
+
+def unlinked(process: int) -> dict[tuple[int, int], int]:
+    """Bytes on disk of the open files of a process that have no name anymore, by device and inode."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                status = os.stat(f"/proc/{process}/fd/{number}")
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def _stat(process: int) -> list[bytes]:
+    """Fields of /proc/PID/stat from the third on: the name before may contain spaces and brackets."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def _children_of_all(process: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                if int(_stat(int(name))[1]) == process:
+                    found.append(int(name))
+    return found
