@@ -1,0 +1,361 @@
+"""The worker's side of isolation Remote: servers that die, hang, lie or are busy, and the episodes that they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+
+from kuberoll_workers.environments.batches import CloseBatch, ResetBatch, StepBatch, StepItem
+from kuberoll_workers.environments.interface import Episode, EpisodeEnd
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.outcome import EpisodeLost, StepInvalid, StepRaised, StepTimedOut
+from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.remote import protocol
+from kuberoll_workers.environments.remote.addresses import UrlAddresses
+from kuberoll_workers.environments.remote.executor import RemoteExecutor
+from kuberoll_workers.environments.sandbox import Sandbox
+from tests.environments.episodic import events_in
+from tests.environments.remote.servers import ServerProcess, gather, rooms
+from tests.rollouts.fakes import until
+
+pytestmark = pytest.mark.slow
+
+LOG = [{"role": "user", "content": "a prompt"}, {"role": "assistant", "content": "go"}]
+INFO = {"protocol": 1, "name": "fake"}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def executor(urls: Sequence[str], **settings: Any) -> AsyncIterator[Any]:
+    made = RemoteExecutor(
+        UrlAddresses(urls),
+        **{"name": "rooms", "timeout": 30.0, "check_seconds": 0.2, "patience": 30.0, **settings},
+    )
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def fake(step: Handler, info: Any = INFO) -> AsyncIterator[str]:
+    """A server that somebody else wrote."""
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def describe(_: web.Request) -> web.Response:
+        return web.json_response(info)
+
+    application = web.Application()
+    application.router.add_get("/healthz", health)
+    application.router.add_get("/v1/info", describe)
+    for method in ("step", "reset", "close"):
+        application.router.add_post(f"/v1/{method}", step)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Any:
+    """Two servers of one environment with state in its objects."""
+    servers = [rooms("Rooms", tmp_path) for _ in range(2)]
+    try:
+        for server in servers:
+            server.ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+def child_server(name: str, directory: Path, *, processes: int = 1, seconds: float = 30) -> Any:
+    """An executor with a server as a child process."""
+    spec = PlainSpec(
+        name="rooms",
+        type=None,
+        entrypoint=f"tests.environments.episodic:{name}",
+        config={"directory": str(directory)},
+    )
+    sandbox = Sandbox(writable=[str(directory)])
+    return make_executor(spec, isolation="Remote", processes=processes, timeout=seconds, sandbox=sandbox)
+
+
+async def all_up(remote: Any) -> None:
+    """Wait until both servers answer."""
+    await remote.hooks()
+    await until(lambda: remote.parallel == 4)
+
+
+def reset(name: str) -> ResetBatch:
+    return ResetBatch([Episode(id=name, messages=[], metadata={"row": 1}, seed=1, max_turns=9)])
+
+
+def step(name: str | None, reply: str = "go") -> StepBatch:
+    log = [*LOG[:-1], {"role": "assistant", "content": reply}]
+    return StepBatch([StepItem(log, {"room": name}, name)])
+
+
+def close(name: str) -> CloseBatch:
+    return CloseBatch([EpisodeEnd(id=name, metadata={"room": name}, reason="terminated")])
+
+
+def always(body: bytes, status: int = 200) -> Handler:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    return answer
+
+
+@pytest.mark.processes
+async def test_an_episode_stays_with_its_server_and_both_have_as_many(tmp_path: Path, two: list[ServerProcess]) -> None:
+    names = [f"e{n}" for n in range(8)]
+    async with executor([server.url for server in two]) as remote:
+        await all_up(remote)
+        for name in names:
+            await remote.run(reset(name))
+        for _ in range(2):
+            await gather(*(remote.run(step(name)) for name in names))
+        for name in names:
+            await remote.run(close(name))
+    homes: dict[str, set[int]] = {}
+    for event in events_in(tmp_path):
+        homes.setdefault(event.episode, set()).add(event.process)
+    assert all(len(homes[name]) == 1 for name in names)
+    assert sorted(Counter(next(iter(homes[name])) for name in names).values()) == [4, 4]
+
+
+@pytest.mark.processes
+async def test_episodes_of_a_killed_server_are_lost_and_others_are_not(two: list[ServerProcess]) -> None:
+    names = [f"e{n}" for n in range(4)]
+    async with executor([server.url for server in two]) as remote:
+        await all_up(remote)
+        for name in names:
+            await remote.run(reset(name))
+        two[0].restart()
+        results = await asyncio.gather(*(remote.run(step(name)) for name in names), return_exceptions=True)
+        lost = [name for name, result in zip(names, results, strict=True) if isinstance(result, EpisodeLost)]
+        assert len(lost) == 2, results
+        for name in lost:
+            await remote.run(close(name))
+            await remote.run(reset(name))
+        for name in names:
+            [outcome] = await remote.run(step(name))
+            assert outcome.content == ("step 1" if name in lost else "step 2")
+        two[0].ready()
+        # It is used again, with the next episodes.
+        await all_up(remote)
+
+
+@pytest.mark.processes
+async def test_a_call_without_state_is_repeated_elsewhere(tmp_path: Path) -> None:
+    servers = [rooms("PlainRooms", tmp_path) for _ in range(2)]
+    try:
+        for server in servers:
+            server.ready()
+        async with executor([server.url for server in servers]) as remote:
+            await all_up(remote)
+            hanging = [asyncio.create_task(remote.run(step(f"r{n}", "hang-once"))) for n in range(2)]
+            await until(lambda: any(event.method == "hang" for event in events_in(tmp_path)))
+            [dead] = {
+                server
+                for server in servers
+                for event in events_in(tmp_path)
+                if event.method == "hang"
+                and event.process in {one.pid for one in psutil.Process(server.process.pid).children(recursive=True)}
+            }
+            dead.kill()
+            results = await asyncio.gather(*hanging)
+            assert [outcome.content for [outcome] in results] == ["step 1", "step 1"]
+    finally:
+        for server in servers:
+            server.close()
+
+
+@pytest.mark.processes
+async def test_a_server_that_hangs_is_taken_out_and_tried_again(two: list[ServerProcess]) -> None:
+    async with executor([server.url for server in two]) as remote:
+        await all_up(remote)
+        for name in ("a", "b"):
+            await remote.run(reset(name))
+        two[0].kill(signal.SIGSTOP)
+        try:
+            results = await asyncio.gather(*(remote.run(step(name)) for name in "ab"), return_exceptions=True)
+            assert sorted(isinstance(result, EpisodeLost) for result in results) == [False, True]
+            await remote.run(reset("c"))
+        finally:
+            two[0].kill(signal.SIGCONT)
+        await all_up(remote)
+
+
+async def test_a_timeout_is_the_environment_s(tmp_path: Path) -> None:
+    made = child_server("PlainRooms", tmp_path, seconds=0.5)
+    try:
+        with pytest.raises(StepTimedOut, match=r"step took longer than stepTimeoutSeconds \(0.5 s\)"):
+            await made.run(step("a", "hang"))
+        [outcome] = await made.run(step("a"))
+        assert outcome.content == "step 1"
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "violates its protocol"),
+        (b'{"outcomes": []}', "0 outcomes for 1 trajectories"),
+        (b'{"outcomes": [{"reward": "1"}]}', "violates its protocol"),
+        (pickle.dumps(os.getcwd), "violates its protocol"),
+        (b'{"starts": [{}]}', "violates its protocol"),
+        (b'{"outcomes": [{"metadata": {"a": NaN}}]}', "violates its protocol"),
+    ],
+)
+async def test_a_server_that_lies_fails_the_call(body: bytes, says: str) -> None:
+    async with fake(always(body)) as url, executor([url]) as remote:
+        with pytest.raises(StepRaised, match=says):
+            await remote.run(step(None))
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        b'{"reward": 1e39}',
+        b'{"metadata": [1]}',
+        b'{"content": "' + b"x" * ((1 << 20) + 1) + b'"}',
+        b'{"reward": 1, "reward_parts": {"a": 1e300}}',
+    ],
+)
+async def test_a_value_that_cannot_be_stored_fails_its_own_trajectory(outcome: bytes) -> None:
+    body = b'{"outcomes": [' + outcome + b', {"content": "well"}]}'
+    async with fake(always(body)) as url, executor([url]) as remote:
+        bad, well = await remote.run(StepBatch([StepItem(LOG, None), StepItem(LOG, None)]))
+        assert isinstance(bad, StepInvalid)
+        assert well.content == "well"
+
+
+async def test_faults_of_another_server_are_bounded() -> None:
+    frames = [{"file": "f" * 5000, "line": 1, "function": "g\x1b[31m"}] * 50
+    fault = {"kind": "raised", "text": "t" * 50_000, "traceback": {"frames": frames, "text": "\x1b" * 50_000}}
+    body = web.json_response(fault).body
+    assert isinstance(body, bytes)
+    async with fake(always(body, protocol.STATUS_FAULT)) as url, executor([url]) as remote:
+        with pytest.raises(StepRaised) as raised:
+            await remote.run(step(None))
+    assert len(str(raised.value)) < 5000
+    assert raised.value.traceback is not None
+    assert len(raised.value.traceback.frames) <= 9
+    assert "\x1b" not in raised.value.traceback.frames[0].function
+
+
+async def test_no_redirect_is_followed() -> None:
+    async def away(_: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect("http://169.254.169.254/latest")
+
+    async with fake(away) as url, executor([url]) as remote:
+        with pytest.raises(StepRaised, match="answered 307"):
+            await remote.run(step(None))
+
+
+async def test_a_busy_server_is_asked_again() -> None:
+    asked = 0
+
+    async def busy(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=503) if asked < 3 else web.Response(body=b'{"outcomes": [{"content": "at last"}]}')
+
+    async with fake(busy) as url, executor([url]) as remote:
+        [outcome] = await remote.run(step(None))
+        assert outcome.content == "at last"
+
+
+async def test_episodes_of_two_runs_do_not_meet() -> None:
+    seen: list[str] = []
+
+    async def note(request: web.Request) -> web.Response:
+        body = await request.json()
+        if "episodes" in body:
+            seen.append(body["episodes"][0]["id"])
+            return web.json_response({"starts": [{}]})
+        seen.append(body["steps"][0]["episode"] if "steps" in body else body["ends"][0]["id"])
+        return web.json_response({"outcomes": [{}]})
+
+    async with fake(note, {**INFO, "recovery": "restart"}) as url:
+        for scope in ("one", "other"):
+            async with executor([url], scope=scope) as remote:
+                await remote.run(reset("0-0-0"))
+                await remote.run(step("0-0-0"))
+                await remote.run(close("0-0-0"))
+    assert seen == ["one.0-0-0"] * 3 + ["other.0-0-0"] * 3
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"protocol": 2}, "version 2 of the protocol; this worker needs 1"),
+        ({"protocol": 1, "recovery": "hope"}, "no server has answered"),
+    ],
+)
+async def test_a_server_that_does_not_fit_is_not_used(info: Any, says: str) -> None:
+    async with fake(always(b""), info) as url, executor([url], patience=1.0) as remote:
+        with pytest.raises(StepRaised, match=says):
+            await remote.hooks()
+
+
+async def test_nobody_answers() -> None:
+    async with executor(["http://127.0.0.1:9"], patience=0.5) as remote:
+        with pytest.raises(StepRaised, match=r"no server has answered for 0.5 s: http://127.0.0.1:9"):
+            await remote.run(step(None))
+
+
+async def test_an_environment_that_its_child_server_cannot_create_is_refused_at_once() -> None:
+    spec = PlainSpec(name="rooms", type=None, entrypoint="tests.environments.episodic:Rooms", config={})
+    made = make_executor(spec, isolation="Remote", processes=1, timeout=30)
+    try:
+        with pytest.raises(StepRaised, match="its constructor raised KeyError: 'directory'") as raised:
+            await made.hooks()
+        assert raised.value.traceback is not None
+        assert raised.value.traceback.frames[-1].file.endswith("episodic.py")
+    finally:
+        await made.close()
+
+
+async def test_the_child_server_comes_again_and_ends_with_its_executor(tmp_path: Path) -> None:
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    made = child_server("Rooms", tmp_path, processes=2)
+    try:
+        await made.run(reset("a"))
+        mine = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
+        assert len(mine) >= 4
+        mine[0].kill()
+        mine[0].wait()
+        with pytest.raises(EpisodeLost):
+            await made.run(step("a"))
+        await made.run(close("a"))
+        await made.run(reset("a"))
+        [outcome] = await made.run(step("a"))
+        assert outcome.content == "step 1"
+        await made.run(close("a"))
+    finally:
+        await made.close()
+    left = {one.pid for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
+    assert left <= before
+    assert [event.method for event in events_in(tmp_path)][-4:] == ["reset", "step", "close", "shutdown"]

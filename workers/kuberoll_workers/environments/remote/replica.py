@@ -1,0 +1,135 @@
+"""One server of an environment, as a worker sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Final
+
+import aiohttp
+from yarl import URL
+
+from kuberoll_workers.environments import wire
+from kuberoll_workers.environments.remote import protocol
+from kuberoll_workers.environments.remote.addresses import Address
+
+_CONNECT_SECONDS: Final = 10.0
+# Less than servers usually keep idle connections open: none is to be closed under a request.
+_KEEP_ALIVE_SECONDS: Final = 4.0
+_CHUNK: Final = 1 << 16
+# aiohttp writes a body of bytes at once.
+_LARGE_BODY: Final = 1 << 20
+
+
+class ConnectionLost(Exception):
+    """The server is gone, or does not answer: whether it has done what it was asked to is unknown."""
+
+
+class Replica:
+    """Connections to one server, and what is known about it.
+
+    Attributes:
+        up: It answers.
+        accepting: It begins new episodes and calls: it is not draining and still listed.
+        listed: Its address is still named by its source.
+        calls: Time limits of the calls that wait for it.
+        episodes: Number of open episodes that it holds for this worker.
+        failures: Number of health checks that failed since one succeeded.
+    """
+
+    def __init__(self, address: Address, *, token: str | None) -> None:
+        self.address = address
+        self.up = False
+        self.accepting = True
+        self.listed = True
+        self.info: protocol.Info | None = None
+        self.calls: set[asyncio.Timeout] = set()
+        self.episodes = 0
+        self.failures = 0
+        headers = {"User-Agent": "kuberoll"}
+        if address.host is not None:
+            headers["Host"] = address.host
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        connector: aiohttp.BaseConnector
+        if address.socket is not None:
+            connector = aiohttp.UnixConnector(address.socket, limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+        )
+        self._urls: dict[str, URL] = {}
+
+    @property
+    def parallel(self) -> int:
+        """Number of calls that are worth sending at a time."""
+        return 1 if self.info is None else max(1, self.info.parallel)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a `GET`.
+
+        Raises:
+            ConnectionLost: The server is gone.
+            InvalidMessage: The body is too large.
+        """
+        return await self._request("GET", path, None, {})
+
+    async def post(self, path: str, body: bytes, *, seconds: float) -> tuple[int, bytes]:
+        """Status and body of a `POST`.
+
+        Args:
+            seconds: Time that the environment is given.
+
+        Raises:
+            ConnectionLost: The server is gone.
+            InvalidMessage: The body of the answer is too large.
+        """
+        headers = {"Content-Type": "application/json", protocol.TIMEOUT_HEADER: f"{seconds:g}"}
+        return await self._request("POST", path, body, headers)
+
+    def lose(self) -> None:
+        """End the calls that wait for it: it is gone."""
+        self.up = False
+        now = asyncio.get_running_loop().time()
+        for scope in self.calls:
+            if not scope.expired():
+                scope.reschedule(now)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def _request(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(f"{self.address.url}{path}")
+        data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+        try:
+            async with self._session.request(
+                method, url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                return response.status, await _body(response)
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise
+            raise ConnectionLost(f"{self.address.url}: {type(error).__name__}: {error}") from error
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    size = response.content_length
+    if size is not None:
+        if size > protocol.MAX_BODY:
+            raise wire.InvalidMessage(f"it announced a message of {size} bytes")
+        return await response.read()
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK):
+        data += chunk
+        if len(data) > protocol.MAX_BODY:
+            raise wire.InvalidMessage(f"its message has more than {protocol.MAX_BODY} bytes")
+    return bytes(data)
