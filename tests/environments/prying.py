@@ -74,6 +74,14 @@ def _lock(_: str) -> str:
         return "locked"
 
 
+def _touch(change: Callable[..., None], *arguments: Any) -> Callable[[str], str]:
+    def touch(path: str) -> str:
+        change(path, *arguments)
+        return "changed"
+
+    return touch
+
+
 TRIES: dict[str, Callable[[str], str]] = {
     "read": lambda path: Path(path).read_text(errors="replace")[:80],
     "list": lambda path: ",".join(sorted(os.listdir(path))),
@@ -94,6 +102,10 @@ TRIES: dict[str, Callable[[str], str]] = {
     "lock": _lock,
     "resolve": lambda name: str(socket.getaddrinfo(name, 80)[0][4][0]),
     "import": lambda name: str(__import__(name).__name__),
+    "mode": _touch(os.chmod, 0o600),
+    "owner": _touch(os.chown, os.getuid(), os.getgid()),
+    "times": _touch(os.utime, (0, 0)),
+    "attribute": _touch(os.setxattr, "user.mine", b"mine"),
     "device": lambda path: str(Path(path).write_bytes(b"x")),
 }
 

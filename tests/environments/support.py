@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from kuberoll_workers.environments import EnvironmentInterface
+
+SERVED = frozenset({"judge", "judge_pairs", "reward_model"})
+"""Built-ins whose steps need a served model: their own tests have one."""
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {"reward_model": {"url": "http://127.0.0.1:9"}}
+"""Configs of built-ins that have no default for all of it."""
 
 
 def log_of(reply: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kuberoll_workers.adapters.nemo_rl.actors import MAX_ABANDONED_CALLS, ActorExecutor, executor_for
+from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn, UnusableRow
 from kuberoll_workers.environments.isolation import CoroutineExecutor, InlineExecutor
 from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised, StepTimedOut
@@ -155,13 +156,13 @@ async def test_a_hanging_actor_is_called_no_more_until_it_answers(ray: Any) -> N
     executor = ActorExecutor(environment, timeout=0.2, calls_in_flight=1)
     for _ in range(MAX_ABANDONED_CALLS):
         with pytest.raises(StepTimedOut, match="longer than stepTimeoutSeconds"):
-            await executor.step([[]], [{"do": "hang"}])
+            await executor.run(StepBatch.of_columns([[]], [{"do": "hang"}]))
     with pytest.raises(StepTimedOut, match=r"still works on 4 calls"):
-        await executor.step([[]], [{"do": "work"}])
+        await executor.run(StepBatch.of_columns([[]], [{"do": "work"}]))
     await environment.release.remote()
     while True:
         try:
-            assert len(await executor.step([[]], [{"do": "work"}])) == 1
+            assert len(await executor.run(StepBatch.of_columns([[]], [{"do": "work"}]))) == 1
             break
         except StepTimedOut:
             # Until the first of them has answered.
@@ -235,7 +236,7 @@ async def test_a_mock_that_raises_when_called_is_a_fault() -> None:
 async def test_a_cancelled_step_takes_its_call_back() -> None:
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     executor = executor_for(Remote(lambda logs, metadata: future), timeout=60)
-    task = asyncio.create_task(executor.step([[]], [{}]))
+    task = asyncio.create_task(executor.run(StepBatch.of_columns([[]], [{}])))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait((task,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import pytest
 
 from kuberoll_api.model.dataset import Dataset
 from kuberoll_workers.dataset.reading import DatasetError, read_rows
+from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
-from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, StepRaised, StepTimedOut
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepInvalid, StepOutcome, StepRaised, StepTimedOut
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.pods.exit_codes import is_permanent
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +97,8 @@ class Making:
         self._config = config
         if config.get("exit"):
             sys.exit("not today")
+        if raised := config.get("raises"):
+            raise getattr(builtins, raised)("limit")
         if config.get("die"):
             os._exit(7)
 
@@ -134,6 +139,17 @@ def test_rows_that_cannot_be_made_are_a_fault() -> None:
         list(read_rows(source, base=Path("/"), task_names=["env"], environment=lambda _: made(bad=0)))
 
 
+@pytest.mark.parametrize(("name", "kind"), [("KeyError", StepInvalid), ("ConnectionResetError", StepRaised)])
+def test_only_a_constructor_that_will_fail_again_is_a_fault_of_the_configuration(
+    name: str, kind: type[EnvironmentFault]
+) -> None:
+    with pytest.raises(UnusableEnvironment, match=f"its constructor raised {name}: 'limit'|{name}: limit") as caught:
+        made(raises=name)
+    assert type(caught.value.__cause__) is kind
+    assert caught.value.traceback is not None
+    assert is_permanent(caught.value) is (kind is StepInvalid)
+
+
 @pytest.mark.parametrize(
     ("config", "words"), [({"exit": 1}, "its constructor raised SystemExit: not today"), ({"die": 1}, "process ended")]
 )
@@ -143,7 +159,7 @@ async def test_an_environment_that_cannot_be_made_is_named(config: dict[str, Any
     spec = PlainSpec(name="env", type=None, entrypoint=f"{__name__}:Making", config=config)
     executor = make_executor(spec, isolation="Process", processes=1, timeout=5.0)
     with pytest.raises(StepRaised, match=r"environment 'env': .*(not today|exit code 7)"):
-        await executor.step([[]], [None])
+        await executor.run(StepBatch.of_columns([[]], [None]))
     await executor.close()
 
 
@@ -152,12 +168,14 @@ def test_environments_end_with_their_worker() -> None:
     program = f"""
 import asyncio
 from kuberoll_workers.environments.processes import ProcessExecutor
-from kuberoll_workers.environments.processes import ProcessEnvironment
+from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 
 async def main():
     spec = PlainSpec(name="env", type=None, entrypoint="{__name__}:Obedient", config={{"greeting": "hello"}})
-    outcomes = await ProcessExecutor(spec, processes=1, timeout=60).step([[]], [{{"do": "work"}}])
+    outcomes = await ProcessExecutor(spec, processes=1, timeout=60).run(
+        StepBatch.of_columns([[]], [{{"do": "work"}}])
+    )
     print(outcomes[0].content.split()[1], flush=True)
     await asyncio.Event().wait()
 
@@ -176,3 +194,34 @@ asyncio.run(main())
     worker.communicate()
     _, alive = psutil.wait_procs([child, keeper], timeout=60)
     assert not alive
+
+
+class Counting:
+    """Coroutine environment that counts its calls under way."""
+
+    parallel_steps = 2
+
+    def __init__(self) -> None:
+        self.now = self.most = self.largest = 0
+
+    async def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn:
+        self.now += 1
+        self.most, self.largest = max(self.most, self.now), max(self.largest, len(metadata))
+        await asyncio.sleep(0)
+        self.now -= 1
+        count = len(metadata)
+        return EnvironmentReturn([{"content": ""}] * count, metadata, None, [1.0] * count, [True] * count)
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        return batch, {}
+
+
+async def test_a_coroutine_environment_limits_its_calls() -> None:
+    environment = Counting()
+    executor = make_executor(lambda: environment, isolation="Inline", processes=1, timeout=60)
+    runner = EnvironmentRunner(executor, max_batch=8)
+    outcomes = await runner.step_batch([[]] * 20, [{}] * 20)
+    await runner.close()
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes] == [1.0] * 20
+    # Without the attribute all 20 are under way at once.
+    assert (environment.most, environment.largest) == (2, 1)

@@ -7,8 +7,16 @@ from typing import Any, get_args
 
 import pytest
 
-from kuberoll_api.model.environments import BuiltInEnvironment, Environment
-from kuberoll_workers.environments import BUILT_INS, EnvironmentInterface, UnusableEnvironment, create, resolve
+from kuberoll_api.model.environments import BuiltInEnvironment, Environment, LibraryEnvironment
+from kuberoll_workers.environments import (
+    BUILT_INS,
+    LIBRARIES,
+    EnvironmentInterface,
+    UnusableEnvironment,
+    create,
+    resolve,
+)
+from tests.environments.support import CONFIGS
 
 
 @dataclass
@@ -41,11 +49,12 @@ class BrokenEnvironment(DuckEnvironment):
 
 def test_manifests_may_name_the_built_ins_and_no_others() -> None:
     assert set(get_args(BuiltInEnvironment)) == set(BUILT_INS)
+    assert set(get_args(LibraryEnvironment)) == set(LIBRARIES)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_INS))
 def test_built_ins_are_made_from_the_api_model(name: str) -> None:
-    spec = Environment.model_validate({"name": "a_name", "type": name})
+    spec = Environment.model_validate({"name": "a_name", "type": name, "config": CONFIGS.get(name, {})})
     environment = create(spec)
     assert isinstance(environment, EnvironmentInterface)
     assert type(environment) is resolve(type=name)
@@ -54,7 +63,7 @@ def test_built_ins_are_made_from_the_api_model(name: str) -> None:
 def test_an_unknown_type_lists_the_built_ins() -> None:
     with pytest.raises(UnusableEnvironment, match=r"'sliding_puzle' \(did you mean 'sliding_puzzle'\?\)") as caught:
         create(Spec(type="sliding_puzle"))
-    assert all(name in str(caught.value) for name in [*BUILT_INS, "'mine'", "entrypoint"])
+    assert all(name in str(caught.value) for name in [*BUILT_INS, *LIBRARIES, "'mine'", "entrypoint"])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,12 @@ def test_a_constructor_that_raises_is_named() -> None:
         create(Spec(entrypoint=f"{__name__}:BrokenEnvironment"))
 
 
+def test_a_recovery_that_does_not_exist_is_named() -> None:
+    words = "environment 'mine': UnknownRecovery.recovery is 'later'; it must be one of 'metadata', 'replay', 'restart'"
+    with pytest.raises(UnusableEnvironment, match=f"^{words}$"):
+        create(Spec(entrypoint="tests.authoring.broken:UnknownRecovery"))
+
+
 @pytest.mark.parametrize("given", [{}, {"type": "math", "entrypoint": "a:B"}])
 def test_exactly_one_of_type_and_entrypoint(given: dict[str, str]) -> None:
     with pytest.raises(UnusableEnvironment, match="exactly one"):
@@ -135,10 +150,10 @@ def test_a_wrong_config_names_the_field(type_: str, config: dict[str, Any], said
 
 
 def test_importing_the_package_is_cheap() -> None:
-    heavy = ["torch", "ray", "vllm", "transformers", "math_verify", "sympy", "numpy"]
+    heavy = ["torch", "ray", "vllm", "transformers", "math_verify", "sympy", "numpy", *LIBRARIES]
     script = (
         "import sys, kuberoll_workers.environments as e\n"
-        "for name in e.BUILT_INS: e.resolve(type=name)\n"
+        "for name in [*e.BUILT_INS, *e.LIBRARIES]: e.resolve(type=name)\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from kuberoll_workers.environments import BUILT_INS, EnvironmentReturn, UnusableRow, resolve
+from kuberoll_api.model.environments import Environment
+from kuberoll_workers.dataset.row_checks import RowChecks
+from kuberoll_workers.dataset.rows import DatasetError, RowPosition, parse_row
+from kuberoll_workers.environments import BUILT_INS, EnvironmentReturn, EpisodeStart, UnusableRow, resolve
+from kuberoll_workers.environments.batches import awaited
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import RowFault, StepOutcome, StepRaised
 from kuberoll_workers.environments.registry import PlainSpec
@@ -82,9 +86,33 @@ async def test_an_environment_that_exits_ends_its_step_and_not_the_program() -> 
     assert str(results[0]) == "step raised SystemExit: enough"
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_INS))
+@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"judge_pairs", "reward_model"}))
 @pytest.mark.parametrize("metadata", [None, {}, {"expected_answer": "x y", "board": [[1]], "ground_truth": " "}])
 def test_built_ins_refuse_rows_that_nobody_could_play(name: str, metadata: Any) -> None:
     environment: Any = resolve(type=name)({})  # type: ignore[call-arg]
     with pytest.raises(UnusableRow, match=r"metadata\.[a-z_]+: found"):
-        environment.step([log_of("anything")], [metadata])
+        awaited(environment.step([log_of("anything")], [metadata]))
+
+
+class Greeting(Picky):
+    """Gives the prompt itself."""
+
+    def reset(self, episodes: list[Any]) -> list[Any]:
+        return [EpisodeStart(messages=[{"role": "user", "content": "hello"}]) for _ in episodes]
+
+
+@pytest.mark.parametrize(
+    ("make", "isolation", "refused"),
+    [(Picky, "Inline", True), (Greeting, "Inline", False), (Picky, "Process", False)],
+)
+def test_a_row_without_a_prompt_is_refused_where_nothing_gives_one(make: Any, isolation: Any, refused: bool) -> None:
+    spec = Environment(name="picky", entrypoint=f"{__name__}:{make.__name__}", isolation=isolation)
+    row = parse_row({"messages": []}, place=RowPosition("rows:", 1), task_names=("picky",), template=None)
+    checks = RowChecks([spec])
+    if refused:
+        with pytest.raises(
+            DatasetError, match="rows:1: the row has no prompt, and the environment 'picky' has no reset"
+        ):
+            checks.check(row)
+    else:
+        checks.check(row)

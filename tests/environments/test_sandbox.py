@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -89,6 +92,69 @@ async def test_what_is_not_an_environment_s_is_closed_to_it(tmp_path: Path, home
     opened.close()
     assert {key: text for key, text in said.items() if text.startswith("ok")} == {}
     assert (output / "shard-00000.jsonl").read_text() == "not yours"
+
+
+VIEW = """
+import os, sys, ctypes
+from kuberoll_workers.environments import mounts
+user = int(sys.argv[1])
+if user != os.getuid():
+    os.setgid(user)
+    os.setuid(user)
+    # As a program that this user has started.
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+if not mounts.enter_read_only_view([sys.argv[2]]):
+    sys.exit("no namespaces")
+os.mkdir(sys.argv[2] + "/made")
+os.chmod(sys.argv[2], 0o700)
+try:
+    os.chmod(sys.argv[3], 0o700)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def view(user: int, directory: Path) -> str:
+    """What a program of a user is told that changes a mode outside of the directory that it may change."""
+    own, other = directory / "own \t directory", directory / "other"
+    for path in (own, other):
+        path.mkdir()
+        os.chown(path, user, user)
+    directory.chmod(0o755)
+    command = [sys.executable, "-c", VIEW, str(user), str(own), str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (own / "made").is_dir() or done.returncode
+    return (done.stdout or done.stderr).strip()
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory that other users can enter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def test_the_view_is_made_for_a_user_without_privileges(scratch: Path) -> None:
+    user = os.getuid() or 65534
+    answer = view(user, scratch)
+    if answer == "no namespaces":
+        pytest.skip("this system gives its users no namespaces")
+    assert answer == "Read-only file system"
+
+
+async def test_what_is_not_writable_keeps_its_mode_owner_and_times(tmp_path: Path, scratch: Path) -> None:
+    if view(os.getuid(), scratch) == "no namespaces":
+        pytest.skip("this system gives its users no namespaces")
+    stored, own = tmp_path / "output" / "shard", tmp_path / "own"
+    stored.parent.mkdir()
+    own.mkdir()
+    stored.write_text("stored")
+    before = stored.stat()
+    places = (stored, stored.parent, own)
+    async with prying(Sandbox(protected=[str(stored.parent)], writable=[str(own)])) as attempt:
+        for what in ("mode", "owner", "times", "attribute"):
+            assert [await attempt(what, place) for place in places] == ["OSError", "OSError", "ok changed"]
+    assert stored.stat() == before
 
 
 async def test_what_environments_need_is_open_to_them(

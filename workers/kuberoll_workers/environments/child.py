@@ -5,21 +5,23 @@ The process does not try to recover from what the environment does to it: if an 
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
+from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.plain import NotPlain, message_of, plain
 from kuberoll_workers.environments import sandbox, wire
-from kuberoll_workers.environments.outcome import EnvironmentFault, StepInvalid, fault_of, split_return
+from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, awaited
+from kuberoll_workers.environments.hooks import Hooks
+from kuberoll_workers.environments.outcome import EnvironmentFault, EpisodeLost, StepInvalid, StepRaised, fault_of
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 
 _ROWS = 256
+_METRICS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def serve(channel: socket.socket) -> None:
@@ -27,34 +29,95 @@ def serve(channel: socket.socket) -> None:
     start = wire.decode_start(_receive(channel))
     try:
         environment = _make(start)
+        served = ServedEnvironment(environment)
     except BaseException as error:
         _send(channel, wire.encode(wire.fault_message(_creation_failure(error))))
         return
-    _send(channel, wire.encode(wire.Answer(False, [])))
+    _send(channel, wire.encode(wire.Ready(served.hooks)))
     # Bound to local names, which the environment cannot replace.
-    receive, send, decode, step = _receive, _send, wire.decode_request, _step
+    receive, send, decode, answer = _receive, _send, wire.decode_request, served.answer
     while True:
         request = decode(receive(channel))
-        if isinstance(request, wire.Step):
-            send(channel, step(environment, request))
-        else:
+        if isinstance(request, wire.Generate):
             for rows in _generate(environment, request):
                 send(channel, rows)
+        else:
+            send(channel, answer(request))
+
+
+class ServedEnvironment:
+    """An environment that is called by messages; a stateful one only for episodes that were begun here."""
+
+    def __init__(self, environment: Any) -> None:
+        self.hooks = Hooks.of(environment)
+        self._environment = environment
+        self._open: set[str] = set()
+
+    def answer(
+        self, request: wire.Step | wire.Reset | wire.Close | wire.ScoreGroup | wire.Shutdown | wire.PostProcess
+    ) -> bytes:
+        """Call the environment; returns the encoded answer."""
+        method = "shutdown"
+        try:
+            if isinstance(request, wire.Shutdown):
+                if self.hooks.shutdown:
+                    awaited(self._environment.shutdown())
+                return wire.encode(wire.Closed())
+            if isinstance(request, wire.PostProcess):
+                method = "global_post_process_and_metrics"
+                metrics = self._environment.global_post_process_and_metrics(orjson.loads(request.columns))[1]
+                return wire.encode(wire.Metrics(orjson.dumps(dict(metrics), default=_plain_metric, option=_METRICS)))
+            batch = wire.batch_of(request)
+            method = batch.method
+            results = self._run(batch) if self.hooks.stateful else _call(self._environment, batch)
+            return wire.encode(wire.answer_of(batch, results))
+        except BaseException as error:
+            return wire.encode(wire.fault_message(fault_of(error, method)))
+
+    def _run(self, batch: AnyBatch) -> Sequence[Any]:
+        if isinstance(batch, ResetBatch):
+            # Also if it raises an exception: what it has made until then must be closed.
+            self._open.update(episode.id for episode in batch.episodes)
+            return _call(self._environment, batch)
+        if isinstance(batch, CloseBatch):
+            ends = [end for end in batch.ends if end.id in self._open]
+            self._open.difference_update(end.id for end in ends)
+            if ends:
+                _call(self._environment, CloseBatch(ends))
+            return [None] * len(batch)
+        if isinstance(batch, GroupBatch):
+            return _call(self._environment, batch)
+        lost = [item.episode for item in batch.items if item.episode is not None and item.episode not in self._open]
+        if lost:
+            raise EpisodeLost(f"this instance of the environment has not reset the episode {lost[0]}")
+        return _call(self._environment, batch)
+
+
+def _plain_metric(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _call(environment: Any, batch: AnyBatch) -> Sequence[Any]:
+    return batch.split(awaited(batch.invoke(environment)))
 
 
 def _make(start: wire.Start) -> Any:
+    readable = [*start.readable]
+    if start.type == "code_execution":
+        # It supervises programs, which can read none of it.
+        readable.append("/proc")
     sandbox.enter(
-        sandbox.Sandbox(protected=start.protected, readable=start.readable, writable=start.writable),
+        sandbox.Sandbox(protected=start.protected, readable=readable, writable=start.writable),
         scratch=start.scratch,
     )
     return PlainSpec(name=start.name, type=start.type, entrypoint=start.entrypoint, config=orjson.loads(start.config))()
 
 
 def _creation_failure(error: BaseException) -> EnvironmentFault:
-    if isinstance(error, UnusableEnvironment):
-        return StepInvalid(str(error), error.traceback)
-    fault = fault_of(error)
-    return StepInvalid(str(fault), fault.traceback)
+    """A fault for the pod, which sees no exception of this process: invalid, or raised if a retry may help."""
+    fault = error if isinstance(error, UnusableEnvironment) else fault_of(error)
+    kind = StepInvalid if is_lasting(error) else StepRaised
+    return kind(str(fault), fault.traceback)
 
 
 def _generate(environment: Any, request: wire.Generate) -> Iterator[bytes]:
@@ -75,21 +138,6 @@ def _generate(environment: Any, request: wire.Generate) -> Iterator[bytes]:
         yield wire.encode(wire.Fault("invalid", str(error)))
     except BaseException as error:
         yield wire.encode(wire.fault_message(fault_of(error, "generate_dataset")))
-
-
-def _step(environment: Any, step: wire.Step) -> bytes:
-    try:
-        logs, metadata = wire.inputs_of(step)
-        returned = environment.step(logs, metadata)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
-        return wire.encode(wire.answer_of(split_return(returned, len(logs))))
-    except BaseException as error:
-        return wire.encode(wire.fault_message(fault_of(error)))
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 def _receive(channel: socket.socket) -> bytes:

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, Self
 
 from typing_extensions import TypeVar
 
+from kuberoll_workers.data.tools import Tool
+
 ChatMessage = dict[str, Any]
-"""`{"role": ..., "content": ...}`, as in chat APIs."""
+"""`{"role": ..., "content": ...}`, as in chat APIs.
+
+A response that calls tools has `tool_calls`, and `invalid_tool_calls` for calls that cannot be read. An answer to a
+call has the role `tool` and its `tool_call_id`.
+"""
 
 Metadata = dict[str, Any] | None
+
+Observation = Mapping[str, str] | Sequence[Mapping[str, str]]
+"""A chat message of the environment, or several."""
+
+Recovery = Literal["metadata", "replay", "restart"]
+"""How an episode goes on when its environment's process, or its worker, is gone.
+
+`metadata`: from its metadata, which is its whole state, in any instance of the environment. `replay`: another instance
+resets it and steps it again with the same responses. `restart`: its trajectory starts over.
+"""
+
+EndReason = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "interrupted", "lost"]
+"""Why an episode ended: the trajectory's stop reason; `failed`; why it was dropped; `interrupted`: the run was ended;
+`lost`: its state is unknown after a failure, and it is about to be reset again.
+"""
 
 MetadataT = TypeVar("MetadataT", default=Any)
 """Documentation only: type of an episode's state, if the environment's class names it in brackets."""
@@ -35,11 +57,13 @@ class EnvironmentReturn(tuple[Any, ...]):
     """Result of one `step`; every element has one entry per trajectory, in the order of the inputs.
 
     A named tuple of 5 elements, or of 6 if it is created with `answers`: older environments and callers without answers
-    unpack 5, newer ones 6. Positional and keyword arguments, attributes, `_replace`,
-    `_asdict`, equality and pickling are those of a named tuple.
+    unpack 5, newer ones 6. Positional and keyword arguments, attributes, `_replace`, `_asdict`, equality and pickling
+    are those of a named tuple.
 
     Attributes:
-        observations: The environment's messages, `{"role", "content"}`; an empty content adds no tokens.
+        observations: The environment's messages, `{"role", "content"}`; an empty content adds no tokens. In place of
+            one message, a trajectory may have a list of several, such as answers to tool calls, each `{"role": "tool",
+            "tool_call_id", "content"}`.
         metadata: The new episode states; `None` keeps the old state, as an element or as a whole.
         next_stop_strings: Stop strings of each trajectory's next generation; `None` clears them.
         rewards: Rewards of this turn: a sequence, array or tensor of numbers, or a dict of named ones (their sum
@@ -55,7 +79,7 @@ class EnvironmentReturn(tuple[Any, ...]):
 
     def __new__(
         cls,
-        observations: Sequence[Mapping[str, str]],
+        observations: Sequence[Observation],
         metadata: Sequence[Metadata] | None,
         next_stop_strings: Sequence[Sequence[str] | None] | None,
         rewards: Any,
@@ -70,8 +94,8 @@ class EnvironmentReturn(tuple[Any, ...]):
         return cls(*iterable)
 
     @property
-    def observations(self) -> Sequence[Mapping[str, str]]:
-        found: Sequence[Mapping[str, str]] = self[0]
+    def observations(self) -> Sequence[Any]:
+        found: Sequence[Any] = self[0]
         return found
 
     @property
@@ -115,15 +139,136 @@ class EnvironmentReturn(tuple[Any, ...]):
         return tuple(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """An episode that begins.
+
+    Attributes:
+        id: Name of the episode, the same in `reset` and `close`. An episode that is reset again keeps it.
+        messages: The prompt's chat messages.
+        metadata: The row's metadata.
+        tools: Tools of the row, in the form of OpenAI's chat API; None if it declares none.
+        seed: Seed for everything random, 63 bits. It is the same for all episodes of a prompt group, which must begin
+            in the same state, and for an episode that is reset again.
+        max_turns: Number of turns after which the trajectory is truncated.
+    """
+
+    id: str
+    messages: Sequence[ChatMessage]
+    metadata: Metadata
+    seed: int
+    max_turns: int
+    tools: Sequence[Tool] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStart:
+    """The start of an episode, as `reset` returns it.
+
+    Attributes:
+        messages: Chat messages that are added to the prompt, such as the first observation; each with `role` and
+            `content`.
+        metadata: The initial state; None: the row's metadata.
+        stop_strings: Stop strings of the first turn; None: those of the row, or of the job.
+        tools: Tools that the policy may call, in the form of OpenAI's chat API: `{"type": "function", "function":
+            {"name", "description", "parameters"}}`; None: those of the row.
+    """
+
+    messages: Sequence[Mapping[str, str]] = ()
+    metadata: Metadata = None
+    stop_strings: Sequence[str] | None = None
+    tools: Sequence[Tool] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """The end of an episode.
+
+    Attributes:
+        id: Name of the episode.
+        metadata: Its newest state.
+        reason: Why it ended.
+    """
+
+    id: str
+    metadata: Metadata
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """An ended trajectory of a prompt group that is complete.
+
+    Attributes:
+        id: Name of its episode.
+        messages: Its whole chat: prompt, responses and observations.
+        metadata: The newest state of its episode.
+        reward: Sum of the rewards of its turns.
+        stop_reason: `terminated`, `truncated` or `max_turns`.
+        answer: The last answer that was extracted; None if there is none.
+        group_reward: Reward that it has from an earlier call, which stays; None: it has none. Only a sample that failed
+            and is run again by a resumed run meets members with one.
+    """
+
+    id: str
+    messages: Sequence[ChatMessage]
+    metadata: Metadata
+    reward: float
+    stop_reason: str
+    answer: str | None = None
+    group_reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupScore:
+    """The score of one trajectory within its prompt group.
+
+    Attributes:
+        reward: Added to the rewards of its turns; finite.
+        metadata: The trajectory's final state, such as with what a judge said; None keeps the state.
+    """
+
+    reward: float
+    metadata: Metadata = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringCase:
+    """Responses whose reward is known: `kuberoll env test` plays them.
+
+    Attributes:
+        row: A dataset row, as `generate_dataset` returns it; a prompt is optional.
+        responses: The policy's responses, one for each turn.
+        reward: The sum of the rewards of all turns: a number, or the lowest and the highest that are right.
+        seed: Seed of the episode, for environments with `reset`.
+    """
+
+    row: Mapping[str, Any]
+    responses: Sequence[str]
+    reward: float | tuple[float, float]
+    seed: int = 0
+
+
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     """Interface of environments, which step batches of episodes.
 
-    Instances hold no episode state: everything that an episode needs is in its `metadata`, a JSON object. This allows a
-        step
-    to be retried, a trajectory to move to another worker, and a killed run to resume. The constructor takes one
-    argument,
-    the `config` object of the RolloutJob's environment.
+    An environment is best without state of its own: everything that an episode needs is in its `metadata`, a JSON
+    object. Then a step can be retried, a trajectory can move to another worker, and a killed run can resume. One that
+    holds an object or a session for each episode makes them in `reset`, frees them in `close`, and names in `recovery`
+    how an episode goes on without them. The constructor takes one argument, the `config` object of the RolloutJob's
+    environment. Methods may be coroutine functions.
+
+    Attributes:
+        recovery: How an episode goes on when the instance that it was reset in is gone.
+        scoring_cases: Responses with known rewards, right and wrong ones, for `kuberoll env test`; or a method without
+            arguments that returns them.
+        row_metadata: Fields of a dataset row's `metadata` that the environment reads, each with a few words, for
+            `kuberoll env list`.
     """
+
+    recovery: ClassVar[Recovery] = "metadata"
+    scoring_cases: ClassVar[Sequence[ScoringCase | Mapping[str, Any]] | Callable[..., Any]] = ()
+    row_metadata: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
@@ -143,12 +288,64 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
 
         Args:
             batch: A mutable mapping of columns, by task and rollout index: `message_log`, `extra_env_info`, `idx`,
-                `answer` (loaded on access), `task_name`, `task_index`, `rollout_index`,
-                `total_reward`, `stop_reason`, `turn_count`; one entry per trajectory.
+                `answer` (loaded on access), `task_name`, `task_index`, `rollout_index`, `total_reward`, `stop_reason`,
+                `turn_count`; one entry per trajectory.
 
         Returns:
             The batch (changed or not) and the environment's own metrics.
         """
+
+    def check_row(self, metadata: Metadata) -> None:
+        """Check what a dataset row says, before an engine is started; optional.
+
+        Called for every row of this environment. It should be fast: a dataset may have millions of rows.
+
+        Args:
+            metadata: The row's metadata, the initial episode state.
+
+        Raises:
+            UnusableRow: `step` could not evaluate an episode of this row; the message names the field.
+        """
+
+    def reset(self, episodes: list[Episode]) -> Sequence[EpisodeStart | None]:
+        """Begin episodes; optional. Called once for each trajectory, before its first generation.
+
+        Returns:
+            The start of each, in the same order; None adds nothing to the row.
+
+        Raises:
+            UnusableRow: A row's metadata is wrong.
+        """
+        return [None] * len(episodes)
+
+    def close(self, episodes: list[EpisodeEnd]) -> None:
+        """Free what episodes hold; optional.
+
+        Called once for each `reset`, however the episode ended, also if `reset` raised an exception; not if the process
+        of the instance is gone. With `recovery` `metadata`, an interrupted episode that will be resumed stays open, and
+        the instance that ends it may not be the one that reset it.
+        """
+
+    def score_group(self, members: list[GroupMember]) -> Sequence[float | GroupScore]:
+        """Score the trajectories of one prompt group together, once all of them have ended; optional.
+
+        Called after their episodes have been closed, in any instance, before the trajectories are stored. Trajectories
+        that failed or were dropped, or that have no turn, are left out. It should return the same scores for the same
+        members: a run that is killed before they are stored calls it again.
+
+        Args:
+            members: By rollout index; must not be changed in place.
+
+        Returns:
+            One score for each, in the same order: a number, or a `GroupScore`.
+
+        Raises:
+            UnusableRow: The row's metadata is wrong.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not score groups")
+
+    def shutdown(self) -> None:
+        """Free what the environment holds; optional. Called once, after all episodes have ended."""
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
         """Generate `count` dataset rows, the same ones for the same seed; optional.

@@ -4,36 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import inspect
+import logging
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-from kuberoll_workers.data.plain import own_copy
-from kuberoll_workers.environments.interface import ChatMessage, Metadata
-from kuberoll_workers.environments.outcome import Outcomes, StepTimedOut, fault_of, split_return
+from kuberoll_workers.environments.batches import Batch, StepBatch, awaited
+from kuberoll_workers.environments.hooks import Hooks
+from kuberoll_workers.environments.outcome import (
+    SHUTDOWN_SECONDS,
+    EnvironmentFault,
+    StepTimedOut,
+    fault_of,
+    timeout_message,
+)
 from kuberoll_workers.environments.processes import ProcessExecutor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.sandbox import Sandbox
 
-Logs = list[list[ChatMessage]]
 EnvironmentFactory = Callable[[], Any]
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
 
 MAX_ABANDONED_THREADS = 16
 """Limit of threads that hung steps may block permanently: threads cannot be killed."""
 
 
-class StepExecutor(Protocol):
-    """Runs batched steps of one environment without blocking the event loop."""
+class Executor(Protocol):
+    """Runs batches of calls of one environment without blocking the event loop."""
 
     @property
     def parallel(self) -> int | None:
-        """Number of steps worth running concurrently; None for no limit."""
+        """Number of calls worth running concurrently; None for no limit."""
         ...
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
-        """Run one batched step, validate its result and split it by trajectory.
+    @property
+    def batched(self) -> bool:
+        """True if one call for several episodes costs less than one for each."""
+        ...
+
+    async def hooks(self) -> Hooks:
+        """Hooks of the environment, which is created if it is not there yet.
+
+        Raises:
+            EnvironmentFault: It could not be created.
+        """
+        ...
+
+    async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
+        """Run one call, validate its result and split it by episode.
 
         Raises:
             StepRaised, StepTimedOut, StepInvalid: The environment's fault.
@@ -41,101 +65,177 @@ class StepExecutor(Protocol):
         """
         ...
 
+    def instances(self) -> Sequence[Executor]:
+        """Executors that each have one instance of the environment; this one is not used any more."""
+        ...
+
     async def close(self) -> None:
-        """Release all threads and processes."""
+        """Shut the environment down, and release all threads and processes."""
         ...
 
 
 class CoroutineExecutor:
-    """Runs an environment whose `step` is a coroutine function on the event loop, any number of steps concurrently."""
+    """Runs an environment whose `step` is a coroutine function on the event loop, one episode in each call.
 
-    parallel = None
+    Any number of calls is made concurrently, unless the environment has an attribute `parallel_steps`: those that wait
+    for their turn are not on a time limit.
+    """
 
-    def __init__(self, environment: Any, *, timeout: float, any_metadata: bool = False) -> None:
+    batched = False
+
+    def __init__(
+        self, environment: Any, *, timeout: float, any_metadata: bool = False, shuts_down: bool = True
+    ) -> None:
+        """
+        Args:
+            timeout: Time limit of one call, in seconds.
+            any_metadata: As in `StepBatch`.
+            shuts_down: Call the environment's `shutdown` at the end; False if it is the caller's.
+        """
+        self.parallel: int | None = getattr(environment, "parallel_steps", None)
         self._environment = environment
+        self._hooks = Hooks.of(environment)
+        self._shuts_down = shuts_down and self._hooks.shutdown
         self._timeout = timeout
         self._any_metadata = any_metadata
-        self._steps: set[asyncio.Task[Outcomes]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+    async def hooks(self) -> Hooks:
+        return self._hooks
+
+    async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
         # A separate task: code that ignores cancellation keeps its task, and nothing waits for it.
-        step = asyncio.create_task(self._step(logs, metadata))
-        self._steps.add(step)
-        step.add_done_callback(self._ended)
+        call = asyncio.create_task(self._run(with_any_metadata(batch) if self._any_metadata else batch))
+        self._calls.add(call)
+        call.add_done_callback(self._ended)
         try:
             async with asyncio.timeout(self._timeout):
-                return await asyncio.shield(step)
+                return await asyncio.shield(call)
         except TimeoutError as error:
-            raise StepTimedOut(timeout_message(self._timeout)) from error
+            raise StepTimedOut(timeout_message(self._timeout, batch.method)) from error
         finally:
-            step.cancel()
+            call.cancel()
 
-    def _ended(self, step: asyncio.Task[Outcomes]) -> None:
-        self._steps.discard(step)
-        if not step.cancelled():
+    def _ended(self, call: asyncio.Task[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
             # Retrieved, so that asyncio does not log it as never retrieved.
-            step.exception()
+            call.exception()
 
-    async def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+    async def _run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
         try:
-            returned = await self._environment.step(logs, copy_states(metadata, self._any_metadata))
-            return split_return(returned, len(logs), any_metadata=self._any_metadata)
+            returned = batch.invoke(self._environment)
+            return batch.split(await returned if inspect.isawaitable(returned) else returned)
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            raise fault_of(error) from error
+            raise fault_of(error, batch.method) from error
         except BaseException as error:
             # The environment's own TimeoutError is not our time limit, and its sys.exit() must not end the program.
-            raise fault_of(error) from error
+            raise fault_of(error, batch.method) from error
+
+    def instances(self) -> Sequence[Executor]:
+        return [self]
 
     async def close(self) -> None:
-        return None
+        if not self._shuts_down:
+            return
+        try:
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                ended = self._environment.shutdown()
+                if inspect.isawaitable(ended):
+                    await ended
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            log_shutdown(error)
 
 
 class InlineExecutor:
-    """Runs a plain environment in one daemon thread; a hung step costs that thread, not the run."""
+    """Runs a plain environment in one daemon thread; a hung call costs that thread, not the run."""
 
     parallel = 1
+    batched = True
 
-    def __init__(self, environment: Any, *, timeout: float, any_metadata: bool = False) -> None:
+    def __init__(
+        self, environment: Any, *, timeout: float, any_metadata: bool = False, shuts_down: bool = True
+    ) -> None:
+        """
+        Args:
+            timeout: Time limit of one call, in seconds.
+            any_metadata: As in `StepBatch`.
+            shuts_down: Call the environment's `shutdown` at the end; False if it is the caller's.
+        """
         self._environment = environment
+        self._hooks = Hooks.of(environment)
+        self._shuts_down = shuts_down and self._hooks.shutdown
         self._timeout = timeout
         self._any_metadata = any_metadata
         self._abandoned = 0
         self._thread: DaemonThread | None = None
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+    async def hooks(self) -> Hooks:
+        return self._hooks
+
+    async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
         if self._abandoned >= MAX_ABANDONED_THREADS:
             raise StepTimedOut(
-                f"{self._abandoned} steps of this environment hung and block their threads forever; "
-                "set isolation: Process, where a hung step is killed"
+                f"{self._abandoned} calls of this environment hung and block their threads forever; "
+                "set isolation: Process, where a hung call is killed"
             )
         if self._thread is None:
             self._thread = DaemonThread()
-        future = self._thread.submit(lambda: self._step(logs, metadata))
+        prepared = with_any_metadata(batch) if self._any_metadata else batch
+        future = self._thread.submit(lambda: self._run(prepared))
         try:
             async with asyncio.timeout(self._timeout):
-                return await asyncio.wrap_future(future)
+                result: Sequence[_Result | EnvironmentFault] = await asyncio.wrap_future(future)
+                return result
         except TimeoutError as error:
             self._thread.abandon()
             self._thread = None
             self._abandoned += 1
-            raise StepTimedOut(timeout_message(self._timeout)) from error
+            raise StepTimedOut(timeout_message(self._timeout, batch.method)) from error
 
-    def _step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
-        # Validation and error messages run code of the environment's objects, which may hang like the step itself, so
-        # they run
-        # in this thread, too. StopIteration and CancelledError have a special meaning to a future.
+    def _run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
+        # Validation and error messages run code of the environment's objects, which may hang like the call itself, so
+        # they run in this thread, too. StopIteration and CancelledError have a special meaning to a future.
         try:
-            returned = self._environment.step(logs, copy_states(metadata, self._any_metadata))
-            return split_return(returned, len(logs), any_metadata=self._any_metadata)
+            return batch.split(awaited(batch.invoke(self._environment)))
         except BaseException as error:
-            raise fault_of(error) from error
+            raise fault_of(error, batch.method) from error
+
+    def instances(self) -> Sequence[Executor]:
+        return [self]
 
     async def close(self) -> None:
+        if self._shuts_down:
+            if self._thread is None:
+                self._thread = DaemonThread()
+            ended = self._thread.submit(lambda: awaited(self._environment.shutdown()))
+            try:
+                async with asyncio.timeout(SHUTDOWN_SECONDS):
+                    await asyncio.wrap_future(ended)
+            except Exception as error:
+                log_shutdown(error)
         if self._thread is not None:
             self._thread.abandon()
             self._thread = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Servers of an environment with isolation Remote.
+
+    Attributes:
+        urls: Base URLs of the servers.
+        token: Bearer token of the servers; None: none.
+        scope: Prefix of the names of stateful episodes, where other runs use the same servers.
+    """
+
+    urls: Sequence[str]
+    token: str | None = None
+    scope: str = ""
 
 
 def make_executor(
@@ -146,17 +246,23 @@ def make_executor(
     timeout: float,
     spare: int = 0,
     sandbox: Sandbox | None = None,
-) -> StepExecutor:
+    servers: Servers | None = None,
+) -> Executor:
     """Create the executor of an environment.
 
     Args:
-        factory: Creates the environment; a `registry.PlainSpec` for isolation Process.
-        isolation: `Inline` or `Process`.
-        processes: Maximum number of child processes, with `Process`.
+        factory: Creates the environment; a `registry.PlainSpec` for isolation Process and Remote.
+        isolation: `Inline`, `Process` or `Remote`.
+        processes: Maximum number of child processes, with `Process`, and of a server that is a child process.
         timeout: Time limit of one step, in seconds.
         spare: Maximum number of further child processes while steps take unusually long.
         sandbox: Files and variables of child processes; None for the defaults.
+        servers: With `Remote`, the servers; None: one is started, as a child process.
     """
+    if isolation == "Remote":
+        if not isinstance(factory, PlainSpec):
+            raise TypeError("isolation Remote: the environment must be given as a registry.PlainSpec")
+        return _remote_executor(factory, processes, timeout, spare, sandbox or Sandbox(), servers)
     if isolation == "Process":
         if not isinstance(factory, PlainSpec):
             raise TypeError("isolation Process: the environment must be given as a registry.PlainSpec")
@@ -165,6 +271,28 @@ def make_executor(
     if inspect.iscoroutinefunction(environment.step):
         return CoroutineExecutor(environment, timeout=timeout)
     return InlineExecutor(environment, timeout=timeout)
+
+
+def _remote_executor(
+    spec: PlainSpec, processes: int, timeout: float, spare: int, sandbox: Sandbox, servers: Servers | None
+) -> Executor:
+    # An HTTP client is a large part of what a worker imports, and other isolations need none.
+    from kuberoll_workers.environments.remote.addresses import UrlAddresses
+    from kuberoll_workers.environments.remote.child_server import ChildServer
+    from kuberoll_workers.environments.remote.executor import RemoteExecutor
+
+    if servers is not None:
+        urls = UrlAddresses(servers.urls)
+        return RemoteExecutor(urls, name=spec.name, timeout=timeout, token=servers.token, scope=servers.scope)
+    settings = {
+        "spec": dataclasses.asdict(spec),
+        "sandbox": dataclasses.asdict(sandbox),
+        "processes": processes,
+        "spare": spare,
+        "timeout": timeout,
+    }
+    child = ChildServer(settings, sandbox)
+    return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True)
 
 
 class DaemonThread:
@@ -202,17 +330,18 @@ class DaemonThread:
                 future.set_result(result)
 
 
-def copy_states(metadata: list[Metadata], any_metadata: bool) -> list[Metadata]:
-    """Copies of episode states: changes in place by the environment must not reach the trajectory's own state."""
-    return metadata if any_metadata else [None if state is None else own_copy(state) for state in metadata]
+def with_any_metadata(batch: Batch[_Result]) -> Batch[_Result]:
+    """The batch, whose metadata may be any objects if it is one of steps."""
+    return dataclasses.replace(batch, any_metadata=True) if isinstance(batch, StepBatch) else batch
+
+
+def log_shutdown(error: BaseException) -> None:
+    """Log an error of an environment's `shutdown`, which is of no consequence for its trajectories."""
+    fault = StepTimedOut(timeout_message(SHUTDOWN_SECONDS, "shutdown")) if isinstance(error, TimeoutError) else error
+    _log.warning("%s", fault_of(fault, "shutdown"))
 
 
 def is_cancelled() -> bool:
     """True if the current task is being cancelled, False if foreign code raised CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def timeout_message(timeout: float) -> str:
-    """Message for a step that exceeded its time limit."""
-    return f"step took longer than stepTimeoutSeconds ({timeout:g} s)"

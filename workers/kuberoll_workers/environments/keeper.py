@@ -1,13 +1,11 @@
 """Supervisor of one environment process and everything that it starts: at the end, all of these processes are gone.
 
-python -m kuberoll_workers.environments.keeper CHANNEL CONTROL SCRATCH
+python -m kuberoll_workers.environments.keeper CHANNEL CONTROL SCRATCH [server]
 
 CHANNEL and CONTROL are descriptors: the socket of the environment's process, and a pipe whose other end the worker
-holds.
-The keeper kills everything when that end is closed, on purpose or because the worker died, or when the environment's
-process has ended; then it removes the directory SCRATCH and exits in the same way as that process. Printed output goes
-to
-standard error, up to a limit.
+holds. With `server`, the process serves the environment over HTTP. The keeper kills everything when that end is closed,
+on purpose or because the worker died, or when the environment's process has ended; then it removes the directory
+SCRATCH and exits in the same way as that process. Printed output goes to standard error, up to a limit.
 
 Orphaned processes become the keeper's children (it is their "subreaper"), so none escapes.
 """
@@ -23,6 +21,8 @@ import signal
 import socket
 import sys
 import time
+
+from kuberoll_workers.environments import process_tree
 
 PRINTED_BYTES = 256 << 10
 PRINTED_BYTES_PER_SECOND = 4 << 10
@@ -99,7 +99,7 @@ def _end_all(process: int) -> int:
         # The whole group at once: this also stops processes that fork faster than they can be killed one by one.
         os.killpg(process, signal.SIGKILL)
     while time.monotonic() < deadline:
-        for child in _children():
+        for child in process_tree.children(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -114,20 +114,8 @@ def _end_all(process: int) -> int:
     return status
 
 
-def _children() -> list[int]:
-    own = os.getpid()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
-                # The name may contain spaces and brackets; the fields after it do not.
-                if int(file.read().rpartition(b")")[2].split()[1]) == own:
-                    found.append(int(name))
-    return found
-
-
-def _become_environment(channel: int, printed: int) -> None:
-    """Run the environment in this forked process; does not return."""
+def _become_environment(channel: int, printed: int, *, server: bool) -> None:
+    """Run the environment, or its server, in this forked process; does not return."""
     code = 70
     try:
         os.setsid()
@@ -140,8 +128,10 @@ def _become_environment(channel: int, printed: int) -> None:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             # If memory runs out, the environment is killed before the worker.
             file.write("500")
-        from kuberoll_workers.environments.child import serve
-
+        if server:
+            from kuberoll_workers.environments.serving import serve_channel as serve
+        else:
+            from kuberoll_workers.environments.child import serve
         serve(socket.socket(fileno=channel))
         code = 0
     except BaseException as error:
@@ -159,7 +149,7 @@ def main() -> None:
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
-        _become_environment(channel, writing)
+        _become_environment(channel, writing, server=sys.argv[4:] == ["server"])
     os.close(channel)
     os.close(writing)
     status = keep(process, printed=reading, control=control)

@@ -1,15 +1,16 @@
 """Landlock: restricts this process, and all that it starts, to the files that it needs.
 
 Uses the system calls of Linux 5.13 and later (`Documentation/userspace-api/landlock.rst`) by number, because C
-libraries
-have no functions for them.
+libraries have no functions for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import stat
 import struct
 import sys
 from collections.abc import Iterable
@@ -43,21 +44,22 @@ def abi() -> int:
     return max(0, _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION)))
 
 
-def restrict(rules: Iterable[tuple[str, int]]) -> None:
+def restrict(rules: Iterable[tuple[str, int]], *, scoped: bool = True) -> None:
     """Restrict this thread, and all that it starts, to some files, irrevocably.
 
     It can then no longer trace processes outside or, from ABI 6 on, send them signals or reach their abstract sockets.
 
     Args:
         rules: Paths, and the rights to them and everything below. Paths that do not exist are skipped.
+        scoped: False to leave signals and abstract sockets as they are.
 
     Raises:
         LandlockFailed: The kernel rejected the rules; nothing is restricted.
     """
     version = abi()
     handled = _handled(version)
-    scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS
-    attributes = struct.pack("=QQQ", handled, 0, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if scoped else 0
+    attributes = struct.pack("=QQQ", handled, 0, scopes)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked(
         "landlock_create_ruleset",
         _syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)),
@@ -66,8 +68,7 @@ def restrict(rules: Iterable[tuple[str, int]]) -> None:
         for path, rights in rules:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 _add(ruleset, path, rights & handled)
-        libc = ctypes.CDLL(None, use_errno=True)
-        _checked("PR_SET_NO_NEW_PRIVS", libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        _checked("PR_SET_NO_NEW_PRIVS", _libc().prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         _checked("landlock_restrict_self", _syscall(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)))
     finally:
         os.close(ruleset)
@@ -85,7 +86,7 @@ def _handled(version: int) -> int:
 def _add(ruleset: int, path: str, rights: int) -> None:
     beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        if not os.path.isdir(f"/proc/self/fd/{beneath}"):  # noqa: PTH112 - the module stays as small as possible
+        if not stat.S_ISDIR(os.fstat(beneath).st_mode):
             rights &= _OF_FILES
         rule = struct.pack("=Qi", rights, beneath)
         result = _syscall(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint32(0))
@@ -95,9 +96,14 @@ def _add(ruleset: int, path: str, rights: int) -> None:
 
 
 def _syscall(number: int, *arguments: object) -> int:
+    return int(_libc().syscall(ctypes.c_long(number), *arguments))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    return int(libc.syscall(ctypes.c_long(number), *arguments))
+    return libc
 
 
 def _checked(what: str, result: int) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kuberoll_workers.data.messages import ANSWER_FIELDS
 from kuberoll_workers.data.plain import NotPlain, message_of, plain, printable, repr_of, unicode_text
+from kuberoll_workers.data.tools import InvalidTools, Tool, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
-from kuberoll_workers.environments.interface import Metadata, UnusableRow
+from kuberoll_workers.environments.interface import ChatMessage, EpisodeStart, GroupScore, Metadata, UnusableRow
 
 MAX_TEXT = 1 << 20
 """Maximum length of an observation, and of an answer, in characters."""
@@ -16,10 +19,15 @@ MAX_NAME = 256
 """Maximum length of a role, and of a reward's name, in characters."""
 MAX_REWARDS = 256
 """Maximum number of named rewards of one turn."""
+MAX_MESSAGES = 64
+"""Maximum number of messages that `reset` adds to a prompt, and of an observation."""
 MAX_STOPS = 256
 """Maximum number of stop strings of one turn."""
 MAX_STOP = 4096
 """Maximum length of a stop string, in characters."""
+
+SHUTDOWN_SECONDS = 10.0
+"""Time limit of an environment's `shutdown`."""
 
 # Halfway between the largest float32 and the next power of two: from here on, rounding gives infinity.
 _BEYOND_FLOAT32 = (2 - 2**-24) * 2.0**127
@@ -45,6 +53,10 @@ class StepTimedOut(EnvironmentFault):
     """The environment's `step` exceeded its time limit."""
 
 
+class EpisodeLost(EnvironmentFault):
+    """The instance of the environment does not know the episode: the one that reset it is gone."""
+
+
 class StepInvalid(EnvironmentFault):
     """The environment's `step` did not return a valid EnvironmentReturn for its inputs."""
 
@@ -58,10 +70,11 @@ class StepOutcome:
     """Outcome of one step for one trajectory.
 
     Attributes:
-        role, content: The observation; an empty content adds no tokens.
+        role, content: The observation, or the last message of it; an empty content adds no tokens.
         metadata: The new episode state; None keeps the old one.
         stop_strings: Stop strings of the next generation; None clears them.
         reward: Reward of this turn: the sum of `reward_parts` if rewards are named.
+        messages: All messages of the observation, if it has several or answers a tool call; else empty.
     """
 
     role: str
@@ -72,6 +85,12 @@ class StepOutcome:
     terminated: bool
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    messages: tuple[ChatMessage, ...] = ()
+
+    @property
+    def observation(self) -> tuple[ChatMessage, ...]:
+        """The observation's chat messages, at least one."""
+        return self.messages or ({"role": self.role, "content": self.content},)
 
 
 class Outcomes(list[StepOutcome | EnvironmentFault]):
@@ -134,6 +153,86 @@ def split_return(returned: Any, size: int, *, any_metadata: bool = False) -> Out
     return Outcomes(outcomes, answered=len(returned) == 6)
 
 
+def split_starts(returned: Any, size: int) -> list[EpisodeStart | EnvironmentFault]:
+    """Validate what `reset` returned and split it by episode; see `split_return`.
+
+    Raises:
+        StepInvalid: It has not one element for each episode.
+    """
+    starts: list[EpisodeStart | EnvironmentFault] = []
+    for index, start in enumerate(_column("what reset returned", returned, size)):
+        try:
+            starts.append(_start(index, start))
+        except NotPlain as error:
+            starts.append(StepInvalid(str(error)))
+        except StepInvalid as fault:
+            starts.append(fault)
+    return starts
+
+
+def _start(index: int, start: Any) -> EpisodeStart:
+    if start is None:
+        return EpisodeStart()
+    if not isinstance(start, EpisodeStart):
+        raise StepInvalid(f"reset returned {repr_of(start)} for episode {index}; it must be an EpisodeStart or None")
+    if start.metadata is not None and not isinstance(start.metadata, dict):
+        raise StepInvalid(f"metadata[{index}] is {repr_of(start.metadata)}; it must be an object or None")
+    if not isinstance(start.messages, list | tuple) or len(start.messages) > MAX_MESSAGES:
+        raise StepInvalid(f"messages[{index}] must be a list of at most {MAX_MESSAGES} messages")
+    messages = [_message(f"messages[{index}][{number}]", message) for number, message in enumerate(start.messages)]
+    return EpisodeStart(
+        messages=messages,
+        metadata=None if start.metadata is None else plain(start.metadata, "metadata"),
+        stop_strings=_stops(index, start.stop_strings),
+        tools=_tools(index, start.tools),
+    )
+
+
+def _tools(index: int, tools: Any) -> list[Tool] | None:
+    if tools is None:
+        return None
+    try:
+        return checked_tools(tools, f"tools[{index}]")
+    except InvalidTools as error:
+        raise StepInvalid(str(error)) from error
+
+
+def _message(where: str, message: Any) -> dict[str, str]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise StepInvalid(f"{where} is {repr_of(message)}; it must be a role and a content (text)")
+    return {
+        "role": _text(f"{where}.role", message["role"], MAX_NAME),
+        "content": _text(f"{where}.content", message.get("content"), MAX_TEXT),
+    }
+
+
+def check_start(start: EpisodeStart) -> EpisodeStart:
+    """The start, after the checks of `split_starts` for what another process sent; its metadata is not checked.
+
+    Raises:
+        StepInvalid, NotPlain: The message names the field.
+    """
+    return dataclasses.replace(_start(0, dataclasses.replace(start, metadata=None)), metadata=start.metadata)
+
+
+def split_scores(returned: Any, size: int) -> list[GroupScore]:
+    """Validate what `score_group` returned; scores are relative, so an invalid one makes all of its group invalid.
+
+    Raises:
+        StepInvalid, NotPlain: A score is invalid, or there is not one for each member.
+    """
+    column = _column("what score_group returned", returned, size)
+    return [_score(index, value) for index, value in enumerate(column)]
+
+
+def _score(index: int, value: Any) -> GroupScore:
+    score = value if isinstance(value, GroupScore) else GroupScore(reward=value)
+    if score.metadata is not None and not isinstance(score.metadata, dict):
+        raise StepInvalid(f"metadata[{index}] is {repr_of(score.metadata)}; it must be an object or None")
+    metadata = None if score.metadata is None else plain(score.metadata, "metadata")
+    return GroupScore(reward=_number(index, SCALAR, score.reward), metadata=metadata)
+
+
 def check_reward(total: float, where: str = "rewards") -> None:
     """Reject a sum of rewards that float32, which trainers use, cannot represent.
 
@@ -152,6 +251,8 @@ def check_outcome(outcome: StepOutcome) -> None:
     """
     _text("observation.role", outcome.role, MAX_NAME)
     _text("observation.content", outcome.content, MAX_TEXT)
+    if outcome.messages:
+        _several("observation", outcome.messages)
     _stops(0, outcome.stop_strings)
     check_reward(outcome.reward)
     if len(outcome.reward_parts) > MAX_REWARDS:
@@ -173,6 +274,12 @@ def fault_of(error: BaseException, method: str = "step") -> EnvironmentFault:
     return StepRaised(f"{method} raised {type(error).__name__}: {message_of(error)}", traceback_of(error))
 
 
+def timeout_message(timeout: float, method: str = "step") -> str:
+    """Message for a call that exceeded its time limit."""
+    limit = f"{timeout:g} s" if method == "shutdown" else f"stepTimeoutSeconds ({timeout:g} s)"
+    return f"{method} took longer than {limit}"
+
+
 SCALAR = ""
 """Internal name of an unnamed reward."""
 
@@ -180,22 +287,52 @@ SCALAR = ""
 def _outcome(
     index: int, observation: Any, metadata: Any, stops: Any, rewards: dict[str, Any], terminated: Any, answer: Any
 ) -> StepOutcome:
-    if not isinstance(observation, Mapping) or not isinstance(observation.get("content"), str):
-        raise StepInvalid(f"observations[{index}] is {repr_of(observation)}; it must be a role and a content (text)")
+    messages = _observation(f"observations[{index}]", observation)
     numbers = {name: _number(index, name, value) for name, value in rewards.items()}
     reward = sum(numbers.values())
     if len(numbers) > 1:
         check_reward(reward, f"the sum of rewards[{index}]")
     return StepOutcome(
-        role=_text("the observation's role", observation.get("role", "environment"), MAX_NAME),
-        content=_text("the observation's content", observation["content"], MAX_TEXT),
+        role=messages[-1]["role"],
+        content=messages[-1]["content"],
         metadata=metadata,
         stop_strings=_stops(index, stops),
         reward=reward,
         terminated=_flag(index, terminated),
         reward_parts={} if SCALAR in numbers else numbers,
         answer=None if answer is None else _text("the answer", str(answer), MAX_TEXT),
+        messages=messages if len(messages) > 1 or len(messages[0]) > 2 else (),
     )
+
+
+def _observation(where: str, observation: Any) -> tuple[ChatMessage, ...]:
+    """The messages of an observation: one, or a list of several."""
+    if isinstance(observation, Mapping):
+        return (_observed(where, observation),)
+    if isinstance(observation, list | tuple):
+        return _several(where, observation) if observation else ({"role": "environment", "content": ""},)
+    raise StepInvalid(
+        f"{where} is {repr_of(observation)}; it must be a role and a content (text), or a list of such messages"
+    )
+
+
+def _several(where: str, observation: Sequence[Any]) -> tuple[ChatMessage, ...]:
+    if len(observation) > MAX_MESSAGES:
+        raise StepInvalid(f"{where} has {len(observation)} messages; at most {MAX_MESSAGES} are taken")
+    return tuple(_observed(f"{where}[{number}]", message) for number, message in enumerate(observation))
+
+
+def _observed(where: str, message: Any) -> ChatMessage:
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        raise StepInvalid(f"{where} is {repr_of(message)}; it must be a role and a content (text)")
+    observed: ChatMessage = {
+        "role": _text("the observation's role", message.get("role", "environment"), MAX_NAME),
+        "content": _text("the observation's content", message["content"], MAX_TEXT),
+    }
+    for name in ANSWER_FIELDS:
+        if message.get(name) is not None:
+            observed[name] = _text(f"the observation's {name}", message[name], MAX_NAME)
+    return observed
 
 
 def _text(where: str, value: Any, limit: int) -> str:

@@ -13,14 +13,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import orjson
 
 from kuberoll_workers.environments import landlock, sandbox, wire
+from kuberoll_workers.environments.batches import Batch, CloseBatch
+from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
-from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepRaised, StepTimedOut
+from kuberoll_workers.environments.outcome import (
+    SHUTDOWN_SECONDS,
+    EnvironmentFault,
+    StepRaised,
+    StepTimedOut,
+    timeout_message,
+)
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.sandbox import Sandbox
 
@@ -30,9 +38,13 @@ _END_SECONDS = 20.0
 
 _log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 
 class ProcessExecutor:
     """Runs an environment in child processes, each with its own instance; the process of a hung step is killed."""
+
+    batched = True
 
     def __init__(
         self, spec: PlainSpec, *, processes: int, timeout: float, spare: int = 0, sandbox: Sandbox | None = None
@@ -52,28 +64,50 @@ class ProcessExecutor:
         self._slots = asyncio.Semaphore(processes + spare)
         self._idle: list[_Process] = []
         self._ending: set[asyncio.Task[str]] = set()
+        self._hooks: Hooks | None = None
 
-    async def step(
+    async def hooks(self) -> Hooks:
+        """See `Executor.hooks`."""
+        if self._hooks is None:
+            async with self._slots:
+                self._idle.append(await self._start())
+        assert self._hooks is not None
+        return self._hooks
+
+    def instances(self) -> Sequence[ProcessExecutor]:
+        """See `Executor.instances`."""
+        made = []
+        for _ in range(self.parallel):
+            one = ProcessExecutor(self._spec, processes=1, timeout=self.timeout, sandbox=self._sandbox)
+            one._hooks = self._hooks
+            if self._idle:
+                one._idle.append(self._idle.pop())
+            made.append(one)
+        return made
+
+    async def run(
         self,
-        logs: list[list[ChatMessage]],
-        metadata: list[Metadata],
+        batch: Batch[_Result],
         *,
         limit: float | None = None,
         began: Callable[[], None] | None = None,
-    ) -> Outcomes:
-        """See `StepExecutor.step`.
+    ) -> Sequence[_Result | EnvironmentFault]:
+        """See `Executor.run`.
 
         Args:
             limit: Another time limit, in seconds.
-            began: Called when a process is there, and the step begins.
+            began: Called when a process is there, and the call begins.
         """
+        arguments: Any = batch
         try:
-            message = wire.encode(wire.step_of(logs, metadata))
+            message = wire.encode(wire.request_of(arguments))
         except (TypeError, UnicodeEncodeError) as error:
             raise StepRaised(
-                f"step could not be sent to the process: its inputs are not plain data: {error}"
+                f"{batch.method} could not be sent to the process: its inputs are not plain data: {error}"
             ) from error
         async with self._slots:
+            if not self._idle and self._holds_no_episode(batch):
+                return [None] * len(batch)  # type: ignore[list-item]
             process = self._idle.pop() if self._idle else await self._start()
             whole = False
             if began is not None:
@@ -81,14 +115,14 @@ class ProcessExecutor:
             try:
                 async with asyncio.timeout(self.timeout if limit is None else limit):
                     answer = await process.ask(message)
-                outcomes = wire.decode_answer(answer, len(logs))
+                results = wire.decode_results(answer, arguments)
                 whole = True
-                return outcomes
+                return results
             except EnvironmentFault:
                 whole = True
                 raise
             except TimeoutError as error:
-                raise StepTimedOut(f"step took longer than stepTimeoutSeconds ({self.timeout:g} s)") from error
+                raise StepTimedOut(timeout_message(self.timeout, batch.method)) from error
             except wire.InvalidMessage as error:
                 raise StepRaised(f"the environment's process violates its protocol: {error}") from error
             except (EOFError, OSError) as error:
@@ -101,12 +135,20 @@ class ProcessExecutor:
                 else:
                     self._end(process)
 
+    def _holds_no_episode(self, batch: Batch[Any]) -> bool:
+        """True if the batch only closes episodes that ended with their process."""
+        stateful = self._hooks is not None and self._hooks.stateful
+        return stateful and self.parallel == 1 and isinstance(batch, CloseBatch)
+
     def end_spares(self) -> None:
         """End idle processes beyond the usual number."""
         while len(self._idle) > self.parallel:
             self._end(self._idle.pop())
 
     async def close(self) -> None:
+        """Shut the environments in idle processes down, and end all processes."""
+        if self._hooks is not None and self._hooks.shutdown:
+            await asyncio.gather(*map(_shut_down, self._idle))
         for process in self._idle:
             self._end(process)
         self._idle.clear()
@@ -127,7 +169,7 @@ class ProcessExecutor:
             raise StepRaised(f"the environment's process could not be started: {error}") from error
         try:
             async with asyncio.timeout(START_SECONDS):
-                await process.start(self._spec, self._sandbox)
+                self._hooks = await process.start(self._spec, self._sandbox)
         except EnvironmentFault as fault:
             self._end(process)
             raise StepRaised(str(fault), fault.traceback) from fault
@@ -182,8 +224,8 @@ class _Process:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def start(self, spec: PlainSpec, files: Sandbox) -> None:
-        """Create the environment in the process.
+    async def start(self, spec: PlainSpec, files: Sandbox) -> Hooks:
+        """Create the environment in the process; returns its hooks.
 
         Raises:
             EnvironmentFault: The environment could not be created.
@@ -191,7 +233,7 @@ class _Process:
             InvalidMessage: The process sent an invalid message.
         """
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        wire.decode_answer(await self.ask(self.first_message(spec, files)), 0)
+        return wire.decode_ready(await self.ask(self.first_message(spec, files)))
 
     def first_message(self, spec: PlainSpec, files: Sandbox) -> bytes:
         """The message that creates the environment."""
@@ -302,6 +344,21 @@ class ProcessEnvironment(EnvironmentInterface):
             except (EOFError, OSError, wire.InvalidMessage) as error:
                 raise StepRaised("generate_dataset: the environment's process ended, or did not answer") from error
 
+    def post_process(self, columns: bytes) -> bytes:
+        """Metrics of `global_post_process_and_metrics` for these columns, both as JSON texts.
+
+        Raises:
+            EnvironmentFault: It failed, or the process ended.
+        """
+        method = "global_post_process_and_metrics"
+        with self._process() as process:
+            try:
+                return wire.decode_metrics(process.ask_now(wire.encode(wire.PostProcess(columns))))
+            except TimeoutError as error:
+                raise StepTimedOut(f"{method} took longer than {START_SECONDS:g} s") from error
+            except (EOFError, OSError, wire.InvalidMessage) as error:
+                raise StepRaised(f"{method}: the environment's process ended, or did not answer") from error
+
     def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
         raise NotImplementedError("steps run in a ProcessExecutor")
 
@@ -314,7 +371,7 @@ class ProcessEnvironment(EnvironmentInterface):
         process = _Process(self._sandbox)
         try:
             try:
-                wire.decode_answer(process.ask_now(process.first_message(self._spec, self._sandbox)), 0)
+                wire.decode_ready(process.ask_now(process.first_message(self._spec, self._sandbox)))
             except EnvironmentFault as fault:
                 raise UnusableEnvironment(str(fault), fault.traceback) from fault
             except (EOFError, OSError, wire.InvalidMessage) as error:
@@ -325,6 +382,16 @@ class ProcessEnvironment(EnvironmentInterface):
             yield process
         finally:
             process.end_now()
+
+
+async def _shut_down(process: _Process) -> None:
+    try:
+        async with asyncio.timeout(SHUTDOWN_SECONDS):
+            wire.decode_closed(await process.ask(wire.encode(wire.Shutdown())))
+    except (EnvironmentFault, EOFError, OSError, wire.InvalidMessage) as error:
+        # Of no consequence for the trajectories; a TimeoutError is an OSError.
+        late = isinstance(error, TimeoutError)
+        _log.warning("%s", timeout_message(SHUTDOWN_SECONDS, "shutdown") if late else f"shutdown: {error}")
 
 
 @functools.cache

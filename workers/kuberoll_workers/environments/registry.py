@@ -13,14 +13,41 @@ from typing import Any, Protocol, Self, cast
 
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
+from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
 from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.environments.ray_classes import is_ray_class, plain_class, start_ray, uses_ray
 
 BUILT_INS: Mapping[str, str] = {
+    "blackjack": "kuberoll_workers.environments.builtin.blackjack:BlackjackEnvironment",
     "calculator": "kuberoll_workers.environments.builtin.calculator:CalculatorEnvironment",
+    "code_execution": "kuberoll_workers.environments.builtin.code.execution:CodeExecutionEnvironment",
+    "code_jaccard": "kuberoll_workers.environments.builtin.code.jaccard:CodeJaccardEnvironment",
+    "grid_world": "kuberoll_workers.environments.builtin.grid_world:GridWorldEnvironment",
+    "judge": "kuberoll_workers.environments.builtin.judge.environment:JudgeEnvironment",
+    "judge_pairs": "kuberoll_workers.environments.builtin.judge.pairs:JudgePairsEnvironment",
     "math": "kuberoll_workers.environments.builtin.math.answers:MathAnswersEnvironment",
+    "multiple_choice": "kuberoll_workers.environments.builtin.multiple_choice:MultipleChoiceEnvironment",
+    "reward_model": "kuberoll_workers.environments.builtin.reward_model:RewardModelEnvironment",
     "sliding_puzzle": "kuberoll_workers.environments.builtin.sliding_puzzle:SlidingPuzzleEnvironment",
+    "sqlite": "kuberoll_workers.environments.builtin.sqlite.environment:SqliteEnvironment",
+    "string_match": "kuberoll_workers.environments.builtin.string_match:StringMatchEnvironment",
 }
 """Built-in environments by `type`; their modules are imported on demand."""
+
+LIBRARIES: Mapping[str, str] = {
+    "gymnasium": "kuberoll_workers.adapters.gymnasium:GymnasiumEnvironment",
+    "mcp": "kuberoll_workers.adapters.mcp:McpEnvironment",
+    "nemo_gym": "kuberoll_workers.adapters.nemo_gym:NemoGymEnvironment",
+    "openenv": "kuberoll_workers.adapters.openenv:OpenEnvEnvironment",
+    "reasoning_gym": "kuberoll_workers.adapters.reasoning_gym:ReasoningGymEnvironment",
+    "skyrl_gym": "kuberoll_workers.adapters.skyrl_gym:SkyRLGymEnvironment",
+    "textarena": "kuberoll_workers.adapters.textarena:TextArenaEnvironment",
+    "verifiers": "kuberoll_workers.adapters.verifiers:VerifiersEnvironment",
+}
+"""Adapters for environments of other libraries by `type`; a library is imported when its environment is created."""
+
+TYPES: Mapping[str, str] = {**BUILT_INS, **LIBRARIES}
+"""Everything that `type` may name."""
 
 EnvironmentClass = type[EnvironmentInterface]
 """A class of environments, possibly by duck typing."""
@@ -81,10 +108,10 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
     """Find the class of an environment.
 
     A class with the two methods of EnvironmentInterface need not derive from it, so environments written for other
-    frameworks run unchanged.
+    frameworks run unchanged. Of a class that is decorated with `@ray.remote`, it is the class behind the decorator.
 
     Args:
-        type: Name of a built-in.
+        type: Name of a built-in, or of an adapter.
         entrypoint: The user's own class, `package.module:Class`. Exactly one of the two must be given.
 
     Raises:
@@ -93,14 +120,15 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
     if (type is None) == (entrypoint is None):
         raise UnusableEnvironment("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
     if type is not None:
-        if type not in BUILT_INS:
+        if type not in TYPES:
             raise UnusableEnvironment(
-                f"type: there is no built-in environment {type!r}{_did_you_mean(type, BUILT_INS)}; "
-                f"the built-ins are {', '.join(sorted(BUILT_INS))}. Your own class goes into entrypoint"
+                f"type: there is no built-in environment {type!r}{_did_you_mean(type, TYPES)}; "
+                f"the built-ins are {', '.join(sorted(BUILT_INS))}; the adapters for libraries are "
+                f"{', '.join(sorted(LIBRARIES))}. Your own class goes into entrypoint"
             )
-        entrypoint = BUILT_INS[type]
+        entrypoint = TYPES[type]
     assert entrypoint is not None
-    found = _load(entrypoint)
+    found = plain_class(_load(entrypoint))
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing or not callable(found):
         raise UnusableEnvironment(
@@ -114,17 +142,34 @@ def create(spec: EnvironmentSpec) -> EnvironmentInterface:
     """Create the environment of a job.
 
     Raises:
-        UnusableEnvironment: It cannot be found, or its constructor raised an exception.
+        UnusableEnvironment: It cannot be found, or as in `instantiate`.
     """
     try:
-        return resolve(type=spec.type, entrypoint=spec.entrypoint)(copy.deepcopy(dict(spec.config)))  # type: ignore[call-arg]
+        return instantiate(resolve(type=spec.type, entrypoint=spec.entrypoint), spec.config)
     except UnusableEnvironment as error:
         raise UnusableEnvironment(f"environment {spec.name!r}: {error}", error.traceback) from error
+
+
+def instantiate(environment: EnvironmentClass, config: Mapping[str, Any]) -> EnvironmentInterface:
+    """Create an environment of a class, with its own copy of the config.
+
+    Raises:
+        UnusableEnvironment: Its constructor raised an exception, or its `recovery` is none.
+    """
+    try:
+        if is_ray_class(environment) and uses_ray(environment):
+            start_ray()
+        made = environment(copy.deepcopy(dict(config)))  # type: ignore[call-arg]
+        Hooks.of(made)
+    except UnusableEnvironment:
+        raise
+    except InvalidRecovery as error:
+        raise UnusableEnvironment(str(error)) from error
     except _RAISED as error:
         raise UnusableEnvironment(
-            f"environment {spec.name!r}: its constructor raised {type(error).__name__}: {message_of(error)}",
-            traceback_of(error),
+            f"its constructor raised {type(error).__name__}: {message_of(error)}", traceback_of(error)
         ) from error
+    return made
 
 
 def _load(entrypoint: str) -> Any:

@@ -1,95 +1,150 @@
-"""Runner: takes steps of single trajectories from the loop, and sends them to the environment in batches."""
+"""Runner of one environment: begins, steps and ends the episodes of the loop's trajectories."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from kuberoll_workers.environments.interface import ChatMessage, Metadata
-from kuberoll_workers.environments.isolation import StepExecutor
-from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepOutcome, StepTimedOut
-from kuberoll_workers.environments.processes import ProcessExecutor
+from kuberoll_workers.environments.batcher import Batcher
+from kuberoll_workers.environments.batches import CloseBatch, GroupBatch, ResetBatch, StepBatch, StepItem
+from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EndReason,
+    Episode,
+    EpisodeEnd,
+    EpisodeStart,
+    GroupMember,
+    GroupScore,
+    Metadata,
+)
+from kuberoll_workers.environments.isolation import Executor
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
 
-PATIENCE_SECONDS = 1.0
-"""Minimum duration of a call before others stop waiting for it."""
-_PATIENCE_FACTOR = 4.0
-"""Patience in multiples of the longest call that returned."""
-_FIRST_PATIENCE = 0.25
-"""Patience with the first call, which may load a model, as a fraction of the time limit."""
+CLOSE_SECONDS = 30.0
+"""Time that episodes are given to close when the run ends."""
+
+_log = logging.getLogger(__name__)
 
 
-class _Waiting:
-    __slots__ = ("future", "log", "metadata")
-
-    def __init__(self, log: list[ChatMessage], metadata: Metadata) -> None:
-        self.log = log
-        self.metadata = metadata
-        self.future: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-
-
-class _Call:
-    """One call of the environment.
+class _OpenEpisode:
+    """An episode that was begun.
 
     Attributes:
-        spare: True if it has a spare process.
-        limit: Time limit in seconds if it is not the environment's own.
-        overdue: True if it takes unusually long.
-        stalled: True if others do not wait for it: while it takes unusually long and a spare process is free.
+        batcher: Calls of the instance that it was reset in, or of any instance.
+        pending: Its newest call, which may go on after the trajectory has ended.
     """
 
-    __slots__ = ("batch", "limit", "overdue", "spare", "stalled", "timer")
+    __slots__ = ("batcher", "episode", "pending")
 
-    def __init__(self, batch: list[_Waiting], *, spare: bool = False, limit: float | None = None) -> None:
-        self.batch = batch
-        self.spare = spare
-        self.limit = limit
-        self.overdue = self.stalled = False
-        self.timer: asyncio.TimerHandle | None = None
+    def __init__(self, episode: Episode, batcher: Batcher) -> None:
+        self.episode = episode
+        self.batcher = batcher
+        self.pending: asyncio.Future[Any] | None = None
+
+    async def call(self, call: Awaitable[Any]) -> Any:
+        """Wait for a call; if the waiting is cancelled, the call goes on."""
+        self.pending = pending = asyncio.ensure_future(call)
+        return await asyncio.shield(pending)
 
 
 class EnvironmentRunner:
     """Interface of one environment to the loop.
 
-    All steps that wait when the environment becomes free go into one `step` call: no time is lost waiting for a full
-        batch,
-    and a busy environment gets large ones. A call costs a thread or process switch, whatever the size of the batch.
-
-    Where the executor has spare processes, a step that hangs does not hold up others. A call that takes unusually long
-    keeps its process, and the steps that wait go to a spare one. When a call has timed out, nobody knows which of its
-    trajectories hangs, so each is stepped alone in spare processes: first for a short time only, so that those that do
-    not hang return before those that do are given the full time.
+    An environment without hooks is only stepped. The episodes of a stateful one stay with the instance that reset them,
+    each step in a call of its own: when a call fails, the state of its episode is unknown, and that of no other one.
     """
 
-    def __init__(self, executor: StepExecutor, *, max_batch: int) -> None:
+    def __init__(self, executor: Executor, *, max_batch: int) -> None:
+        """`max_batch` is the maximum number of episodes in one call."""
         self._executor = executor
-        self._spares = executor if isinstance(executor, ProcessExecutor) and executor.spare else None
-        self._max_batch = max_batch
-        self._waiting: deque[_Waiting] = deque()
-        # Trajectories of calls that failed, which are stepped alone to find out which of them is at fault.
-        self._alone: deque[_Waiting] = deque()
-        # Trajectories of calls that timed out, and those that took long when they were stepped alone.
-        self._suspects: deque[_Waiting] = deque()
-        self._hanging: deque[_Waiting] = deque()
-        self._running: dict[asyncio.Task[None], _Call] = {}
-        self._longest = 0.0
-        self._scheduled = False
+        self._batchers = [Batcher(executor, max_batch=max_batch)]
+        self._hooks: Hooks | None = None
+        self._starting = asyncio.Lock()
+        self._open: dict[str, _OpenEpisode] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
-    async def step(self, log: list[ChatMessage], metadata: Metadata, *, hung: bool = False) -> StepOutcome:
+    @property
+    def hooks(self) -> Hooks:
+        """Hooks of the environment; none before the first episode has begun."""
+        return self._hooks or NO_HOOKS
+
+    @property
+    def known_hooks(self) -> Hooks | None:
+        """Hooks of the environment; None before it was created."""
+        return self._hooks
+
+    async def find_hooks(self) -> Hooks:
+        """Hooks of the environment, which is created if it is not there yet.
+
+        Raises:
+            EnvironmentFault: It could not be created.
+        """
+        if self._hooks is None:
+            async with self._starting:
+                if self._hooks is None:
+                    hooks = await self._executor.hooks()
+                    if hooks.stateful:
+                        self._batchers = [Batcher(one, max_batch=1) for one in self._executor.instances()]
+                    self._hooks = hooks
+        return self._hooks
+
+    async def begin(self, episode: Episode) -> EpisodeStart:
+        """Begin an episode. It is closed by `end`, and at once if it cannot be begun.
+
+        Raises:
+            EnvironmentFault: It could not be begun.
+        """
+        hooks = await self.find_hooks()
+        opened = self._open[episode.id] = self._opened(episode)
+        return await self._reset(opened, hooks, alone=False)
+
+    async def resume(self, episode: Episode) -> None:
+        """Take over an episode that another instance began, and that goes on from its metadata."""
+        await self.find_hooks()
+        self._open[episode.id] = self._opened(episode)
+
+    async def begin_again(self, episode: Episode, metadata: Metadata) -> EpisodeStart:
+        """Begin an episode again whose state is unknown, perhaps in another instance.
+
+        Args:
+            metadata: Its newest state.
+
+        Raises:
+            EnvironmentFault: It could not be begun; it is closed, and may be begun again.
+        """
+        # It is not open if it could not be begun the last time.
+        if (opened := self._open.get(episode.id)) is not None:
+            await self._close(opened, EpisodeEnd(id=episode.id, metadata=metadata, reason="lost"))
+        opened = self._open[episode.id] = self._opened(episode)
+        return await self._reset(opened, self.hooks, alone=True)
+
+    async def step(
+        self, log: list[ChatMessage], metadata: Metadata, *, episode: str | None = None, hung: bool = False
+    ) -> StepOutcome:
         """Step one trajectory.
 
         Args:
+            episode: Name of its episode, if it has been begun.
             hung: True if the same step timed out before.
 
         Raises:
             EnvironmentFault: This trajectory could not be stepped. Faults of other trajectories in the same batch never
                 appear here.
         """
-        waiting = _Waiting(log, metadata)
-        (self._hanging if hung and self._spares else self._waiting).append(waiting)
-        self._schedule()
-        return await waiting.future
+        opened = None if episode is None else self._open.get(episode)
+        outcome: StepOutcome
+        if opened is None:
+            outcome = await self._batchers[0].call(StepBatch, StepItem(log, metadata), hung=hung)
+        else:
+            item = StepItem(log, metadata, episode if self.hooks.stateful else None)
+            outcome = await opened.call(opened.batcher.call(StepBatch, item, hung=hung))
+        return outcome
 
     async def step_batch(
         self, logs: Sequence[list[ChatMessage]], metadata: Sequence[Metadata]
@@ -98,149 +153,94 @@ class EnvironmentRunner:
         steps = (self.step(log, state) for log, state in zip(logs, metadata, strict=True))
         return await asyncio.gather(*steps, return_exceptions=True)
 
+    async def score_group(self, members: Sequence[GroupMember]) -> list[GroupScore]:
+        """Score one complete prompt group; returns one score for each member.
+
+        Raises:
+            EnvironmentFault: It could not be scored.
+        """
+        scores: list[GroupScore] = await self._least_used().call(GroupBatch, members)
+        return scores
+
+    def end(
+        self, name: str, metadata: Metadata, reason: EndReason, closed: Callable[[bool], None] | None = None
+    ) -> asyncio.Future[None] | None:
+        """End an episode.
+
+        Args:
+            closed: Called when `close` has returned: with False if it raised an exception.
+
+        Returns:
+            A future that completes when the episode is closed; None if it is not open.
+        """
+        opened = self._open.pop(name, None)
+        if opened is None:
+            return None
+        end = EpisodeEnd(id=name, metadata=metadata, reason=reason)
+        closing = asyncio.create_task(self._close(opened, end, closed))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    def release(self, name: str) -> None:
+        """Forget an episode that another worker will resume from its metadata, without closing it."""
+        self._open.pop(name, None)
+
     async def close(self) -> None:
-        """Stop the environment; waiting steps are cancelled."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-        for queue in (self._waiting, self._alone, self._suspects, self._hanging):
-            for waiting in queue:
-                waiting.future.cancel()
-            queue.clear()
-        await self._executor.close()
+        """Stop the environment; waiting calls are cancelled, after episodes have been given time to close."""
+        for name, opened in list(self._open.items()):
+            self.end(name, opened.episode.metadata, "interrupted")
+        if self._closing:
+            _, late = await asyncio.wait(self._closing, timeout=CLOSE_SECONDS)
+            for closing in late:
+                closing.cancel()
+        for batcher in self._batchers:
+            await batcher.close()
 
-    def _schedule(self) -> None:
-        # Deferred to the end of this iteration of the event loop, so that steps requested together share a batch.
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+    def _opened(self, episode: Episode) -> _OpenEpisode:
+        return _OpenEpisode(episode, self._least_used())
 
-    def _dispatch(self) -> None:
-        self._scheduled = False
-        self._release_overdue()
-        parallel = self._executor.parallel
-        while (self._alone or self._waiting) and (parallel is None or self._holding() < parallel):
-            # With a coroutine environment, no episode needs to wait for another.
-            size = 1
-            if parallel is not None and not self._alone:
-                size = min(self._max_batch, -(-len(self._waiting) // parallel))
-            if batch := _taken(self._alone or self._waiting, size):
-                self._start(_Call(batch))
-        if self._spares is not None:
-            self._dispatch_suspects(self._spares)
+    def _least_used(self) -> Batcher:
+        used = Counter(opened.batcher for opened in self._open.values()) if len(self._batchers) > 1 else Counter()
+        return min(self._batchers, key=lambda batcher: used[batcher])
 
-    def _dispatch_suspects(self, spares: ProcessExecutor) -> None:
-        while self._suspects and self._spares_used() < spares.spare:
-            if batch := _taken(self._suspects, 1):
-                self._start(_Call(batch, spare=True, limit=self._patience(spares)))
-        if any(call.limit is not None for call in self._running.values()):
-            return
-        # One spare process is left for those who wait behind a call of the usual processes.
-        while self._hanging and self._spares_used() < max(1, spares.spare - 1):
-            if batch := _taken(self._hanging, 1):
-                self._start(_Call(batch, spare=True))
-        if not (self._spares_used() or self._suspects or self._hanging):
-            spares.end_spares()
-
-    def _start(self, call: _Call) -> None:
-        task = asyncio.create_task(self._run(call))
-        self._running[task] = call
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        del self._running[task]
-        if not task.cancelled():
-            task.result()
-        self._schedule()
-
-    def _holding(self) -> int:
-        """Number of calls that others wait for."""
-        return sum(not (call.spare or call.stalled) for call in self._running.values())
-
-    def _spares_used(self) -> int:
-        return sum(call.spare or call.stalled for call in self._running.values())
-
-    def _release_overdue(self) -> None:
-        """Let others stop waiting for calls that take unusually long, as far as there are spare processes."""
-        for call in self._running.values():
-            if call.overdue and not (call.spare or call.stalled):
-                assert self._spares is not None
-                call.stalled = self._spares_used() < self._spares.spare
-
-    def _patience(self, spares: ProcessExecutor) -> float:
-        usual = _PATIENCE_FACTOR * self._longest if self._longest else _FIRST_PATIENCE * spares.timeout
-        return min(spares.timeout, max(PATIENCE_SECONDS, usual))
-
-    async def _run(self, call: _Call) -> None:
-        batch = call.batch
+    async def _reset(self, opened: _OpenEpisode, hooks: Hooks, *, alone: bool) -> EpisodeStart:
+        episode = opened.episode
+        if not (hooks.reset or hooks.stateful):
+            return EpisodeStart()
+        end = EpisodeEnd(id=episode.id, metadata=episode.metadata, reason="lost")
         try:
-            outcomes = await self._step(call)
-        except StepTimedOut as fault:
-            if self._spares is not None and len(batch) > 1:
-                self._suspects.extend(batch)
-                return
-            if self._spares is not None and call.limit is not None and call.limit < self._spares.timeout:
-                self._hanging.extend(batch)
-                return
-            outcomes = Outcomes([fault] * len(batch), answered=False)
-        except EnvironmentFault as fault:
-            outcomes = Outcomes([fault] * len(batch), answered=False)
-        except BaseException as error:
-            for waiting in batch:
-                _fail(waiting, error)
-            raise
-        for waiting, outcome in zip(batch, outcomes, strict=True):
-            if not isinstance(outcome, EnvironmentFault):
-                if not waiting.future.done():
-                    waiting.future.set_result(outcome)
-            elif len(batch) == 1:
-                _fail(waiting, outcome)
-            else:
-                # One bad episode may fail a whole call.
-                self._alone.append(waiting)
+            start: EpisodeStart = await opened.call(opened.batcher.call(ResetBatch, episode, alone=alone))
+            return start
+        except EnvironmentFault:
+            await self._close(opened, end)
+            if alone:
+                self._open.pop(episode.id, None)
+                raise
+        # Another episode of the batch may have been at fault.
+        return await self._reset(opened, hooks, alone=True)
 
-    async def _step(self, call: _Call) -> Outcomes:
-        logs, metadata = [waiting.log for waiting in call.batch], [waiting.metadata for waiting in call.batch]
-        if self._spares is None:
-            return await self._executor.step(logs, metadata)
-        began: float | None = None
-
-        def begin() -> None:
-            nonlocal began
-            began = time.perf_counter()
-            assert self._spares is not None
-            patience = self._patience(self._spares)
-            call.timer = asyncio.get_running_loop().call_later(patience, self._overdue, call)
-
-        try:
-            outcomes = await self._spares.step(logs, metadata, limit=call.limit, began=begin)
-        finally:
-            if call.timer is not None:
-                call.timer.cancel()
-            call.overdue = call.stalled = False
-        if began is not None:
-            self._longest = max(self._longest, time.perf_counter() - began)
-        return outcomes
-
-    def _overdue(self, call: _Call) -> None:
-        call.overdue = True
-        self._schedule()
+    async def _close(self, opened: _OpenEpisode, end: EpisodeEnd, closed: Callable[[bool], None] | None = None) -> None:
+        if opened.pending is not None and not opened.pending.done():
+            # Whoever waited for it has been stopped. The episode must not be closed before its last call has returned.
+            await asyncio.wait((opened.pending,))
+        end = _with_state(end, opened)
+        done = True
+        if self.hooks.close or self.hooks.stateful:
+            try:
+                await opened.batcher.call(CloseBatch, end)
+            except EnvironmentFault as fault:
+                done = False
+                _log.warning("episode %s could not be closed: %s", end.id, fault)
+        if closed is not None:
+            closed(done)
 
 
-def _taken(queue: deque[_Waiting], count: int) -> list[_Waiting]:
-    """The first steps of a queue that somebody still waits for, at most `count`."""
-    batch: list[_Waiting] = []
-    while queue and len(batch) < count:
-        waiting = queue.popleft()
-        if not waiting.future.done():
-            batch.append(waiting)
-    return batch
-
-
-def _fail(waiting: _Waiting, error: BaseException) -> None:
-    if waiting.future.done():
-        return
-    if isinstance(error, asyncio.CancelledError):
-        waiting.future.cancel()
-    else:
-        waiting.future.set_exception(error)
+def _with_state(end: EpisodeEnd, opened: _OpenEpisode) -> EpisodeEnd:
+    """The end with the state that the reset returned, if it was the episode's last call: maybe nobody waited for it."""
+    if opened.pending is not None and opened.pending.done() and not opened.pending.cancelled():
+        with contextlib.suppress(EnvironmentFault):
+            result = opened.pending.result()
+            if isinstance(result, EpisodeStart) and result.metadata is not None:
+                return dataclasses.replace(end, metadata=result.metadata)
+    return end

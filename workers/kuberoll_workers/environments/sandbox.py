@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kuberoll_workers.environments import landlock
+from kuberoll_workers.environments.mounts import enter_read_only_view
 
 VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "HOSTNAME",
@@ -71,6 +72,10 @@ class Sandbox:
     variables: Sequence[str] = ()
 
 
+# A Ray that an environment starts would look for `uv run` among its parents, which the sandbox hides.
+_FOR_RAY = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+
+
 def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict[str, str]:
     """Environment variables of an environment's process.
 
@@ -82,27 +87,28 @@ def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict
     kept = {name: value for name, value in own.items() if any(fnmatch.fnmatchcase(name, item) for item in patterns)}
     # Both processes find the same modules.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
-    return kept | {"PYTHONPATH": path, "TMPDIR": scratch}
+    return kept | _FOR_RAY | {"PYTHONPATH": path, "TMPDIR": scratch}
 
 
 def enter(sandbox: Sandbox, *, scratch: str) -> None:
     """Put this process, and all that it starts, into the sandbox, irrevocably.
 
-    Without Landlock in the kernel, only capabilities are dropped.
+    Capabilities are dropped; what is not writable becomes read-only where the system allows namespaces, and Landlock
+    closes files where the kernel has it.
 
     Raises:
         LandlockFailed: The kernel rejected the rules.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _drop_capabilities()
+    enter_read_only_view(_writable(sandbox, scratch, _protected(sandbox)))
+    drop_capabilities()
     if landlock.abi() > 0:
         landlock.restrict(rules(sandbox, scratch=scratch))
 
 
 def rules(sandbox: Sandbox, *, scratch: str) -> Iterator[tuple[str, int]]:
     """The paths that are granted, with the rights to them."""
-    protected = {_real(path) for pattern in _PROTECTED for path in glob.glob(pattern)}
-    protected |= {_real(path) for path in sandbox.protected} | _secret_volumes()
+    protected = _protected(sandbox)
     private = {_real(path) for path in (*_PRIVATE, tempfile.gettempdir())} | _home_secrets()
     wanted = {_real(path) for path in (*sys.path, sys.prefix, sys.base_prefix, os.getcwd(), *sandbox.readable)}
     yield "/", landlock.READ_DIR
@@ -119,10 +125,20 @@ def rules(sandbox: Sandbox, *, scratch: str) -> Iterator[tuple[str, int]]:
     for name in os.listdir("/dev"):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _DEVICES):
             yield f"/dev/{name}", landlock.DEVICE
+    for path in _writable(sandbox, scratch, protected):
+        yield path, landlock.EVERYTHING
+
+
+def _protected(sandbox: Sandbox) -> set[str]:
+    own = {_real(path) for pattern in _PROTECTED for path in glob.glob(pattern)}
+    return own | {_real(path) for path in sandbox.protected} | _secret_volumes()
+
+
+def _writable(sandbox: Sandbox, scratch: str, protected: Iterable[str]) -> Iterator[str]:
     # Python's multiprocessing and PyTorch's data loaders create files in /dev/shm.
-    for path in ("/dev/shm", scratch, *sandbox.writable):
-        if not any(_within(item, _real(path)) or _within(_real(path), item) for item in protected):
-            yield _real(path), landlock.EVERYTHING
+    for path in map(_real, ("/dev/shm", scratch, *sandbox.writable)):
+        if not any(_within(item, path) or _within(path, item) for item in protected):
+            yield path
 
 
 def _granted(path: str, denied: Iterable[str]) -> Iterator[str]:
@@ -150,7 +166,7 @@ def hide_from_others() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_dumpable, 0, 0, 0, 0)
 
 
-def _drop_capabilities() -> None:
+def drop_capabilities() -> None:
     """Make root an ordinary user, in all programs that it starts, too; has no effect for others."""
     if sys.platform != "linux":
         return

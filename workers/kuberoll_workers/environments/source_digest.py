@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from kuberoll_api.manifest.modules import imported_modules, module_file
-from kuberoll_workers.environments.registry import BUILT_INS, EnvironmentSpec
+from kuberoll_workers.environments.registry import TYPES, EnvironmentSpec
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -16,13 +16,12 @@ def source_digest(spec: EnvironmentSpec) -> str | None:
     """Digest of the module with an environment's class, and of the neighboring modules that it imports.
 
     For an installed package these are the package's own modules; for a module in the user's directory, all modules
-    there
-    that it imports. Imports from elsewhere are considered part of the machine. No code is executed.
+    there that it imports. Imports from elsewhere are considered part of the machine. No code is executed.
 
     Returns:
         None if no source code is found.
     """
-    entrypoint = spec.entrypoint or BUILT_INS.get(spec.type or "", "")
+    entrypoint = spec.entrypoint or TYPES.get(spec.type or "", "")
     module = entrypoint.partition(":")[0]
     root = _root(module)
     if root is None:

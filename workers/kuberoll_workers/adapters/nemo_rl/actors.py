@@ -7,27 +7,28 @@ import concurrent.futures
 import contextlib
 import inspect
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from kuberoll_workers.data.tracebacks import Traceback, parse_traceback
-from kuberoll_workers.environments.interface import Metadata
+from kuberoll_workers.environments.batches import Batch
+from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
 from kuberoll_workers.environments.isolation import (
     CoroutineExecutor,
+    Executor,
     InlineExecutor,
-    Logs,
-    StepExecutor,
-    copy_states,
     is_cancelled,
-    timeout_message,
+    with_any_metadata,
 )
 from kuberoll_workers.environments.outcome import (
     EnvironmentFault,
-    Outcomes,
     StepRaised,
     StepTimedOut,
     fault_of,
-    split_return,
+    timeout_message,
 )
+
+_Result = TypeVar("_Result")
 
 MAX_ABANDONED_CALLS = 4
 """Maximum number of timed-out calls that still run: an actor's method cannot be interrupted, and further calls would
@@ -40,6 +41,8 @@ class ActorExecutor:
     A call costs about 1 ms of CPU, however many trajectories it is for; up to `calls_in_flight` are made at once. An
     actor works on one at a time unless it was made with `max_concurrency` or has coroutine methods.
     """
+
+    batched = True
 
     def __init__(self, environment: Any, *, timeout: float, calls_in_flight: int, any_metadata: bool = False) -> None:
         """
@@ -55,20 +58,29 @@ class ActorExecutor:
         self._timeout = timeout
         self._abandoned: set[asyncio.Future[Any]] = set()
 
-    async def step(self, logs: Logs, metadata: list[Metadata]) -> Outcomes:
+    async def hooks(self) -> Hooks:
+        # The caller owns the actor, and NeMo RL's environments have no episodes.
+        return NO_HOOKS
+
+    def instances(self) -> Sequence[Executor]:
+        return [self]
+
+    async def run(self, batch: Batch[_Result]) -> Sequence[_Result | EnvironmentFault]:
         if len(self._abandoned) >= MAX_ABANDONED_CALLS:
             raise StepTimedOut(
                 f"the environment still works on {len(self._abandoned)} calls that took longer than "
                 f"stepTimeoutSeconds ({self._timeout:g} s), and is not called again until one of them ends"
             )
+        steps: Any = with_any_metadata(batch) if self._any_metadata else batch
         try:
-            answer = self._environment.step.remote(logs, copy_states(metadata, self._any_metadata))
+            answer = self._environment.step.remote(*steps.arguments())
         except Exception as error:
             raise _fault(error) from error
         pending = _pending(answer)
         returned = answer if pending is None else await self._answer(answer, pending)
         try:
-            return split_return(returned, len(logs), any_metadata=self._any_metadata)
+            results: Sequence[_Result | EnvironmentFault] = steps.split(returned)
+            return results
         except BaseException as error:
             raise _fault(error) from error
 
@@ -108,9 +120,7 @@ class ActorExecutor:
             pending.exception()
 
 
-def executor_for(
-    environment: Any, *, timeout: float, calls_in_flight: int = 1, any_metadata: bool = False
-) -> StepExecutor:
+def executor_for(environment: Any, *, timeout: float, calls_in_flight: int = 1, any_metadata: bool = False) -> Executor:
     """Create the executor for an existing environment.
 
     Args:
@@ -122,8 +132,8 @@ def executor_for(
     if callable(getattr(environment.step, "remote", None)):
         return ActorExecutor(environment, timeout=timeout, calls_in_flight=calls_in_flight, any_metadata=any_metadata)
     if inspect.iscoroutinefunction(environment.step):
-        return CoroutineExecutor(environment, timeout=timeout, any_metadata=any_metadata)
-    return InlineExecutor(environment, timeout=timeout, any_metadata=any_metadata)
+        return CoroutineExecutor(environment, timeout=timeout, any_metadata=any_metadata, shuts_down=False)
+    return InlineExecutor(environment, timeout=timeout, any_metadata=any_metadata, shuts_down=False)
 
 
 def ray_cause(error: BaseException) -> BaseException:

@@ -7,17 +7,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from kuberoll_workers.adapters.nemo_rl.actors import executor_for
-from kuberoll_workers.environments.isolation import StepExecutor
+from kuberoll_workers.environments.isolation import Executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
 
 
 @asynccontextmanager
 async def open_executors(
     task_to_env: Mapping[str, Any], tasks: Iterable[str], *, step_seconds: float, calls_in_flight: int = 1
-) -> AsyncIterator[dict[str, StepExecutor]]:
+) -> AsyncIterator[dict[str, Executor]]:
     """Open the executors of the tasks' environments; tasks that share an environment share its executor."""
-    by_environment: dict[int, StepExecutor] = {}
-    executors: dict[str, StepExecutor] = {}
+    by_environment: dict[int, Executor] = {}
+    executors: dict[str, Executor] = {}
     async with AsyncExitStack() as stack:
         for task in dict.fromkeys(tasks):
             environment = task_to_env[task]

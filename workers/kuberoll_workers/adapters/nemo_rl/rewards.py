@@ -12,8 +12,9 @@ from kuberoll_workers.adapters.nemo_rl.conversion import refuse_unknown_tasks
 from kuberoll_workers.adapters.nemo_rl.environments import open_executors
 from kuberoll_workers.adapters.nemo_rl.limits import RolloutLimits
 from kuberoll_workers.adapters.nemo_rl.message_logs import get_keys_from_message_log
+from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, StepOutcome
+from kuberoll_workers.environments.outcome import EnvironmentFault, StepOutcome
 
 
 def calculate_rewards(
@@ -45,10 +46,10 @@ def calculate_rewards(
     states = copy.deepcopy(list(batch["extra_env_info"]))
     step_seconds = (limits or RolloutLimits()).step_seconds
 
-    async def step_all() -> list[Outcomes | BaseException]:
+    async def step_all() -> list[Sequence[StepOutcome | EnvironmentFault] | BaseException]:
         async with open_executors(task_to_env, rows, step_seconds=step_seconds) as executors:
             steps = (
-                executors[task].step([logs[row] for row in group], [states[row] for row in group])
+                executors[task].run(StepBatch.of_columns([logs[row] for row in group], [states[row] for row in group]))
                 for task, group in rows.items()
             )
             return await asyncio.gather(*steps, return_exceptions=True)
@@ -63,7 +64,7 @@ def calculate_rewards(
             if isinstance(outcome, EnvironmentFault):
                 raise outcome
             outcomes[row] = outcome
-        answered |= result.answered
+        answered |= getattr(result, "answered", False)
     return _joined([outcome for outcome in outcomes if outcome is not None], answered=answered)
 
 

@@ -35,7 +35,12 @@ class ForeignTokenizer:
 
         return decode_all(self._tokenizer, [torch.from_numpy(numpy.array(ids, dtype=numpy.int64))])[0]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
+    def decode_with_special_tokens(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError("prompts come without tools")
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> array[int]:
         raise NotImplementedError("prompts come with their token ids")
 
 

@@ -1,0 +1,200 @@
+"""Batches: the arguments of one call of an environment, for several episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+from kuberoll_workers.data.plain import own_copy
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    Episode,
+    EpisodeEnd,
+    EpisodeStart,
+    GroupMember,
+    GroupScore,
+    Metadata,
+)
+from kuberoll_workers.environments.outcome import EnvironmentFault, Outcomes, split_return, split_scores, split_starts
+
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Batch(Protocol[_Result]):
+    """The arguments of one call.
+
+    Attributes:
+        method: Name of the environment's method.
+        shared: True if several episodes may be in one call.
+    """
+
+    method: ClassVar[str]
+    shared: ClassVar[bool]
+
+    @classmethod
+    def of(cls, items: Sequence[Any]) -> Self:
+        """The batch of some episodes' arguments."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def invoke(self, environment: Any) -> Any:
+        """Call the environment; the result may be an awaitable."""
+        ...
+
+    def split(self, returned: Any) -> Sequence[_Result | EnvironmentFault]:
+        """Validate what the environment returned and split it by episode; runs code of the environment's objects.
+
+        Raises:
+            StepInvalid: No episode has a valid result.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One trajectory's step.
+
+    Attributes:
+        log: The messages up to the policy's newest one.
+        metadata: The episode's state.
+        episode: Name of the episode; None if the environment has none.
+    """
+
+    log: list[ChatMessage]
+    metadata: Metadata
+    episode: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Steps.
+
+    Attributes:
+        any_metadata: Metadata may be any objects and is passed as it is: it is neither stored nor sent.
+    """
+
+    method: ClassVar[str] = "step"
+    shared: ClassVar[bool] = True
+
+    items: Sequence[StepItem]
+    any_metadata: bool = False
+
+    @classmethod
+    def of(cls, items: Sequence[StepItem]) -> Self:
+        return cls(items)
+
+    @classmethod
+    def of_columns(cls, logs: Sequence[list[ChatMessage]], metadata: Sequence[Metadata]) -> Self:
+        """The batch of some logs and states, in the same order."""
+        return cls([StepItem(log, state) for log, state in zip(logs, metadata, strict=True)])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def invoke(self, environment: Any) -> Any:
+        return environment.step(*self.arguments())
+
+    def arguments(self) -> tuple[list[list[ChatMessage]], list[Metadata]]:
+        """Arguments of `step`: changes of metadata in place must not reach the trajectory's own state."""
+        return [item.log for item in self.items], [
+            item.metadata if self.any_metadata else copy_of(item.metadata) for item in self.items
+        ]
+
+    def split(self, returned: Any) -> Outcomes:
+        return split_return(returned, len(self.items), any_metadata=self.any_metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ResetBatch:
+    """Beginnings of episodes."""
+
+    method: ClassVar[str] = "reset"
+    shared: ClassVar[bool] = True
+
+    episodes: Sequence[Episode]
+
+    @classmethod
+    def of(cls, items: Sequence[Episode]) -> Self:
+        return cls(items)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def invoke(self, environment: Any) -> Any:
+        # A class that only names its `recovery` need not have it.
+        reset = getattr(environment, "reset", None)
+        return [None] * len(self.episodes) if reset is None else reset(list(self.episodes))
+
+    def split(self, returned: Any) -> list[EpisodeStart | EnvironmentFault]:
+        return split_starts(returned, len(self.episodes))
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBatch:
+    """Ends of episodes."""
+
+    method: ClassVar[str] = "close"
+    # One that raises must not keep another episode from its one close.
+    shared: ClassVar[bool] = False
+
+    ends: Sequence[EpisodeEnd]
+
+    @classmethod
+    def of(cls, items: Sequence[EpisodeEnd]) -> Self:
+        return cls(items)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def invoke(self, environment: Any) -> Any:
+        close = getattr(environment, "close", None)
+        return None if close is None else close(list(self.ends))
+
+    def split(self, returned: Any) -> list[EnvironmentFault | None]:  # noqa: ARG002 - nothing is expected
+        return [None] * len(self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """One complete prompt group."""
+
+    method: ClassVar[str] = "score_group"
+    # A call is one group: when it fails, no other group is hit.
+    shared: ClassVar[bool] = False
+
+    members: Sequence[GroupMember]
+
+    @classmethod
+    def of(cls, items: Sequence[Sequence[GroupMember]]) -> Self:
+        (members,) = items
+        return cls(members)
+
+    def __len__(self) -> int:
+        return 1
+
+    def invoke(self, environment: Any) -> Any:
+        return environment.score_group([replace(member, metadata=copy_of(member.metadata)) for member in self.members])
+
+    def split(self, returned: Any) -> list[list[GroupScore] | EnvironmentFault]:
+        return [split_scores(returned, len(self.members))]
+
+
+AnyBatch = StepBatch | ResetBatch | CloseBatch | GroupBatch
+
+
+def copy_of(metadata: Metadata) -> Metadata:
+    """A copy of an episode's state."""
+    return None if metadata is None else own_copy(metadata)
+
+
+def awaited(returned: Any) -> Any:
+    """The result of a method that may be a coroutine function, in a thread without an event loop."""
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
