@@ -1,0 +1,1 @@
+"""Environments of which the answer is a program."""
