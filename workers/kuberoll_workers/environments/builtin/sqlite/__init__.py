@@ -1,0 +1,1 @@
+"""Questions about databases, answered by queries of SQLite."""
