@@ -1,0 +1,1 @@
+"""Judge: a language model that scores responses."""

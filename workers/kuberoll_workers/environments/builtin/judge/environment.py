@@ -1,0 +1,239 @@
+"""Judge: a language model compares a response with a reference answer, or gives it a score."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from kuberoll_workers.data.plain import unicode_text
+from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
+from kuberoll_workers.environments.builtin.judge import prompts
+from kuberoll_workers.environments.builtin.judge.asking import NoVerdict, ask
+from kuberoll_workers.environments.builtin.judge.texts import question_of, reference_of, shortened
+from kuberoll_workers.environments.builtin.judge.verdicts import JsonLabels, Labels, Scale, VerdictForm
+from kuberoll_workers.environments.builtin.responses import after_thoughts
+from kuberoll_workers.environments.builtin.servers import Server, ServerConfig
+from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Metadata,
+    ScoringCase,
+)
+from kuberoll_workers.environments.model_client import ModelClient
+
+_Text = Annotated[str, StringConstraints(min_length=1, max_length=65536)]
+_Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_Score = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+_LABELS: Final = {"[[A=B]]": 1.0, "[[A!=B]]": 0.0}
+
+UNPARSED: Final = "unparsed"
+DISAGREEMENT: Final = "disagreement"
+EMPTY: Final = "empty"
+
+
+class ScaleConfig(EnvironmentConfig):
+    """A number as the verdict."""
+
+    pattern: _Text = Field(description="Regular expression with one group, the number; its last match counts.")
+    minimum: float = Field(description="The number whose score is 0.")
+    maximum: float = Field(description="The number whose score is 1.")
+
+    @model_validator(mode="after")
+    def _can_be_used(self) -> Self:
+        import regex
+
+        try:
+            groups = regex.compile(self.pattern).groups
+        except regex.error as error:
+            raise ValueError(f"pattern is not a regular expression: {error}") from error
+        if groups != 1:
+            raise ValueError(f"pattern has {groups} groups; it must have one, around the number")
+        if not self.minimum < self.maximum:
+            raise ValueError("minimum must be less than maximum")
+        return self
+
+
+class JudgeConfig(ServerConfig):
+    """The judge, its prompt, and the scores of its verdicts."""
+
+    system: Annotated[str, StringConstraints(max_length=65536)] = Field(
+        default=prompts.SYSTEM, description="System message; empty: none."
+    )
+    prompt: _Text = Field(
+        default=prompts.PROMPT,
+        description="User message. {question}, {reference} and {response} are replaced by fenced texts, {first} and "
+        "{second} by the reference and the response, in the order of the swap; {verdict} by the form of the verdict.",
+    )
+    labels: dict[_Label, _Score] | None = Field(
+        default=None, min_length=1, max_length=64, description="Scores of the verdicts that the prompt defines."
+    )
+    scale: ScaleConfig | None = Field(default=None, description="A number as the verdict, in place of labels.")
+    form: Literal["Text", "JSON"] = Field(
+        default="Text", description="Text: the last label counts. JSON: an object, by structured outputs of the server."
+    )
+    swap: bool = Field(
+        default=False, description="Ask twice, with the two answers swapped; the verdicts must be the same."
+    )
+    disagreement: _Score = Field(default=0.0, description="Score if the two verdicts of a swap differ.")
+    unparsed: _Score | None = Field(
+        default=None, description="Score if a verdict cannot be read; absent: the trajectory fails."
+    )
+    empty: _Score = Field(default=0.0, description="Score of a response without text, about which nobody is asked.")
+    max_tokens: int = Field(default=1024, ge=1, le=1 << 20, description="Length of a judge's answer.")
+    temperature: float = Field(default=0.0, ge=0, le=100, description="Temperature of the judge.")
+    max_characters: int = Field(
+        default=50_000, ge=1, le=1 << 22, description="Characters of a response, or a reference, that are shown to it."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        try:
+            names = prompts.placeholders(self.prompt)
+        except prompts.TemplateInvalid as error:
+            raise ValueError(f"prompt: {error}") from error
+        pair = {"first", "second"}
+        if not ("response" in names or pair <= names):
+            raise ValueError("prompt: it has no {response}, nor {first} and {second}: the judge would see no response")
+        if self.swap and (not pair <= names or self.scale is not None):
+            raise ValueError("swap: it needs a prompt with {first} and {second}, and labels")
+        if self.scale is not None and (self.labels is not None or self.form == "JSON"):
+            raise ValueError("scale: it is in place of labels, and a text; leave labels and form out")
+        if self.prompt == prompts.PROMPT and (self.scale is not None or self.labels not in (None, _LABELS)):
+            given = "scale" if self.scale is not None else "labels"
+            raise ValueError(
+                f"{given}: give a prompt that defines the verdicts; the default one has [[A=B]] and [[A!=B]]"
+            )
+        return self
+
+    @property
+    def verdicts(self) -> VerdictForm:
+        """Form of its verdicts."""
+        if self.scale is not None:
+            return Scale(self.scale.pattern, self.scale.minimum, self.scale.maximum)
+        return (Labels if self.form == "Text" else JsonLabels)(self.labels or _LABELS)
+
+
+class JudgeEnvironment(EnvironmentInterface):
+    """Single turn: a language model judges the response, and its verdict's score is the reward; the episode ends.
+
+    The question is `metadata.question`, or the last message of the user; the reference answer `metadata.ground_truth`,
+    `expected_answer`, `reference` or `answer`, a text, a number, or a list of accepted ones. `metadata.judge` of the
+    trajectory has what the judge wrote, word for word. A judge that cannot be asked is a failure of the trajectory,
+    never a score.
+    """
+
+    row_metadata: ClassVar[Mapping[str, str]] = {
+        "ground_truth": "or expected_answer, reference, answer: the reference answer, if the prompt shows one",
+        "question": "the question that the judge reads; absent: the last message of the user",
+    }
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        """
+        Raises:
+            UnusableEnvironment: The config is invalid; the message names the key.
+        """
+        self._config = parse_config(JudgeConfig, config)
+        self._server = Server(self._config)
+        self._form = self._config.verdicts
+        names = prompts.placeholders(self._config.prompt)
+        self._has_reference = bool(names & {"reference", "first", "second"})
+        # Of coroutine steps, which those that wait are not on a time limit.
+        self.parallel_steps = self._config.parallel
+
+    async def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:  # type: ignore[override]
+        """Judge each response.
+
+        Raises:
+            UnusableRow: A row has no reference answer.
+            ServerFailed: The judge could not be asked.
+            NoVerdict: Its verdict could not be read, and the config has no score for that.
+        """
+        states = [state or {} for state in metadata]
+        for state in states:
+            self.check_row(state)
+        items = [(log, reply_of(log), state) for log, state in zip(message_log_batch, states, strict=True)]
+        if not any(after_thoughts(reply).strip() for _, reply, _ in items):
+            return batch_of([self._turn(state, EMPTY, self._config.empty, []) for _, _, state in items])
+        async with self._server.opened() as (client, model):
+            judging = (self._judged(client, model, *item) for item in items)
+            return batch_of(await asyncio.gather(*judging))
+
+    def check_row(self, metadata: Metadata) -> None:
+        """See `EnvironmentInterface.check_row`."""
+        state = metadata or {}
+        question_of([], state)
+        if self._has_reference:
+            reference_of(state)
+
+    async def _judged(
+        self, client: ModelClient, model: str, log: Sequence[ChatMessage], reply: str, state: Mapping[str, Any]
+    ) -> Turn:
+        response = after_thoughts(reply).strip()
+        if not response:
+            return self._turn(state, EMPTY, self._config.empty, [])
+        parts = {"question": question_of(log, state), "response": response}
+        if self._has_reference:
+            parts["reference"] = reference_of(state)
+        parts = {name: shortened(unicode_text(text, name), self._config.max_characters) for name, text in parts.items()}
+        orders = (("reference", "response"), ("response", "reference"))[: 2 if self._config.swap else 1]
+        calls = await asyncio.gather(*(self._asked(client, model, parts, order) for order in orders))
+        if any(call["verdict"] is None for call in calls):
+            if self._config.unparsed is None:
+                text = next(call["text"] for call in calls if call["verdict"] is None)
+                raise NoVerdict(
+                    f"the judge's answer has no verdict: …{text[-300:]!r}. Set config.unparsed to a score for that, "
+                    "or change the prompt, maxTokens or form (JSON)"
+                )
+            return self._turn(state, UNPARSED, self._config.unparsed, calls, model)
+        if len({call["verdict"] for call in calls}) > 1:
+            return self._turn(state, DISAGREEMENT, self._config.disagreement, calls, model)
+        return self._turn(state, calls[0]["verdict"], calls[0]["score"], calls, model)
+
+    async def _asked(
+        self, client: ModelClient, model: str, parts: Mapping[str, str], order: tuple[str, str]
+    ) -> dict[str, Any]:
+        config = self._config
+        texts = dict(parts)
+        if "reference" in parts:
+            texts |= {"first": parts[order[0]], "second": parts[order[1]]}
+        content = prompts.filled(config.prompt, texts, self._form.request)
+        messages = [{"role": "system", "content": config.system}] if config.system else []
+        fields = {"max_tokens": config.max_tokens, "temperature": config.temperature, **config.request}
+        said = await ask(client, model, [*messages, {"role": "user", "content": content}], self._form, fields)
+        return {"first": order[0], **said} if config.swap else said
+
+    @staticmethod
+    def _turn(
+        state: Mapping[str, Any],
+        verdict: str,
+        score: float,
+        calls: Sequence[Mapping[str, Any]],
+        model: str | None = None,
+    ) -> Turn:
+        judged = {"verdict": verdict, "score": score, "model": model, "calls": [dict(call) for call in calls]}
+        return Turn(observation="", metadata={**state, "judge": judged}, reward=float(score), terminated=True)
+
+    def scoring_cases(self) -> list[ScoringCase]:
+        """Cases of the default prompt, which `kuberoll env test` plays to the judge that the config names."""
+        if self._config.url is None or self._config.prompt != prompts.PROMPT:
+            return []
+        row = {"metadata": {"question": "What is the capital of Italy?", "ground_truth": "Rome"}}
+        scores = self._config.labels or _LABELS
+        right, wrong = scores["[[A=B]]"], scores["[[A!=B]]"]
+        cases = [("It is Rome.", right), ("Rome", right), ("Paris", wrong), ("Milan, not Rome", wrong)]
+        return [ScoringCase(row=row, responses=[text], reward=reward) for text, reward in cases]
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Add `verdicts`, how many of each, and the shares of those that are none."""
+        judged = [(state or {}).get("judge") for state in batch["extra_env_info"]]
+        counts = Counter(str(item.get("verdict")) for item in judged if isinstance(item, dict))
+        total = counts.total()
+        shares = {f"{name}_share": counts[name] / total for name in (UNPARSED, DISAGREEMENT, EMPTY)} if total else {}
+        return batch, {"episodes": total, "verdicts": dict(counts.most_common(64)), **shares}
