@@ -20,6 +20,7 @@ MANIFESTS = sorted(EXAMPLES.glob("*/rolloutjob.yaml"))
 def test_a_manifest_is_valid_and_its_environments_can_be_made(manifest: Path) -> None:
     job = RolloutJob.model_validate(YAML(typ="safe").load(manifest))
     assert (manifest.parent / job.spec.generation.model.source / "model.safetensors").is_file()
+    assert job.spec.dataset.source is not None
     generator = job.spec.dataset.source.generator
     assert generator is not None
     for spec in job.spec.environments:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll_workers.environments.batches import StepBatch
 from kuberoll_workers.environments.builtin.math import extraction as math_extraction
 from kuberoll_workers.environments.builtin.math.answers import MathAnswersEnvironment, is_explosive
 from kuberoll_workers.environments.builtin.math.extraction import MAX_ANSWER_CHARACTERS, final_answers
-from kuberoll_workers.environments.builtin.math.process import AlgebraFailed, AlgebraLimit, AlgebraProcess
+from kuberoll_workers.environments.builtin.math.process import AlgebraProcess
 from kuberoll_workers.environments.builtin.math.values import read_value
+from kuberoll_workers.environments.builtin.question_process import LimitExceeded, ProcessFailed
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
 from tests.environments.support import log_of, step_all, step_one
@@ -166,7 +168,9 @@ def test_grading_works_in_threads_and_in_child_processes(isolation: str) -> None
         spec = PlainSpec(name="math", type="math", entrypoint=None, config={})
         executor = make_executor(spec, isolation=isolation, processes=1, timeout=60)
         try:
-            return await executor.step([log_of("\\boxed{\\sqrt{8}}")], [{"ground_truth": "2\\sqrt{2}"}])
+            return await executor.run(
+                StepBatch.of_columns([log_of("\\boxed{\\sqrt{8}}")], [{"ground_truth": "2\\sqrt{2}"}])
+            )
         finally:
             await executor.close()
 
@@ -229,21 +233,30 @@ def test_an_answer_that_needs_too_much_processor_time_is_worth_nothing_and_is_ma
 def test_algebra_within_a_computation_of_c_is_ended_too() -> None:
     with AlgebraProcess(cpu_seconds=0.3) as algebra:
         # One power of integers: no Python code runs while it is computed.
-        with pytest.raises(AlgebraLimit):
+        with pytest.raises(LimitExceeded):
             algebra.ask("equal", "7^{9999999} - 7^{9999998}", "7^{7777777} + 1")
         assert algebra.ask("equal", "\\sqrt{8}", "2\\sqrt{2}") is True
         assert algebra.ask("equal", "\\sqrt{8}", "\\frac{") is None
 
 
 @pytest.mark.slow
-def test_an_algebra_process_that_is_killed_is_a_failure_and_no_reward() -> None:
+def test_an_algebra_process_that_is_killed_is_a_failure_and_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     with AlgebraProcess() as algebra:
         assert algebra.ask("equal", "x", "x") is True
-        assert algebra._process is not None
-        os.kill(algebra._process.pid, signal.SIGSTOP)
-        os.kill(algebra._process.pid, signal.SIGKILL)
-        with pytest.raises(AlgebraFailed):
+        process = algebra._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        wait = select.select
+
+        def killing(*arguments: Any) -> Any:
+            # The question has been sent.
+            process.kill()
+            return wait(*arguments)
+
+        monkeypatch.setattr(select, "select", killing)
+        with pytest.raises(ProcessFailed):
             algebra.ask("equal", "x", "x")
+        monkeypatch.undo()
         assert algebra.ask("equal", "x", "x") is True
 
 

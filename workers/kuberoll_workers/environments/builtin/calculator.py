@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,14 +19,8 @@ from kuberoll_workers.environments.builtin.arithmetic import (
     same_number,
 )
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn, batch_of, count_of, first_tagged, mean, reply_of
-from kuberoll_workers.environments.interface import (
-    ChatMessage,
-    EnvironmentInterface,
-    EnvironmentReturn,
-    Metadata,
-    UnusableRow,
-)
+from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, count_of, first_tagged, mean
+from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
 STOP_STRINGS = ("</call>", "</answer>")
 _TAGS = ("call", "answer")
@@ -58,15 +52,35 @@ class CalculatorConfig(EnvironmentConfig):
         return self
 
 
-class CalculatorEnvironment(EnvironmentInterface):
+class CalculatorEnvironment(TurnEnvironment):
     """The policy writes `<call>3 + 5</call>`, gets `<result>8</result>`, and ends with `<answer>16</answer>`.
 
     The reward is 1 for the right answer; any answer ends the episode. Every turn without an answer counts as a call,
-    even a
-    malformed one; after `maxCalls` calls, the next turn must be the answer or the episode ends.
+    even a malformed one; after `maxCalls` calls, the next turn must be the answer or the episode ends.
 
     Episode state: `problem`, `expected_answer` (a number, as text or JSON number), `calls`, and `correct` at the end.
     """
+
+    row_metadata: ClassVar[Mapping[str, str]] = {
+        "expected_answer": "a decimal number, as text or number",
+        "calls": "calls used so far, 0 if absent",
+    }
+    scoring_cases: ClassVar[Sequence[ScoringCase]] = [
+        ScoringCase(row={"metadata": {"expected_answer": expected}}, responses=responses, reward=reward)
+        for expected, responses, reward in [
+            ("16", ["<call>3 + 5</call>", "<answer>16</answer>"], 1.0),
+            ("16", ["<answer>16</answer>"], 1.0),
+            (16, ["It is <answer> 16.0 </answer>"], 1.0),
+            (0.5, ["<answer>0.5</answer>"], 1.0),
+            ("-7", ["<answer>-7</answer>"], 1.0),
+            ("16", ["<call>3 + 5</call>", "<answer>8</answer>"], 0.0),
+            ("16", ["<answer>8 + 8</answer>"], 0.0),
+            ("16", ["<answer>15 or 16</answer>"], 0.0),
+            ("16", ["<answer></answer>"], 0.0),
+            ("16", ["<answer>1</answer><answer>16</answer>"], 0.0),
+            ("16", ["16"], 0.0),
+        ]
+    ]
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
@@ -75,17 +89,16 @@ class CalculatorEnvironment(EnvironmentInterface):
         """
         self._config = parse_config(CalculatorConfig, config)
 
-    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
-        """Answer one call, or grade the answer, in each episode.
-
-        Raises:
-            UnusableRow: A row's metadata has no expected answer.
+    def check_row(self, metadata: Metadata) -> None:
         """
-        pairs = zip(message_log_batch, metadata, strict=True)
-        return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
+        Raises:
+            UnusableRow: The row has no expected answer.
+        """
+        _state_of(metadata or {})
 
-    def _turn(self, reply: str, state: Mapping[str, Any]) -> Turn:
-        expected, calls = _expected(state), count_of(state, "calls")
+    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+        """See `TurnEnvironment.turn`."""
+        expected, calls = _state_of(state)
         tagged = first_tagged(reply, _TAGS)
         if tagged is not None and tagged.name == "answer":
             given = parse_number(tagged.body)
@@ -162,6 +175,11 @@ class CalculatorEnvironment(EnvironmentInterface):
     def _operand(self, draw: random.Random) -> tuple[str, Fraction]:
         number = draw.randint(self._config.min_operand, self._config.max_operand)
         return str(number), Fraction(number)
+
+
+def _state_of(state: Mapping[str, Any]) -> tuple[Fraction, int]:
+    """The expected answer, and the number of calls so far."""
+    return _expected(state), count_of(state, "calls")
 
 
 def _expected(state: Mapping[str, Any]) -> Fraction:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from kuberoll_workers.environments.builtin import puzzle_board
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn, batch_of, count_of, first_tagged, mean, quoted, reply_of
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, count_of, first_tagged, mean, quoted
+from kuberoll_workers.environments.interface import Metadata, ScoringCase
 
 STOP_STRINGS = ("</action>",)
 _VIEW = "view"
@@ -46,16 +46,35 @@ class SlidingPuzzleConfig(EnvironmentConfig):
         return self.size or 3, self.size or 3
 
 
-class SlidingPuzzleEnvironment(EnvironmentInterface):
+class SlidingPuzzleEnvironment(TurnEnvironment):
     """The policy writes `<action>up</action>`; the environment slides a tile and shows the board.
 
     `up`, `down`, `left` and `right` name the direction in which a tile slides into the gap; `view` only shows the
     board. The reward is 1 in the turn that solves the puzzle. Every turn counts as a move, even a malformed one. The
-    limit
-    is checked after the move, so reaching it costs no further generation.
+    limit is checked after the move, so reaching it costs no further generation.
 
     Episode state: `board` (rows of tiles, 0 the gap), `moves` (turns used), `solved`.
     """
+
+    row_metadata: ClassVar[Mapping[str, str]] = {
+        "board": "rows of tiles, 0 the gap",
+        "moves": "turns used so far, 0 if absent",
+    }
+    scoring_cases: ClassVar[Sequence[ScoringCase]] = [
+        ScoringCase(row={"metadata": {"board": board}}, responses=[response], reward=reward)
+        for board, response, reward in [
+            ([[1, 2], [3, 0]], "<action>view</action>", 1.0),
+            ([[1, 2], [0, 3]], "<action>left</action>", 1.0),
+            ([[1, 2], [0, 3]], "The tile 3 must go left: <action> LEFT </action>", 1.0),
+            ([[1, 0], [3, 2]], "<action>up</action>", 1.0),
+            ([[1, 2, 3], [4, 5, 0]], "<action>view</action>", 1.0),
+            ([[1, 2], [0, 3]], "<action>right</action>", 0.0),
+            ([[1, 2], [0, 3]], "<action>up</action>", 0.0),
+            ([[1, 2], [0, 3]], "<action>left", 0.0),
+            ([[1, 2], [0, 3]], "left", 0.0),
+            ([[1, 2], [0, 3]], "<action>down</action><action>left</action>", 0.0),
+        ]
+    ]
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
@@ -64,18 +83,18 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         """
         self._config = parse_config(SlidingPuzzleConfig, config)
 
-    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
-        """Make one move in each puzzle.
-
-        Raises:
-            UnusableRow: A row's metadata has no valid board.
+    def check_row(self, metadata: Metadata) -> None:
         """
-        pairs = zip(message_log_batch, metadata, strict=True)
-        return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
+        Raises:
+            UnusableRow: The row has no valid board.
+        """
+        _state_of(metadata or {})
 
-    def _turn(self, reply: str, state: Mapping[str, Any]) -> Turn:
-        board, note = _move(reply, puzzle_board.parse_board(state.get("board")))
-        moves = count_of(state, "moves") + 1
+    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+        """See `TurnEnvironment.turn`."""
+        before, made = _state_of(state)
+        board, note = _move(reply, before)
+        moves = made + 1
         solved = puzzle_board.is_solved(board)
         shown = f"{note}\n" if note else ""
         observation = f"\n{shown}{puzzle_board.render(board)}"
@@ -126,6 +145,11 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
             "stop_strings": list(STOP_STRINGS),
             "idx": index,
         }
+
+
+def _state_of(state: Mapping[str, Any]) -> tuple[puzzle_board.Board, int]:
+    """The board, and the number of moves so far."""
+    return puzzle_board.parse_board(state.get("board")), count_of(state, "moves")
 
 
 def _move(reply: str, board: puzzle_board.Board) -> tuple[puzzle_board.Board, str]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentReturn, UnusableRow
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Metadata,
+    UnusableRow,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,48 @@ def batch_of(turns: Sequence[Turn]) -> EnvironmentReturn:
     )
 
 
+class TurnEnvironment(EnvironmentInterface):
+    """Base of environments that answer each episode of a batch by itself."""
+
+    @abc.abstractmethod
+    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+        """Answer one reply of the policy.
+
+        Args:
+            reply: The policy's newest text.
+            state: The episode's metadata; must not be changed in place.
+
+        Raises:
+            UnusableRow: The row's metadata is wrong.
+        """
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        """Take a turn in each episode; see `turn`."""
+        pairs = zip(message_log_batch, metadata, strict=True)
+        return batch_of([self.turn(reply_of(log), state or {}) for log, state in pairs])
+
+
+class GradedEnvironment(TurnEnvironment):
+    """Base of environments with a single turn, whose response is right or wrong."""
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Add `accuracy`."""
+        states = [state or {} for state in batch["extra_env_info"]]
+        correct = mean([float(bool(state.get("correct"))) for state in states])
+        return batch, {"episodes": len(states), **({} if correct is None else {"accuracy": correct})}
+
+
+def grade(correct: bool, state: Mapping[str, Any], answer: str | None) -> Turn:
+    """The only turn of an episode: reward 1 or 0, and `metadata.correct`."""
+    return Turn(
+        observation="\nCorrect.\n" if correct else "\nWrong.\n",
+        metadata={**state, "correct": correct},
+        reward=1.0 if correct else 0.0,
+        terminated=True,
+        answer=answer,
+    )
+
+
 def reply_of(log: Sequence[ChatMessage]) -> str:
     """The policy's newest text; empty if there is none."""
     content = log[-1].get("content") if log else None
@@ -57,8 +106,7 @@ def first_tagged(text: str, names: Iterable[str]) -> Tagged | None:
     """The first complete tag of a text, with a stripped body; None if no tag is complete.
 
     Text before and after the tag is ignored: a policy may think aloud, and the last token of a generation may run past
-        the
-    stop string. If a tag is opened twice before it is closed, the inner one counts.
+    the stop string. If a tag is opened twice before it is closed, the inner one counts.
     """
     closings = [(text.find(f"</{name}>"), name) for name in names]
     end, name = min((found for found in closings if found[0] >= 0), default=(-1, ""))

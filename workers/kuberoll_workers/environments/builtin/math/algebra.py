@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -67,6 +68,25 @@ def readable(truth: str, _: str) -> bool:
 
 
 QUESTIONS = {question.__name__: question for question in (equal, number, decimal, equation, inequality, readable)}
+
+
+def answer(question: Sequence[str]) -> bool | None:
+    """Reply to the name of a question, a ground truth and an answer; None if one of the two is not mathematics."""
+    name, truth, text = question
+    try:
+        return bool(QUESTIONS[name](truth, text))
+    except Unreadable:
+        return None
+    except (MemoryError, RecursionError, OverflowError):
+        raise
+    except Exception:
+        # sympy raises many kinds of errors for incomparable values.
+        return False
+
+
+def prepare() -> None:
+    """Load what the first question would."""
+    equal("\\frac{1}{2} x + \\sqrt{2}", "\\sqrt{2} + 0.5 x")
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.math.equality import equal_values
 from kuberoll_workers.environments.builtin.math.extraction import final_answers
-from kuberoll_workers.environments.builtin.math.process import CPU_SECONDS, AlgebraLimit, AlgebraProcess
+from kuberoll_workers.environments.builtin.math.process import AlgebraProcess
 from kuberoll_workers.environments.builtin.math.values import (
     Assignment,
     Expression,
@@ -25,14 +25,9 @@ from kuberoll_workers.environments.builtin.math.values import (
     Value,
     read_value,
 )
-from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
-from kuberoll_workers.environments.interface import (
-    ChatMessage,
-    EnvironmentInterface,
-    EnvironmentReturn,
-    Metadata,
-    UnusableRow,
-)
+from kuberoll_workers.environments.builtin.question_process import CPU_SECONDS, LimitExceeded
+from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Turn, grade
+from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
 GROUND_TRUTH_KEYS = ("ground_truth", "expected_answer")
 
@@ -55,16 +50,38 @@ class MathAnswersConfig(EnvironmentConfig):
     max_number: int = Field(default=20, ge=2, le=1_000_000, description="Largest number in a generated problem.")
 
 
-class MathAnswersEnvironment(EnvironmentInterface):
+class MathAnswersEnvironment(GradedEnvironment):
     """Single turn: the reward is 1 if the response's answer equals the ground truth; the episode ends.
 
     The ground truth is `metadata.ground_truth` or `metadata.expected_answer`: a number, LaTeX with or without
     delimiters, or words. The reward is 0 if a response has no answer, an answer that cannot be parsed, or one whose
     comparison takes more than `cpuSeconds` of CPU time (`metadata.grading` is `limit` then): these are the policy's
     mistakes. A ground truth that cannot be parsed is the dataset's mistake, and a failure; so is an algebra process
-    that
-    does not work, which says nothing about the answer.
+    that does not work, which says nothing about the answer.
     """
+
+    row_metadata: ClassVar[Mapping[str, str]] = {
+        "ground_truth": "or expected_answer: the right answer, as a number, LaTeX or words",
+    }
+    scoring_cases: ClassVar[Sequence[ScoringCase]] = [
+        ScoringCase(row={"metadata": {"ground_truth": truth}}, responses=[response], reward=reward)
+        for truth, response, reward in [
+            ("1/3", r"So it is \boxed{\frac{2}{6}}.", 1.0),
+            ("1/3", r"\boxed{0.333}", 0.0),
+            ("1/3", r"\boxed{3}", 0.0),
+            ("72", "48 + 24 = 72\n#### 72", 1.0),
+            ("72", "48 + 24 = 71\n#### 71", 0.0),
+            ("72", r"\boxed{72} or \boxed{71}", 0.0),
+            ("72", r"It is \boxed{71} or \boxed{73}.", 0.0),
+            ("72", "", 0.0),
+            (r"(1, 2)", r"\boxed{(1, 2)}", 1.0),
+            (r"(1, 2)", r"\boxed{(2, 1)}", 0.0),
+            ("x^2 + 2x + 1", r"\boxed{(x + 1)^2}", 1.0),
+            ("x^2 + 2x + 1", r"\boxed{x^2 + 1}", 0.0),
+            ("Paris", "The answer is Paris.", 1.0),
+            ("Paris", "The answer is Rome.", 0.0),
+        ]
+    ]
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """
@@ -75,41 +92,29 @@ class MathAnswersEnvironment(EnvironmentInterface):
         self._algebra = AlgebraProcess(cpu_seconds=self._config.cpu_seconds)
         self._truth = functools.lru_cache(maxsize=4096)(functools.partial(_read_truth, self._algebra))
 
-    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
-        """Grade each response.
+    def check_row(self, metadata: Metadata) -> None:
+        """Check that the ground truth is one answer; whether its LaTeX is mathematics is seen when it is compared.
 
         Raises:
-            UnusableRow: A row has no valid ground truth; the message names the row's `idx`, if its metadata has one.
-            AlgebraFailed: The algebra process does not work.
+            UnusableRow: The row has no valid ground truth.
         """
-        pairs = zip(message_log_batch, metadata, strict=True)
-        return batch_of([self._turn(reply_of(log), state or {}) for log, state in pairs])
+        state = metadata or {}
+        text = _ground_truth(state)
+        if _stated_value(text) is None:
+            raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} {_NOT_ONE_ANSWER}")
 
-    def _turn(self, reply: str, state: Mapping[str, Any]) -> Turn:
+    def turn(self, reply: str, state: dict[str, Any]) -> Turn:
+        """See `TurnEnvironment.turn`."""
         text = _ground_truth(state)
         truth = self._truth(text)
         if isinstance(truth, str):
             raise UnusableRow(f"{_row_name(state)}metadata.ground_truth: {text[:80]!r} {truth}")
         answers = final_answers(reply[-self._config.max_characters :])
-        grading: dict[str, Any] = {}
         try:
             correct = bool(answers) and all(is_right(truth, answer, self._algebra) for answer in answers)
-        except AlgebraLimit:
-            correct, grading = False, {"grading": "limit"}
-        return Turn(
-            observation="\nCorrect.\n" if correct else "\nWrong.\n",
-            metadata={**state, "correct": correct, **grading},
-            reward=1.0 if correct else 0.0,
-            terminated=True,
-            answer=answers[-1] if answers else None,
-        )
-
-    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Add `accuracy`."""
-        states = [state or {} for state in batch["extra_env_info"]]
-        correct = sum(bool(state.get("correct")) for state in states)
-        accuracy = {"accuracy": correct / len(states)} if states else {}
-        return batch, {"episodes": len(states), **accuracy}
+        except LimitExceeded:
+            correct, state = False, {**state, "grading": "limit"}
+        return grade(correct, state, answers[-1] if answers else None)
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
         """Rows with small problems, alternating between arithmetic, fractions and linear equations."""
@@ -123,14 +128,14 @@ def is_right(truth: Value, answer: str, algebra: AlgebraProcess) -> bool:
     """True if a final answer, as text, states the value of the ground truth.
 
     Raises:
-        AlgebraLimit: The comparison exceeds its limits.
-        AlgebraFailed: The algebra process does not work.
+        LimitExceeded: The comparison exceeds its limits.
+        ProcessFailed: The algebra process does not work.
     """
     value = read_value(answer)
 
     def compare(question: str, ours: str, theirs: str) -> bool:
         if is_explosive(theirs):
-            raise AlgebraLimit(question)
+            raise LimitExceeded(question)
         return algebra.ask(question, ours, theirs) is True
 
     return value is not None and equal_values(truth, value, compare)
@@ -150,22 +155,28 @@ def _row_name(state: Mapping[str, Any]) -> str:
     return f"row {state['idx']!r}: " if "idx" in state else ""
 
 
+_NOT_ONE_ANSWER = "cannot be read as one answer: write it as a number, as LaTeX or in words"
 _SENTENCE = re.compile(r"\\(?:boxed|fbox)\s*\{|####|\banswer\b\s*(?:is|:|=)", re.IGNORECASE)
 
 
 def _read_truth(algebra: AlgebraProcess, text: str) -> Value | str:
     """The value of a ground truth, or a message if it is invalid."""
-    stated = final_answers(text) if _SENTENCE.search(text) else [text]
-    value = read_value(stated[0]) if len(stated) == 1 else None
+    value = _stated_value(text)
     if value is None:
-        return "cannot be read as one answer: write it as a number, as LaTeX or in words"
+        return _NOT_ONE_ANSWER
     try:
         unreadable = next((part for part in _expressions(value) if algebra.ask("readable", part, "") is False), None)
-    except AlgebraLimit:
+    except LimitExceeded:
         return "takes longer to read than config.cpuSeconds; write it in a simpler form"
     if unreadable is not None:
         return f"has a part that cannot be read as mathematics: {unreadable[:80]!r}"
     return value
+
+
+def _stated_value(text: str) -> Value | None:
+    """The value of the one answer that a ground truth states, itself or at its end; None if it states none."""
+    stated = final_answers(text) if _SENTENCE.search(text) else [text]
+    return read_value(stated[0]) if len(stated) == 1 else None
 
 
 def _expressions(value: Value) -> list[str]:

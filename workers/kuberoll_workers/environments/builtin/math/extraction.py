@@ -41,9 +41,8 @@ def final_answers(response: str) -> list[str]:
     """The answers that a response commits to, in order.
 
     Boxes take precedence, then the part after `####`, then the part after "answer is" or "answer:", then the end of the
-    last
-    line. Boxes joined by "and", "or" or a comma form one list. Several boxes are several answers, all of which must be
-    right, so boxing every candidate does not help.
+    last line. Boxes joined by "and", "or" or a comma form one list. Several boxes are several answers, all of which
+    must be right, so boxing every candidate does not help.
 
     Returns:
         Texts without delimiters; empty if the response has no answer.
@@ -58,7 +57,8 @@ def final_answers(response: str) -> list[str]:
 
 
 def _boxed(text: str) -> list[str]:
-    answers: list[str] = []
+    # For each answer, the contents of its boxes.
+    answers: list[list[str]] = []
     previous_end: int | None = None
     position = 0
     while (opening := _BOX.search(text, position)) is not None:
@@ -70,11 +70,12 @@ def _boxed(text: str) -> list[str]:
             return []
         gap = "" if previous_end is None else text[previous_end : opening.start()]
         if answers and len(gap) <= _MAX_GAP and _CONNECTOR.fullmatch(gap):
-            answers[-1] = f"{answers[-1]}, {content}"
+            answers[-1].append(content)
         else:
-            answers.append(content)
+            answers.append([content])
         previous_end = position = end
-    return answers if all(answers) and answers[-1] else []
+    joined = [", ".join(contents) for contents in answers]
+    return joined if all(joined) else []
 
 
 def closing_brace(text: str, opening: int) -> int | None:
