@@ -14,6 +14,7 @@ from kuberoll_workers.data.prompts import Prompt, Sample
 from kuberoll_workers.data.record import Partial
 from kuberoll_workers.environments.interface import EnvironmentReturn
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.rollouts.rollout import Rollout
@@ -35,8 +36,14 @@ class CharacterTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
-        return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
+    decode_with_special_tokens = decode
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> array[int]:
+        names = [tool["function"]["name"] for tool in tools or ()]
+        head = f"tools:{','.join(names)}\n" if names else ""
+        return self.encode(head + "".join(f"{message['role']}:{message['content']}\n" for message in messages))
 
 
 class ScriptedPolicy:
@@ -137,7 +144,10 @@ async def runners(environments: Mapping[str, Any], *, step_seconds: float = 30.0
     made = {
         name: EnvironmentRunner(
             make_executor(
-                functools.partial(_same, environment), isolation=isolation, processes=1, timeout=step_seconds
+                environment if isinstance(environment, PlainSpec) else functools.partial(_same, environment),
+                isolation=isolation,
+                processes=1,
+                timeout=step_seconds,
             ),
             max_batch=64,
         )

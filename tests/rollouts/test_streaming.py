@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kuberoll_workers.data.prompts import Sample, SampleGroup
-from kuberoll_workers.data.record import Partial
+from kuberoll_workers.data.record import Partial, TurnRecord
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupRun, rewards_differ
-from kuberoll_workers.rollouts.rollout import InFlight
+from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, _Run
 from kuberoll_workers.rollouts.streaming import stream_groups, stream_trajectories
 from tests.rollouts.fakes import CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample, until
@@ -167,6 +167,21 @@ async def test_turns_whose_rewards_float32_cannot_add_up_are_run_again(reward: f
     async with runners(ENVIRONMENTS) as environments:
         flight = rollout_of(environments).admit(sample(partial=whole))
     assert (flight.trajectory.turn, flight.trajectory.stop_reason) == (turns, None)
+
+
+@pytest.mark.parametrize("deferred", [None, False, True])
+async def test_the_last_turn_is_stored_only_of_a_trajectory_whose_record_waits(deferred: bool | None) -> None:
+    stored: list[int] = []
+
+    async def sink(turn: TurnRecord) -> None:
+        stored.append(turn.turn)
+
+    async with runners(ENVIRONMENTS) as made:
+        rollout = rollout_of(made, turn_sink=sink)
+        flight = rollout.admit(sample(), **({} if deferred is None else {"deferred": deferred}))
+        await rollout.play(flight)
+    assert flight.trajectory.stop_reason == "terminated"
+    assert stored == ([1, 2] if deferred else [1])
 
 
 async def test_what_was_begun_and_came_to_no_end_is_an_error() -> None:

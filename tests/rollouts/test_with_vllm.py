@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
 
-from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.messages import ExtendedMessage, Message
 from kuberoll_workers.data.observations import ChatTemplateObservations
 from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from kuberoll_workers.environments import ToolEnvironment, tool
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.policy.interface import SamplingParameters
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters, StructuredOutputs
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_groups, run_rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
@@ -38,6 +40,7 @@ async def engine() -> AsyncIterator[VLLMEngine]:
         tokenizer=TINY,
         revision=None,
         engine_args={"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27},
+        tool_call_parser="hermes",
     )
     await made.start()
     try:
@@ -71,8 +74,20 @@ class Stopping:
         return batch, {}
 
 
+class Garden(ToolEnvironment):
+    """With little text: the window has 512 tokens."""
+
+    @tool
+    def dig(self, at: str) -> int:
+        return len(at)
+
+    @tool
+    def sow(self, at: Literal["pot"]) -> str:
+        return at
+
+
 def rollout_of(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer, environments: Any, **changes: Any) -> Rollout:
-    observations = changes.pop("observations", None)
+    observations, policy = changes.pop("observations", None), changes.pop("policy", engine)
     values: dict[str, Any] = {
         "max_turns": 6,
         "max_sequence_length": 512,
@@ -81,7 +96,7 @@ def rollout_of(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer, environments
         **changes,
     }
     return Rollout(
-        policy=engine,
+        policy=policy,
         environments=environments,
         tokenizer=tokenizer,
         settings=RolloutSettings(**values),
@@ -212,3 +227,74 @@ async def test_chat_template_observations(engine: VLLMEngine, tokenizer: Hugging
         for message in record.messages:
             if message.role == "environment":
                 assert len(message.token_ids) > len(raw)
+
+
+# The tiny policy calls nothing by itself: its responses are made to be calls.
+CALL = r'<tool_call>\{"name": "(dig|sow|eat)", "arguments": \{"at": "(pot|bed)"\}\}</tool_call>'
+
+
+class Watching:
+    """A policy whose requests are kept."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine = engine
+        self.requests: list[tuple[str, list[int], Any]] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.requests.append((request.session_id, list(request.token_ids), request.tools))
+        return await self.engine.generate(request)
+
+
+@pytest.mark.parametrize("calls", [CALL, r"<tool_call>(\{|dig|x)</tool_call>"], ids=["calls", "malformed"])
+async def test_calls_are_parsed_by_vllm_and_prompts_continue_what_was_sampled(engine: VLLMEngine, calls: str) -> None:
+    hugging_face = load_tokenizer(TINY)
+    hugging_face.chat_template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + hugging_face.chat_template
+    )
+    tokenizer = HuggingFaceTokenizer(hugging_face)
+    chat = [{"role": "user", "content": "Dig."}]
+    ids = tokenizer.render_chat(chat)
+    prompt = Prompt(
+        task_index=0,
+        task_name="garden",
+        idx=None,
+        messages=(Message("user", chat[0]["content"], ids),),
+        token_ids=ids,
+        metadata={},
+        stop_strings=None,
+        sampling={},
+    )
+    form = StructuredOutputs(regex=calls)
+    watched = Watching(engine)
+    async with runners({"garden": Garden({})}) as made:
+        rollout = rollout_of(
+            engine,
+            tokenizer,
+            made,
+            max_turns=2,
+            sampling=SamplingParameters(max_tokens=100, structured_outputs=form),
+            observations=ChatTemplateObservations(tokenizer),
+            engine_parses_calls=True,
+            policy=watched,
+        )
+        records = await played(rollout, [Sample(prompt=prompt, rollout_index=n, seed=n) for n in range(4)])
+    names = set()
+    for record in records:
+        assert (record.stop_reason, record.turn_count) == ("max_turns", 2)
+        asked = [(ids, tools) for session, ids, tools in watched.requests if session == f"0-{record.rollout_index}-0"]
+        assert [tools for _, tools in asked] == [record.tools] * 2
+        response, answer = record.messages[1:3]
+        (before, _), (after, _) = asked
+        # Exactly the ids that were sent and sampled, and then the answer's.
+        assert after == [*before, *response.token_ids, *answer.token_ids]
+        assert tokenizer.decode(answer.token_ids).endswith(answer.content)
+        assert isinstance(response, ExtendedMessage)
+        (call,) = response.fields["tool_calls" if calls == CALL else "invalid_tool_calls"]
+        assert isinstance(answer, ExtendedMessage)
+        assert (answer.role, answer.fields["tool_call_id"]) == ("tool", call["id"])
+        if calls == CALL:
+            names.add(call["function"]["name"])
+            assert json.loads(call["function"]["arguments"])["at"] in ("pot", "bed")
+        else:
+            assert answer.content.startswith("Error: this call cannot be read: ")
+    assert bool(names) == (calls == CALL)

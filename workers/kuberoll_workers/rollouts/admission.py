@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupQuota, GroupRun
-from kuberoll_workers.rollouts.rollout import InFlight, Rollout
+from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
 _Result = TypeVar("_Result")

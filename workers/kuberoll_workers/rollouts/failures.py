@@ -12,7 +12,10 @@ from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
 
 Stage = Literal["prompt", "generation", "environment", "trajectory", "group"]
-"""The part of the loop that failed. `group`: the trajectory itself is fine, but another one of its group failed."""
+"""The part of the loop that failed.
+
+`group`: the trajectory itself is fine, but another one of its group failed, or the group could not be scored.
+"""
 
 
 class TrajectoryFailed(Exception):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
-from kuberoll_workers.rollouts.rollout import InFlight, Rollout
+from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
 Result = TrajectoryRecord | FailureRecord | DroppedRecord
@@ -47,7 +48,7 @@ class GroupPolicy:
 
     @property
     def defers_results(self) -> bool:
-        """True if results have to wait until their group is complete."""
+        """True if results have to wait until their group is complete, whatever their environment."""
         return self.atomic or self.keep is not None
 
 
@@ -111,6 +112,7 @@ class GroupRun:
 
     Attributes:
         pending_results: Number of results that the sink has not yet taken.
+        closed: True if all of its trajectories have ended, and their results are final; see `decide`.
         started: Number of its trajectories that were started; each has one result when the group is closed.
     """
 
@@ -125,14 +127,22 @@ class GroupRun:
         self._todo = deque(group.samples)
         self._in_flight: set[InFlight] = set()
         self._finished: list[tuple[InFlight, TrajectoryRecord]] = []
+        # Finished trajectories whose results wait for the group.
+        self._held: list[InFlight] = []
         self._failure: FailureRecord | None = None
         self.pending_results = 0
         self.started = 0
+        self.closed = False
 
     @property
-    def closed(self) -> bool:
-        """True if none of its trajectories is running or waiting to start."""
-        return not self._todo and not self._in_flight
+    def ended(self) -> bool:
+        """True if none of its trajectories is running or waiting to start: then it is to be decided."""
+        return not self._todo and not self._in_flight and not self.closed
+
+    @property
+    def holds_results(self) -> bool:
+        """True if finished trajectories wait for the group."""
+        return bool(self._held)
 
     @property
     def has_more(self) -> bool:
@@ -170,16 +180,37 @@ class GroupRun:
                 self._due(flight, flight.trajectory.dropped_record("oversampled"), due)
             else:
                 self._finished.append((flight, result))
-                if not self._policy.defers_results:
+                if self._policy.defers_results or self._rollout.may_score_groups(result.task_name):
+                    self._held.append(flight)
+                else:
                     self._due(flight, result, due)
         else:
             if isinstance(result, FailureRecord) and self._failure is None:
                 self._failure = result
             self._due(flight, result, due)
         self._stop_unneeded(due)
-        if self.closed and self._policy.defers_results:
-            self._decide(due)
         return due
+
+    async def decide(self) -> list[DueResult]:
+        """Score the group once it has ended, and decide on the results that have waited for it; returns these."""
+        due: list[DueResult] = []
+        if self._held and not (self._policy.atomic and not self._complete):
+            try:
+                await self._rollout.score_group(self.result.group, self._held)
+            except TrajectoryFailed as failure:
+                if self._policy.atomic:
+                    self._quota.replace()
+                for flight in self._held:
+                    flight.failure = failure
+                    self._due(flight, flight.result(), due)
+                self._held.clear()
+        self._decide(due)
+        self.closed = True
+        return due
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._finished) >= self.result.group.keep
 
     def _stop_unneeded(self, due: list[DueResult]) -> None:
         keep = self.result.group.keep
@@ -194,19 +225,22 @@ class GroupRun:
                 self._fail(self._admit(self._todo.popleft()), due)
 
     def _decide(self, due: list[DueResult]) -> None:
-        complete = len(self._finished) >= self.result.group.keep
-        records = [record for _, record in self._finished]
-        if self._policy.atomic and not complete:
+        records = [(flight, flight.result()) for flight in self._held]
+        self._held.clear()
+        if self._policy.atomic and not self._complete:
             self._quota.replace()
-            for flight, _ in self._finished:
+            for flight, _ in records:
                 self._fail(flight, due)
-        elif complete and not self.result.group.decided and self._quota.drops(records):
+        elif self._drops([record for _, record in records if isinstance(record, TrajectoryRecord)]):
             self._quota.replace()
-            for flight, _ in self._finished:
+            for flight, _ in records:
                 self._due(flight, flight.trajectory.dropped_record("filtered"), due)
         else:
-            for flight, record in self._finished:
+            for flight, record in records:
                 self._due(flight, record, due)
+
+    def _drops(self, records: Sequence[TrajectoryRecord]) -> bool:
+        return self._complete and bool(records) and not self.result.group.decided and self._quota.drops(records)
 
     def _fail(self, flight: InFlight, due: list[DueResult]) -> None:
         flight.failure = self._shared_failure()

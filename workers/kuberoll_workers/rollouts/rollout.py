@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
+import logging
 import math
 import random
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
-from kuberoll_workers.data.prompts import Sample
-from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord, TurnRecord
+from kuberoll_workers.data.prompts import Sample, SampleGroup
+from kuberoll_workers.data.record import TurnRecord
 from kuberoll_workers.data.tokenizer import LONG_TEXT, Tokenizer
-from kuberoll_workers.environments.isolation import is_cancelled
-from kuberoll_workers.environments.outcome import StepInvalid, StepOutcome, StepTimedOut
+from kuberoll_workers.data.tool_calls import message_fields, parse_tool_calls
+from kuberoll_workers.environments.outcome import (
+    EnvironmentFault,
+    EpisodeLost,
+    StepInvalid,
+    StepOutcome,
+    StepTimedOut,
+)
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyUnavailable
+from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.routing.replica import SessionPolicy
+from kuberoll_workers.rollouts import group_scores
+from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES, Episodes, StartOver
 from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, is_retryable
+from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.settings import RolloutSettings
-from kuberoll_workers.rollouts.trajectory import PrefixBroken, Trajectory
+from kuberoll_workers.rollouts.trajectory import Trajectory
 from kuberoll_workers.telemetry import EnvironmentMetrics, RolloutMetrics
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 TurnSink = Callable[[TurnRecord], Awaitable[None]]
@@ -62,8 +72,11 @@ class Rollout:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._sessions = policy if isinstance(policy, SessionPolicy) else None
+        # Whether answers to tool calls would be plain text, which is said once.
+        self._plain_answers = isinstance(self._observations, RawObservations)
         # For the jitter of backoff only; trajectories do not depend on it.
         self._draw = random.Random()
+        self.episodes = Episodes(environments, tokenizer=tokenizer, settings=settings, journaled=turn_sink is not None)
 
     def admit(self, sample: Sample, *, deferred: bool = False) -> InFlight:
         """Start one trajectory, or resume one that was interrupted.
@@ -75,10 +88,38 @@ class Rollout:
             KeyError: No environment has the sample's task name.
             ValueError: The sample's partial does not fit it.
         """
-        flight = InFlight(self, Trajectory(sample, self.settings), deferred=deferred)
+        flight = InFlight(
+            sample,
+            self.episodes.trajectory(sample),
+            metrics=self.metrics_of(sample.prompt.task_name),
+            seconds=self.settings.trajectory_seconds,
+            deferred=deferred,
+            ended=self._end,
+        )
         if flight.trajectory.turn:
             flight.metrics.record_resume(flight.trajectory.turn)
         return flight
+
+    async def begin(self, flight: InFlight) -> None:
+        """Begin the episode of a trajectory, before its first turn.
+
+        Raises:
+            TrajectoryFailed: After the last attempt.
+        """
+        if flight.is_over:
+            return
+
+        async def attempt(_: int) -> None:
+            await self.episodes.begin(flight)
+
+        await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
+        if not flight.trajectory.context:
+            raise TrajectoryFailed(
+                "the row has no messages, and the environment's reset added none: there is no prompt",
+                kind="data",
+                stage="prompt",
+                tries=1,
+            )
 
     async def generate(self, flight: InFlight) -> None:
         """Generate the response of the next turn and append it.
@@ -106,6 +147,11 @@ class Rollout:
                 raise PolicyUnavailable(f"no response within generationSeconds ({limit:g} s)") from error
             free = self.settings.foreign_policy or not result.exact
             _check(result, None if free else request.sampling.max_tokens)
+            if request.tools is not None and result.tool_calls is None:
+                raise PolicyRefused(
+                    "spec.generation.toolCallParser: the policy did not parse tool calls; its replicas are of an "
+                    "older version, or were started without this parser"
+                )
             return result
 
         operation = self._retrying(flight, "generation", self.settings.retries.generation_attempts, attempt)
@@ -115,13 +161,26 @@ class Rollout:
         finally:
             flight.metrics.generating -= 1
         flight.waiting_since = ended = time.perf_counter()
-        trajectory.add_response(result, self._tokenizer.decode(result.token_ids), ended - started)
+        text = self._tokenizer.decode(result.token_ids)
+        trajectory.add_response(result, text, ended - started, fields=self._calls(trajectory, result))
         flight.metrics.record_response(
             prompt=prompt_tokens, cached=result.cached_tokens, generated=len(result.token_ids)
         )
 
+    def _calls(self, trajectory: Trajectory, result: GenerationResult) -> dict[str, Any]:
+        """Fields of a response that calls tools, if there are any."""
+        if not trajectory.sample.prompt.tools:
+            return {}
+        calls = result.tool_calls
+        if calls is None:
+            # Not the message's text: tags may be special tokens.
+            calls = parse_tool_calls(self._tokenizer.decode_with_special_tokens(result.token_ids))
+        return message_fields(calls, trajectory.turn + 1)
+
     async def step(self, flight: InFlight) -> None:
         """Step the environment with the newest response and append its observation.
+
+        A trajectory whose episode is lost may have to start over: then it has no turns after this.
 
         Raises:
             TrajectoryFailed: After the last attempt.
@@ -135,7 +194,7 @@ class Rollout:
         async def attempt(_: int) -> StepOutcome:
             nonlocal hung
             try:
-                return await environment.step(trajectory.chat.copy(), trajectory.metadata, hung=hung)
+                return await self._stepped(flight, environment, hung=hung)
             except StepTimedOut:
                 hung = True
                 raise
@@ -144,6 +203,9 @@ class Rollout:
         flight.metrics.stepping += 1
         try:
             outcome = await self._within_turn("environment", trajectory.generation_seconds[-1], operation)
+        except StartOver:
+            await self._start_over(flight)
+            return
         finally:
             flight.metrics.stepping -= 1
         flight.waiting_since = ended = time.perf_counter()
@@ -172,22 +234,94 @@ class Rollout:
                 cause = f"the turn could not be journaled: {error}"
                 raise TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1) from error
 
+    async def _stepped(self, flight: InFlight, environment: EnvironmentRunner, *, hung: bool) -> StepOutcome:
+        """One attempt of a step, with the recovery of its episode where that is lost.
+
+        Raises:
+            StartOver: The trajectory must start over.
+        """
+        trajectory = flight.trajectory
+        while True:
+            try:
+                if flight.lost:
+                    await self.episodes.recover(flight)
+                    flight.lost = False
+                return await environment.step(
+                    trajectory.chat.copy(), trajectory.metadata, episode=flight.episode, hung=hung
+                )
+            except EpisodeLost:
+                flight.losses += 1
+                flight.lost = True
+                if flight.losses > MAX_RECOVERIES:
+                    raise
+            except EnvironmentFault as fault:
+                # The step may have changed the state of the episode before it failed.
+                flight.lost = flight.episode is not None and environment.hooks.stateful
+                if flight.lost and environment.hooks.recovery == "restart" and is_retryable(fault):
+                    # A trajectory that starts over comes to the same turn again.
+                    flight.faults[trajectory.turn] += 1
+                    tries = flight.faults[trajectory.turn]
+                    exhausted = flight.faults.total() > MAX_RECOVERIES
+                    if exhausted or tries >= self.settings.retries.environment_attempts:
+                        raise failure_of(fault, stage="environment", tries=tries) from fault
+                    flight.metrics.record_retry("environment")
+                    continue
+                raise
+
+    async def _start_over(self, flight: InFlight) -> None:
+        async def attempt(_: int) -> None:
+            await self.episodes.start_over(flight)
+            flight.lost = False
+
+        await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
+        flight.waiting_since = time.perf_counter()
+
     async def _observed(self, trajectory: Trajectory, outcome: StepOutcome) -> array[int]:
+        render = functools.partial(self._observations.render, outcome.role, outcome.content)
+        if outcome.messages:
+            if self._plain_answers and any("tool_call_id" in message for message in outcome.messages):
+                self._plain_answers = False
+                _log.warning(
+                    "spec.rollout.observationTemplate is Raw: answers to tool calls are appended as they are, without "
+                    "the role boundaries of the model's chat template; ChatTemplate adds them"
+                )
+            render = functools.partial(self._observations.render_messages, outcome.messages)
         render = functools.partial(
-            self._observations.render,
-            outcome.role,
-            outcome.content,
-            previous=trajectory.messages[-1].token_ids,
-            generation_prompt=trajectory.continues_after(outcome),
+            render, previous=trajectory.messages[-1].token_ids, generation_prompt=trajectory.continues_after(outcome)
         )
-        return render() if len(outcome.content) <= LONG_TEXT else await asyncio.to_thread(render)
+        length = sum(len(message["content"]) for message in outcome.observation)
+        return render() if length <= LONG_TEXT else await asyncio.to_thread(render)
 
     async def play(self, flight: InFlight) -> None:
         """Run a trajectory until it finishes, fails or is stopped."""
         async with flight.guarded():
+            await self.begin(flight)
             while not flight.is_over:
                 await self.generate(flight)
                 await self.step(flight)
+
+    def may_score_groups(self, task_name: str) -> bool:
+        """True if the environment scores prompt groups, or if that is not known yet."""
+        hooks = self._environments[task_name].known_hooks
+        return hooks is None or hooks.score_group
+
+    async def score_group(self, group: SampleGroup, flights: Sequence[InFlight]) -> None:
+        """Score a complete prompt group, if its environment does that; see `InFlight.result`.
+
+        Args:
+            flights: Its finished trajectories, which have no record yet.
+
+        Raises:
+            TrajectoryFailed: After the last attempt.
+        """
+        flight = flights[0]
+        environment = self._environments[flight.trajectory.task_name]
+
+        async def attempt(_: int) -> None:
+            if (await environment.find_hooks()).score_group:
+                await group_scores.score(environment, group, [flight.trajectory for flight in flights])
+
+        await self._retrying(flight, "group", self.settings.retries.environment_attempts, attempt)
 
     def _within_turn(
         self, stage: Stage, used: float, operation: Coroutine[Any, Any, _Result]
@@ -216,6 +350,8 @@ class Rollout:
         while True:
             try:
                 return await operation(tries)
+            except (StartOver, TrajectoryFailed):
+                raise
             except Exception as error:
                 tries += 1
                 if tries >= attempts or not is_retryable(error):
@@ -225,10 +361,11 @@ class Rollout:
                 backoff(tries, base=retries.backoff_seconds, longest=retries.max_backoff_seconds, draw=self._draw)
             )
 
-    def end_session(self, flight: InFlight) -> None:
-        """Tell the policy that a trajectory sends no more requests."""
+    def _end(self, flight: InFlight, interrupted: bool) -> None:
+        """End the session of a trajectory that sends no more requests, and its episode."""
         if self._sessions is not None and flight.session is not None:
             self._sessions.end_session(flight.session)
+        self.episodes.end(flight, interrupted=interrupted)
 
     def flush_metrics(self) -> None:
         """Pass the counts so far to the metrics library."""
@@ -243,125 +380,6 @@ class Rollout:
         if task_name not in self._environments:
             raise KeyError(f"no environment is named {task_name!r}; known ones are {', '.join(self._environments)}")
         return self._metrics.environment(task_name)
-
-
-class InFlight:
-    """A trajectory in flight, with its deadline and what ended it.
-
-    Attributes:
-        waiting_since: Start of its wait for the next generation or step, as `time.perf_counter` has it.
-        waiting_seconds: Seconds that it waited before the generation of this turn.
-        deferred: Its record waits for its group.
-        deadline: Time of the event loop at which it fails; None: no limit.
-        failure: Why it failed; None: it has not.
-        drop_reason: Why it is dropped; None: it is not.
-    """
-
-    __slots__ = (
-        "_timeout",
-        "deadline",
-        "deferred",
-        "drop_reason",
-        "failure",
-        "metrics",
-        "rollout",
-        "session",
-        "started",
-        "trajectory",
-        "waiting_seconds",
-        "waiting_since",
-    )
-
-    def __init__(self, rollout: Rollout, trajectory: Trajectory, *, deferred: bool) -> None:
-        self.rollout = rollout
-        self.trajectory = trajectory
-        self.deferred = deferred
-        self.metrics = rollout.metrics_of(trajectory.task_name)
-        self.started = self.waiting_since = time.perf_counter()
-        self.waiting_seconds = 0.0
-        limit = rollout.settings.trajectory_seconds
-        self.session: str | None = None
-        self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
-        self.failure: TrajectoryFailed | None = None
-        self.drop_reason: DropReason | None = None
-        self._timeout: asyncio.Timeout | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.failure is not None or self.drop_reason is not None or self.trajectory.stop_reason is not None
-
-    def stop(self, reason: DropReason | TrajectoryFailed) -> None:
-        """Stop it at once, cancelling what it waits for; does nothing if it has ended.
-
-        Args:
-            reason: Why it is dropped, or the failure of its group.
-        """
-        if self.is_over:
-            return
-        if isinstance(reason, TrajectoryFailed):
-            self.failure = reason
-        else:
-            self.drop_reason = reason
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time())
-
-    @contextlib.asynccontextmanager
-    async def guarded(self) -> AsyncIterator[None]:
-        """Convert any error of the body into this trajectory's own failure, so that others are not affected."""
-        self._timeout = timeout = asyncio.timeout_at(self.deadline)
-        try:
-            async with timeout:
-                yield
-        except TrajectoryFailed as failure:
-            self._fail(failure)
-        except asyncio.CancelledError as error:
-            if is_cancelled():
-                raise
-            # User code raised it; this task was not cancelled.
-            self._fail(failure_of(error, stage="trajectory", tries=1))
-        except PrefixBroken as error:
-            self.metrics.record_prefix_violation()
-            self._fail(TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1))
-        except Exception as error:
-            if timeout.expired():
-                limit = self.rollout.settings.trajectory_seconds
-                cause = f"the trajectory took longer than rollout.timeouts.trajectorySeconds ({limit or 0.0:g} s)"
-                self._fail(TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1))
-            else:
-                self._fail(failure_of(error, stage="trajectory", tries=1))
-        finally:
-            self._timeout = None
-            self.rollout.end_session(self)
-
-    def _fail(self, failure: TrajectoryFailed) -> None:
-        # `stop` has recorded the reason already; an error caused by stopping is of no interest.
-        if self.failure is None and self.drop_reason is None:
-            self.failure = failure
-
-    def result(self) -> TrajectoryRecord | FailureRecord | DroppedRecord:
-        """The record of a trajectory that has ended."""
-        if self.failure is not None:
-            return self.trajectory.failure_record(self.failure)
-        if self.drop_reason is not None:
-            return self.trajectory.dropped_record(self.drop_reason)
-        return self.trajectory.record()
-
-    def count_result(self, result: TrajectoryRecord | FailureRecord | DroppedRecord) -> None:
-        """Count the result in the metrics."""
-        self.metrics.flush_if_due()
-        if isinstance(result, FailureRecord):
-            failure = self.failure
-            assert failure is not None
-            self.metrics.record_failure(kind=failure.kind, stage=failure.stage)
-        elif isinstance(result, DroppedRecord):
-            self.metrics.record_drop(reason=result.reason, tokens=result.tokens.generated)
-        else:
-            self.metrics.record_finish(
-                stop_reason=result.stop_reason,
-                reward=result.total_reward,
-                turns=result.turn_count,
-                seconds=time.perf_counter() - self.started,
-            )
 
 
 def _check(result: GenerationResult, max_tokens: int | None) -> None:

@@ -10,7 +10,8 @@ from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecord
 from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, GroupRun, Result
-from kuberoll_workers.rollouts.rollout import InFlight, Rollout
+from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
 _START_BATCH = 64
@@ -162,6 +163,7 @@ class _Run:
     async def _play_in_step(self, group: GroupRun, flight: InFlight, phases: _Phases) -> None:
         try:
             async with flight.guarded():
+                await self._rollout.begin(flight)
                 while not flight.is_over:
                     await self._rollout.generate(flight)
                     await phases.arrive()
@@ -175,8 +177,20 @@ class _Run:
         await self._end(group, flight)
 
     async def _end(self, group: GroupRun, flight: InFlight) -> None:
+        try:
+            await self._rollout.episodes.closed(flight)
+        except asyncio.CancelledError:
+            self._report(flight)
+            raise
         due = group.end(flight)
         self._ended += 1
+        try:
+            if group.ended:
+                due += await group.decide()
+        except asyncio.CancelledError:
+            for ended in [*group.finished, *(ended for ended, _ in due)]:
+                self._report(ended)
+            raise
         self._admission.note_end(group)
         group.pending_results += len(due)
         try:
@@ -209,8 +223,8 @@ class _Run:
 
     def report_waiting(self) -> None:
         """Report trajectories that are complete but wait for a group that will not be completed."""
-        if self._group_sink is not None or self._admission.policy.defers_results:
-            for group in self._admission.open_groups:
+        for group in self._admission.open_groups:
+            if self._group_sink is not None or group.holds_results:
                 for flight in group.finished:
                     self._report(flight)
 

@@ -20,6 +20,11 @@ def trajectory_seed(base: int, task_index: int, rollout_index: int) -> int:
     return _digest(b"%d/%d/%d" % (base, task_index, rollout_index))
 
 
+def task_seed(base: int, task_index: int) -> int:
+    """Seed of the episodes of one task, a 63-bit number: all of a prompt group begin in the same state."""
+    return _digest(b"task %d/%d" % (base, task_index))
+
+
 def turn_seed(seed: int, turn: int) -> int:
     """Seed of one turn, a 63-bit number: reusing one seed would repeat the same draws in each turn."""
     # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).

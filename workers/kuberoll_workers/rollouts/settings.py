@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kuberoll_workers.policy.interface import SamplingParameters
+from kuberoll_workers.policy.interface import SamplingParameters, StructuredOutputs
 
 Scheduling = Literal["Concurrent", "Lockstep"]
 
@@ -34,6 +34,7 @@ class RolloutSettings:
         generation_seconds: Time limit of one generation request.
         turn_seconds: Time limit of one turn, with retries, without the wait for others in Lockstep; None: no limit.
         trajectory_seconds: Time limit of one trajectory; None: no limit.
+        engine_parses_calls: The engine parses calls of tools, by the parser of its model.
         foreign_policy: The policy has another interface behind it, which does not receive `max_tokens` and may return
             no log-probabilities, so neither is checked. A response that exceeds the window is kept whole and ends
             its trajectory.
@@ -49,13 +50,26 @@ class RolloutSettings:
     turn_seconds: float | None = None
     trajectory_seconds: float | None = None
     foreign_policy: bool = False
+    engine_parses_calls: bool = False
+
+    @property
+    def outage_seconds(self) -> float:
+        """Longest outage of the policy that a request waits out: the time limits of all its attempts."""
+        return self.retries.generation_attempts * self.generation_seconds
 
 
 def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> SamplingParameters:
-    """Sampling of one prompt: the job's settings, overridden by the row's; `greedy: true` means temperature 0."""
-    settings = dict(overrides)
+    """Sampling of one prompt: the job's settings, overridden by the row's; `greedy: true` means temperature 0.
+
+    Args:
+        overrides: Settings by their snake_case names, as plain data.
+    """
+    settings = {name: value for name, value in overrides.items() if value is not None}
     greedy = settings.pop("greedy", False)
-    if "stop" in settings:
-        settings["stop"] = tuple(settings["stop"])
+    for name in ("stop", "stop_token_ids"):
+        if name in settings:
+            settings[name] = tuple(settings[name])
+    if "structured_outputs" in settings:
+        settings["structured_outputs"] = msgspec.convert(settings["structured_outputs"], StructuredOutputs)
     merged = msgspec.structs.replace(defaults, **settings)
     return msgspec.structs.replace(merged, temperature=0.0, top_k=-1, top_p=1.0) if greedy else merged

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from array import array
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy
 
-from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, token_array
+from kuberoll_workers.data.messages import (
+    LOGPROB_TYPE,
+    ExtendedMessage,
+    Message,
+    chat_message,
+    message_of,
+    token_array,
+)
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import (
     DroppedRecord,
@@ -21,7 +32,7 @@ from kuberoll_workers.data.record import (
     TrajectoryRecord,
     TurnRecord,
 )
-from kuberoll_workers.environments.interface import ChatMessage, Metadata
+from kuberoll_workers.environments.interface import ChatMessage, GroupScore, Metadata
 from kuberoll_workers.environments.outcome import StepOutcome, check_reward
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from kuberoll_workers.rollouts import rules
@@ -53,7 +64,8 @@ class Trajectory:
     Attributes:
         context: All token ids so far, which are the next prompt. It is only appended to, so the policy sees exactly
             what was sampled, and a turn costs no more than its new tokens.
-        chat: The messages as environments see them, role and content.
+        chat: The messages as environments see them, one for each of `messages`: role, content and further fields.
+        group_score: Its score within its prompt group; None: it has none.
         stop_reason: Why it ended; None while it runs.
     """
 
@@ -62,6 +74,7 @@ class Trajectory:
         "_response_truncated",
         "_sampling",
         "_settings",
+        "_turn_ends",
         "answer",
         "chat",
         "context",
@@ -70,6 +83,7 @@ class Trajectory:
         "environment_tokens",
         "generated_tokens",
         "generation_seconds",
+        "group_score",
         "messages",
         "metadata",
         "reward_parts",
@@ -85,7 +99,7 @@ class Trajectory:
         prompt = sample.prompt
         self.sample = sample
         self.messages: list[Message] = list(prompt.messages)
-        self.chat: list[ChatMessage] = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        self.chat: list[ChatMessage] = [chat_message(message) for message in prompt.messages]
         self.context: array[int] = prompt.token_ids[:]
         self.metadata: Metadata = copy.deepcopy(prompt.metadata)
         self._settings = settings
@@ -102,9 +116,12 @@ class Trajectory:
         self.environment_seconds: list[float] = []
         self.ended_at: list[float | None] = []
         self.answer: str | None = None
+        self.group_score: GroupScore | None = None
         self._response_truncated = False
         # One entry per turn.
         self._reencoded: list[bool] = []
+        # Number of messages at the end of each complete turn.
+        self._turn_ends: list[int] = []
         self.stop_reason: StopReason | None = None
         if rules.prompt_fills_window(len(self.context), settings.max_sequence_length):
             self.stop_reason = "truncated"
@@ -114,7 +131,7 @@ class Trajectory:
 
     def _replay(self, turn: TurnRecord) -> None:
         """Append a stored turn, by the same rules as a new one."""
-        response, observation = turn.messages
+        response, *observation = turn.messages
         if turn.turn != self.turn + 1 or self.stop_reason is not None:
             raise ValueError(f"trajectory {tuple(self.sample.key)}: turn {turn.turn} does not follow turn {self.turn}")
         self.add_response(
@@ -127,24 +144,37 @@ class Trajectory:
             ),
             response.content,
             turn.generation_seconds,
+            fields=response.fields if isinstance(response, ExtendedMessage) else {},
         )
         self.add_step(
             StepOutcome(
-                role=observation.role,
-                content=observation.content,
+                role=observation[-1].role,
+                content=observation[-1].content,
                 metadata=turn.metadata,
                 stop_strings=None if turn.stop_strings is None else tuple(turn.stop_strings),
                 reward=turn.reward,
                 terminated=turn.stop_reason == "terminated",
                 reward_parts=turn.reward_parts,
                 answer=turn.answer,
+                messages=tuple(map(chat_message, observation)),
             ),
-            token_array(observation.token_ids),
+            token_array(itertools.chain.from_iterable(message.token_ids for message in observation)),
             turn.environment_seconds,
             ended_at=turn.ended_at,
         )
         if turn.stop_reason is not None:
             self.stop_reason = turn.stop_reason
+
+    @property
+    def complete_turns(self) -> int:
+        """Number of complete turns."""
+        return len(self.rewards)
+
+    def episode_messages(self) -> list[dict[str, str]]:
+        """Messages that the environment's `reset` added to the prompt."""
+        messages = self.sample.prompt.messages
+        added = messages[len(messages) - self.sample.prompt.episode_messages :]
+        return [{"role": message.role, "content": message.content} for message in added]
 
     @property
     def task_name(self) -> str:
@@ -168,24 +198,25 @@ class Trajectory:
                 seed=None if sample.seed is None else turn_seed(sample.seed, turn),
                 stop=self.stop_strings or (),
             ),
+            tools=sample.prompt.tools if self._settings.engine_parses_calls and sample.prompt.tools else None,
         )
 
-    def add_response(self, result: GenerationResult, text: str, seconds: float) -> None:
-        """Append the policy's response of this turn, and the seconds that it took."""
+    def add_response(
+        self, result: GenerationResult, text: str, seconds: float, *, fields: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Append the policy's response of this turn, and the seconds that it took.
+
+        Args:
+            fields: Further fields of its chat message, such as `tool_calls`.
+        """
         self.turn += 1
         self._response_truncated = result.finish_reason == "length"
-        self.messages.append(
-            Message(
-                role="assistant",
-                content=text,
-                token_ids=result.token_ids,
-                logprobs=result.logprobs if len(result.logprobs) == len(result.token_ids) else None,
-                turn=self.turn,
-                policy_versions=result.policy_versions or None,
-                truncated=self._response_truncated,
-            )
-        )
-        self.chat.append({"role": "assistant", "content": text})
+        chat: ChatMessage = {"role": "assistant", "content": text, **fields}
+        message = message_of(chat, result.token_ids, turn=self.turn, truncated=self._response_truncated)
+        message.logprobs = result.logprobs if len(result.logprobs) == len(result.token_ids) else None
+        message.policy_versions = result.policy_versions or None
+        self.messages.append(message)
+        self.chat.append(chat)
         self.context.extend(result.token_ids)
         self.generated_tokens += len(result.token_ids)
         self.generation_seconds.append(seconds)
@@ -197,7 +228,7 @@ class Trajectory:
         """Append the environment's observation and reward of this turn; sets `stop_reason` if the trajectory ends.
 
         Args:
-            observation: Token ids of the outcome's content, not yet truncated to the window.
+            observation: Token ids of the outcome's messages, not yet truncated to the window.
             seconds: Wall seconds of the step.
             ended_at: Unix time of its end; None if unknown.
         """
@@ -205,16 +236,12 @@ class Trajectory:
             len(self.context), 0, len(observation), self._settings.max_sequence_length
         )
         ids = observation if kept == len(observation) else observation[:kept]
-        self.messages.append(
-            Message(
-                role=outcome.role,
-                content=outcome.content,
-                token_ids=ids,
-                turn=self.turn,
-                truncated=kept < len(observation),
-            )
-        )
-        self.chat.append({"role": outcome.role, "content": outcome.content})
+        # A template may group messages, so that their ids cannot be told apart: the last one carries them all.
+        *others, last = outcome.observation
+        self.messages += [message_of(message, token_array(), turn=self.turn) for message in others]
+        self.messages.append(message_of(last, ids, turn=self.turn, truncated=kept < len(observation)))
+        self.chat += outcome.observation
+        self._turn_ends.append(len(self.messages))
         self.context.extend(ids)
         self.environment_tokens += len(ids)
         self.environment_seconds.append(seconds)
@@ -249,6 +276,32 @@ class Trajectory:
         if not -1e38 < total < 1e38:
             total = float(self.total_reward) + float(numpy.float32(outcome.reward))
             check_reward(total, f"the sum of the rewards of {self.turn} turns")
+
+    def score(self, score: GroupScore) -> None:
+        """Set its score within its prompt group, once it has ended.
+
+        Raises:
+            StepInvalid: The total reward does not fit float32 with it.
+        """
+        total = float(self.total_reward) + float(numpy.float32(score.reward))
+        check_reward(total, "the sum of the rewards of its turns and its group's")
+        self.group_score = score
+
+    @property
+    def _final_reward(self) -> float:
+        if self.group_score is None:
+            return float(self.total_reward)
+        # float32, as trainers sum rewards.
+        return float(self.total_reward + numpy.float32(self.group_score.reward))
+
+    @property
+    def _group_reward(self) -> float | None:
+        return None if self.group_score is None else self.group_score.reward
+
+    @property
+    def _final_metadata(self) -> Metadata:
+        scored = None if self.group_score is None else self.group_score.metadata
+        return self.metadata if scored is None else scored
 
     def _add_reward(self, outcome: StepOutcome) -> None:
         self.rewards.append(outcome.reward)
@@ -286,24 +339,30 @@ class Trajectory:
                 raise PrefixBroken(f"the context does not hold the tokens of message {number} after the prompt")
             at = end
 
+    def turn_messages(self, index: int) -> range:
+        """Numbers of the messages of a complete turn, which is counted from 0: the response, and the observation."""
+        ends = self._turn_ends
+        return range(ends[index - 1] if index else len(self.sample.prompt.messages), ends[index])
+
     def turn_record(self) -> TurnRecord:
         """The newest complete turn as it is journaled."""
-        return self._turn_record(len(self.rewards) - 1, newest=True)
+        return self._turn_record(self.complete_turns - 1, newest=True)
 
     def partial(self) -> Partial | None:
         """The complete turns so far; None if there are none."""
-        complete = len(self.rewards)
+        complete = self.complete_turns
         turns = [self._turn_record(index, newest=index == complete - 1) for index in range(complete)]
         return Partial(turns) if turns else None
 
     def _turn_record(self, index: int, *, newest: bool) -> TurnRecord:
-        first = len(self.sample.prompt.messages) + 2 * index
+        messages = self.turn_messages(index)
+        prompt = self.sample.prompt
         return TurnRecord(
             task_index=self.sample.prompt.task_index,
             rollout_index=self.sample.rollout_index,
             attempt=self.sample.attempt,
             turn=index + 1,
-            messages=self.messages[first : first + 2],
+            messages=self.messages[messages.start : messages.stop],
             reward=self.rewards[index],
             reward_parts={name: values[index] for name, values in self.reward_parts.items()},
             # Resuming needs both from the newest turn only: None keeps the old state and clears the stop strings.
@@ -314,7 +373,9 @@ class Trajectory:
             environment_seconds=self.environment_seconds[index],
             stop_reason=self.stop_reason if newest else None,
             ended_at=self.ended_at[index],
+            prompt_messages=(self.episode_messages() or None) if index == 0 else None,
             token_source="reencoded" if self._reencoded[index] else "engine",
+            tools=list(prompt.tools or ()) if index == 0 and prompt.episode_tools else None,
         )
 
     def record(self) -> TrajectoryRecord:
@@ -332,7 +393,7 @@ class Trajectory:
             task_name=prompt.task_name,
             idx=prompt.idx,
             messages=self.messages,
-            total_reward=float(self.total_reward),
+            total_reward=self._final_reward,
             rewards=self.rewards,
             reward_parts=self.reward_parts,
             answer=self.answer,
@@ -346,20 +407,24 @@ class Trajectory:
                 environment_seconds=self.environment_seconds,
                 ended_at=self.ended_at,
             ),
-            metadata=self.metadata,
+            metadata=self._final_metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,
+            group_reward=self._group_reward,
             token_source="reencoded" if any(self._reencoded) else "engine",
+            tools=list(prompt.tools) if prompt.tools else None,
         )
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:
         """The record of a dropped trajectory: its complete turns."""
         prompt = self.sample.prompt
-        complete = len(self.rewards)
-        messages = self.messages[: len(prompt.messages) + 2 * complete]
+        complete = self.complete_turns
+        first = len(prompt.messages)
+        messages = self.messages[: self._turn_ends[-1] if complete else first]
+        responses = {self.turn_messages(index).start for index in range(complete)}
         counts = {"assistant": 0, "environment": 0}
-        for number, message in enumerate(messages[len(prompt.messages) :]):
-            counts["environment" if number % 2 else "assistant"] += len(message.token_ids)
+        for number, message in enumerate(messages[first:], start=first):
+            counts["assistant" if number in responses else "environment"] += len(message.token_ids)
         return DroppedRecord(
             task_index=prompt.task_index,
             rollout_index=self.sample.rollout_index,
@@ -368,15 +433,16 @@ class Trajectory:
             reason=reason,
             stop_reason=self.stop_reason,
             turn_count=complete,
-            total_reward=float(self.total_reward),
+            total_reward=self._final_reward,
             rewards=self.rewards,
             tokens=TokenCounts(
                 prompt=len(prompt.token_ids), generated=counts["assistant"], environment=counts["environment"]
             ),
             messages=messages,
-            metadata=self.metadata,
+            metadata=self._final_metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,
+            group_reward=self._group_reward,
         )
 
     def failure_record(self, failure: TrajectoryFailed) -> FailureRecord:
