@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 
@@ -86,6 +87,22 @@ async def test_a_full_disk_reaches_every_waiting_append(tmp_path: Path) -> None:
     assert observed.failures == 1
     with pytest.raises(JournalBroken, match="No space left"):
         await journal.close()
+
+
+def test_a_failed_write_that_nobody_waits_for_is_reported_once() -> None:
+    reports: list[object] = []
+
+    async def write() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+        journal = FileJournal(Path("/dev/full"), seconds=Observed())
+        journal.add(record(0))
+        with pytest.raises(JournalBroken, match="No space left"):
+            await journal.close()
+
+    asyncio.run(write())
+    # An error that nobody has seen is reported when its future is collected.
+    gc.collect()
+    assert reports == []
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ from tests.output.support import record
 def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     path = tmp_path / "shard-00000.parquet"
     parts = {"format": [0.5], "right": [1.0]}
-    given = record(3, 1, reward_parts=parts, answer="42")
+    given = record(3, 1, reward_parts=parts, answer="42", group_reward=0.5)
     write_parquet(path, iter([given]))
     (row,) = pyarrow.parquet.read_table(path).to_pylist()
     assert set(row) == {
         "task_index", "rollout_index", "task_name", "idx", "messages", "total_reward", "rewards", "stop_reason",
         "turn_count", "tokens", "timing", "metadata", "seed", "attempt", "reward_parts", "answer", "token_source",
+        "group_reward", "tools",
     }  # fmt: skip
     assert (row["task_index"], row["rollout_index"], row["task_name"]) == (3, 1, "env")
     assert (row["total_reward"], row["rewards"], row["stop_reason"], row["turn_count"]) == (1.0, [1.0], "terminated", 1)
@@ -32,18 +33,31 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert row["timing"] == {"generation_seconds": [0.5], "environment_seconds": [0.25], "ended_at": []}
     assert [(part["name"], part["values"]) for part in row["reward_parts"]] == list(parts.items())
     assert (row["answer"], row["seed"], row["attempt"], row["token_source"]) == ("42", 2**63 - 1, 0, "engine")
+    assert row["group_reward"] == 0.5
+    assert row["tools"] is None
     user, assistant = row["messages"]
+    assert user["fields"] is None
     assert (user["role"], user["content"], user["token_ids"], user["logprobs"]) == ("user", "hi", [1, 2], None)
     assert (assistant["role"], assistant["content"], assistant["turn"]) == ("assistant", "é", 1)
     assert (assistant["token_ids"], len(assistant["logprobs"]), assistant["truncated"]) == ([3, 4], 2, False)
     assert assistant["policy_versions"] == [{"version": "v1", "start": 0, "end": 2}]
+    group = pyarrow.parquet.ParquetFile(path).metadata.row_group(0)
+    assert {group.column(number).compression for number in range(group.num_columns)} == {"ZSTD"}
     unreadable: list[RecordError] = []
     (read,) = read_parquet(path, where="x", unreadable=unreadable.append)
     assert unreadable == []
     assert encode_line(read) == encode_line(given)
 
 
-@pytest.mark.parametrize("lacking", [("ended_at",), ("ended_at", "token_source")])
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        ("tools",),
+        ("tools", "group_reward"),
+        ("tools", "group_reward", "ended_at"),
+        ("tools", "group_reward", "ended_at", "token_source"),
+    ],
+)
 def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, ...]) -> None:
     path = tmp_path / "shard-00000.parquet"
     given = record(3, 1)
@@ -55,14 +69,23 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, 
     times = pyarrow.struct(
         [(name, pyarrow.list_(pyarrow.float64())) for name in ("generation_seconds", "environment_seconds")]
     )
-    schema = table.schema.set(table.schema.get_field_index("timing"), pyarrow.field("timing", times))
+    schema, rows = table.schema, table.to_pylist()
+    messages = schema.field("messages").type.value_type
+    plain = pyarrow.list_(pyarrow.struct([part for part in messages if part.name != "fields"]))
+    schema = schema.set(schema.get_field_index("messages"), pyarrow.field("messages", plain))
+    schema = schema.remove(schema.get_field_index("tools"))
+    if "group_reward" in lacking:
+        schema = schema.remove(schema.get_field_index("group_reward"))
+    if "ended_at" in lacking:
+        schema = schema.set(schema.get_field_index("timing"), pyarrow.field("timing", times))
+        del rows[0]["timing"]["ended_at"]
     if "token_source" in lacking:
         schema = schema.remove(schema.get_field_index("token_source"))
-    rows = table.to_pylist()
-    del rows[0]["timing"]["ended_at"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
     (read,) = read_parquet(path, where="x", unreadable=_none)
-    assert (read.timing.ended_at, read.token_source) == ([], "engine")
+    assert read.timing.ended_at == ([] if "ended_at" in lacking else given.timing.ended_at)
+    assert (read.token_source, read.tools) == ("engine", None)
+    assert read.group_reward == (None if "group_reward" in lacking else given.group_reward)
     assert read.timing.generation_seconds == given.timing.generation_seconds
 
 

@@ -181,6 +181,8 @@ def test_a_line_that_kuberoll_would_not_write_has_a_rank() -> None:
     line = encode_line(record(0)).replace(b'"state":null', b'"state":' + str(2**70).encode())
     odd = decode_line(line, TrajectoryRecord, where="x")
     assert rank(odd) == rank(decode_line(line, TrajectoryRecord, where="y")) != rank(record(0))
+    other = decode_line(line.replace(str(2**70).encode(), str(2**71).encode()), TrajectoryRecord, where="x")
+    assert rank(odd) != rank(other)
 
 
 def test_keys_that_repeat() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import os
@@ -207,8 +208,9 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
     opened(tmp_path, manifest())
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(RunRefused, match=r"manifest\.json: format 99: this KubeRoll knows format 1"):
+    with pytest.raises(RunRefused, match=r"manifest\.json: format 99: this KubeRoll knows format 1") as caught:
         opened(tmp_path, manifest(), resume=True)
+    assert f"use the version that wrote it (kuberoll {manifest().versions['kuberoll']})" in str(caught.value)
 
 
 def test_a_manifest_that_is_not_utf8_is_named(tmp_path: Path) -> None:
@@ -266,3 +268,21 @@ def test_long_values_are_cut_in_what_is_told() -> None:
     assert was == '"' + "x" * 96 + "..."
     assert now == '"' + "y" * 96 + "..."
     assert differences(manifest(), manifest(shards=2)) == ["shards: was 1, is 2"]
+
+
+@pytest.mark.parametrize("off", [False, "", [], {}])
+def test_runs_of_an_older_version_are_resumed_where_its_missing_fields_are_off(off: Any) -> None:
+    older = manifest()
+    newer, set_otherwise, zero = (
+        dataclasses.replace(older, identity={**older.identity, "dataset.newField": value}) for value in (off, 1, 0)
+    )
+    assert differences(older, newer) == []
+    assert differences(older, zero) == ["spec.dataset.newField: was null, is 0"]
+    assert len(differences(set_otherwise, newer)) == 1
+
+
+def test_a_run_that_was_stored_before_a_field_existed_is_resumed() -> None:
+    older = manifest()
+    known = {key: value for key, value in older.identity.items() if key not in ("dataset.columns", "dataset.sources")}
+    assert len(known) == len(older.identity) - 2
+    assert differences(dataclasses.replace(older, identity=known), older) == []

@@ -1,8 +1,7 @@
 """Files of a run for copying: each under one name, with its size at one moment.
 
 A journal is copied as one file, `shard-00000.jsonl`, whether it is stored as one file or as a folder of parts. The run
-may
-continue during the copy: of growing files, only the whole lines that exist now belong to the copy.
+may continue during the copy: of growing files, only the whole lines that exist now belong to the copy.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Copies:
                     journals[f"{name}.jsonl"] = [
                         self._part(part)
                         for part in self._entries(str(entry["name"]))
-                        if part["type"] == "file" and not part.get("islink") and str(part["name"]).endswith(".jsonl")
+                        if part["type"] == "file" and str(part["name"]).endswith(".jsonl")
                     ]
             elif PurePosixPath(name).suffix in _SUFFIXES:
                 whole[name] = [self._part(entry)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, token_array
+from kuberoll_workers.data.messages import LOGPROB_TYPE, ExtendedMessage, Message, message_of, token_array
 from kuberoll_workers.data.record import RecordError, Timing, TokenCounts, TrajectoryKey, TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 _ROWS = 512
 _GROUP_TOKENS = 1 << 20
-_NAMED = {"idx", "metadata"}
+_NAMED = {"idx", "metadata", "tools"}
 """Columns with arbitrary JSON values, stored as JSON text."""
-_NULLABLE = {"seed", "answer"}
+_NULLABLE = {"seed", "answer", "group_reward", "tools"}
 _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 
 
 @cache
 def schema() -> pyarrow.Schema:
-    """Columns of a file; `idx` and `metadata` are JSON texts, `reward_parts` a list of names and values by turn."""
+    """Columns of a file; `reward_parts` is a list of names and values by turn.
+
+    `idx`, `metadata`, `tools` and a message's `fields` are JSON texts, the last two null where there are none.
+    """
     import pyarrow as pa
 
     span = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -39,6 +42,7 @@ def schema() -> pyarrow.Schema:
             ("turn", pa.int32()),
             ("policy_versions", pa.list_(span)),
             ("truncated", pa.bool_()),
+            ("fields", pa.string()),
         ]
     )
     part = pa.struct([("name", pa.string()), ("values", pa.list_(pa.float64()))])
@@ -64,6 +68,8 @@ def schema() -> pyarrow.Schema:
             ("reward_parts", pa.list_(part)),
             ("answer", pa.string()),
             ("token_source", pa.string()),
+            ("group_reward", pa.float64()),
+            ("tools", pa.string()),
         ]
     )
 
@@ -73,10 +79,14 @@ def _known_schemas() -> list[pyarrow.Schema]:
     """The schema, and those of earlier versions, for whose missing columns the record has defaults."""
     import pyarrow as pa
 
+    messages = schema().get_field_index("messages")
+    plain = pa.list_(pa.struct([part for part in schema().field(messages).type.value_type if part.name != "fields"]))
+    without_tools = schema().remove(len(schema()) - 1).set(messages, pa.field("messages", plain))
     place = schema().get_field_index("timing")
     times = pa.struct([(name, pa.list_(pa.float64())) for name in _TIMES[:-1]])
-    without_ends = schema().set(place, pa.field("timing", times))
-    return [schema(), without_ends, without_ends.remove(len(schema()) - 1)]
+    without_groups = without_tools.remove(len(without_tools) - 1)
+    without_ends = without_groups.set(place, pa.field("timing", times))
+    return [schema(), without_tools, without_groups, without_ends, without_ends.remove(len(without_ends) - 1)]
 
 
 def write_parquet(path: Path, records: Iterable[TrajectoryRecord]) -> int:
@@ -157,6 +167,7 @@ def _row(record: TrajectoryRecord) -> dict[str, Any]:
         **{name: getattr(record, name) for name in schema().names if name not in _NAMED},
         "idx": orjson.dumps(record.idx).decode(),
         "metadata": orjson.dumps(record.metadata).decode(),
+        "tools": None if record.tools is None else orjson.dumps(record.tools).decode(),
         "messages": [_message_row(message) for message in record.messages],
         "tokens": {name: getattr(record.tokens, name) for name in ("prompt", "generated", "environment")},
         "timing": {name: getattr(record.timing, name) for name in _TIMES},
@@ -176,6 +187,7 @@ def _message_row(message: Message) -> dict[str, Any]:
         if spans is None
         else [{"version": version, "start": start, "end": end} for version, start, end in spans],
         "truncated": message.truncated,
+        "fields": orjson.dumps(message.fields).decode() if isinstance(message, ExtendedMessage) else None,
     }
 
 
@@ -188,6 +200,7 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
             **row,
             "idx": orjson.loads(row["idx"]),
             "metadata": orjson.loads(row["metadata"]),
+            "tools": None if row.get("tools") is None else orjson.loads(row["tools"]),
             "messages": [_message(message) for message in row["messages"]],
             "tokens": TokenCounts(**row["tokens"]),
             "timing": Timing(**row["timing"]),
@@ -198,12 +211,11 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
 
 def _message(row: dict[str, Any]) -> Message:
     spans = row["policy_versions"]
-    return Message(
-        role=row["role"],
-        content=row["content"],
-        token_ids=token_array(row["token_ids"]),
-        logprobs=None if row["logprobs"] is None else array(LOGPROB_TYPE, row["logprobs"]),
-        turn=row["turn"],
-        policy_versions=None if spans is None else [(span["version"], span["start"], span["end"]) for span in spans],
-        truncated=row["truncated"],
+    more = row.get("fields")
+    chat = {"role": row["role"], "content": row["content"], **({} if more is None else orjson.loads(more))}
+    message = message_of(chat, token_array(row["token_ids"]), turn=row["turn"], truncated=row["truncated"])
+    message.logprobs = None if row["logprobs"] is None else array(LOGPROB_TYPE, row["logprobs"])
+    message.policy_versions = (
+        None if spans is None else [(span["version"], span["start"], span["end"]) for span in spans]
     )
+    return message

@@ -32,8 +32,7 @@ class RunManifest:
 
     Attributes:
         identity: Settings that trajectories depend on, flattened to `path: value`; without the number of workers,
-            concurrency,
-            endpoint, retries and the like.
+            concurrency, endpoint, retries and the like.
         inputs: Dataset: `rows`, `trajectories`, `digest` of all rows in order.
         code: Digests of the environments' source code, by name, for those whose source is found.
         forced: Differences between parts of the run that the user forced.
@@ -50,9 +49,19 @@ class RunManifest:
     forced: list[str] = field(default_factory=list)
 
 
-def new_manifest(job: RolloutJob, *, shards: int, inputs: Mapping[str, Any]) -> RunManifest:
-    """Manifest of a run that starts now; the environments' modules must be importable."""
-    digests = {spec.name: source_digest(spec) for spec in job.spec.environments}
+def new_manifest(
+    job: RolloutJob, *, shards: int, inputs: Mapping[str, Any], code: Mapping[str, str | None] | None = None
+) -> RunManifest:
+    """Manifest of a run that starts now; the environments' modules must be importable.
+
+    Args:
+        code: Digests of the code of environments that is not on this machine, by name.
+    """
+    elsewhere = code or {}
+    digests = {
+        spec.name: elsewhere[spec.name] if spec.name in elsewhere else source_digest(spec)
+        for spec in job.spec.environments
+    }
     return RunManifest(
         format=_FORMAT,
         job=job.metadata.name,
@@ -86,6 +95,9 @@ def differences(old: RunManifest, new: RunManifest) -> list[str]:
     pairs: dict[str, tuple[Any, Any]] = {"shards": (old.shards, new.shards)}
     for name, before, after in (("spec.", old.identity, new.identity), ("dataset: ", old.inputs, new.inputs)):
         for key in sorted({*before, *after}):
+            # A field that the older version did not have, and that is off.
+            if key not in before and (after[key] is False or after[key] in ("", [], {})):
+                continue
             pairs[name + key] = (before.get(key), after.get(key))
     changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]
     return changed + [
@@ -117,8 +129,7 @@ class RunDirectory:
 
         Raises:
             RunRefused: Another run holds the lock, the directory has other content, or an earlier run differs or may
-                not be
-                resumed.
+                not be resumed.
         """
         where = self.storage.location
         try:

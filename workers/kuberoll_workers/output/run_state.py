@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kuberoll_workers.data.record import (
@@ -15,6 +15,7 @@ from kuberoll_workers.data.record import (
     TrajectoryRecord,
 )
 from kuberoll_workers.output import records
+from kuberoll_workers.output.group_records import GroupRecords
 from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.trajectories import Trajectories
@@ -27,8 +28,7 @@ def resumes_from_turns(failure: FailureRecord) -> bool:
     """True if a retry of a failed trajectory continues after its last complete turn.
 
     If the infrastructure or another sample of its group failed, its turns are valid. A failure of an environment, a row
-    or a
-    response may have been caused by an earlier turn, so the trajectory starts over.
+    or a response may have been caused by an earlier turn, so the trajectory starts over.
     """
     return failure.kind == "infrastructure" or failure.stage == "group"
 
@@ -51,6 +51,11 @@ class RunState:
     groups_filtered: int = 0
     _logs: Mapping[int, TurnLog] = field(default_factory=dict)
     _shard_count: int = 1
+    _records: GroupRecords | None = None
+
+    def stored_records(self, keys: Sequence[TrajectoryKey]) -> list[TrajectoryRecord]:
+        """The stored trajectories among some of one task, without token ids; see `GroupRecords.of`."""
+        return [] if self._records is None else self._records.of(keys)
 
     def take_partial(self, key: TrajectoryKey) -> Partial | None:
         """The recorded turns of an unfinished trajectory, removed from the state; None if there are none."""
@@ -100,11 +105,15 @@ def read_state(
             filtered[record.task_index, record.task_name] += 1
     state.groups_kept = sum(count // repeats[name] for (_, name), count in kept.items())
     state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in filtered.items())
+    incomplete = {task for (task, name), count in kept.items() if count % repeats[name]}
     useless: set[TrajectoryKey] = set()
     for failure in records.failures(storage):
         state.attempts[failure.key] = max(failure.attempt + 1, state.attempts.get(failure.key, 0))
         if not resumes_from_turns(failure):
             useless.add(failure.key)
+        if failure.key not in state.stored:
+            incomplete.add(failure.task_index)
+    state._records = GroupRecords(storage, shard_count=shard_count, likely=incomplete)
     for log in logs.values():
         log.ended(key for key in log.trajectories() if key in useless or key in state.stored or key in state.filtered)
     return state
