@@ -35,7 +35,9 @@ from kuberoll_workers.data.record import (
     TrajectoryRecord,
     encode_line,
 )
+from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.environments.registry import resolve
 from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import RunManifest, RunRefused
 from kuberoll_workers.output.run_files import RunFiles
@@ -539,9 +541,11 @@ class Counted(EnvironmentInterface):
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         assert {len(column) for column in batch.values()} == {len(batch["total_reward"])}
         batch["total_reward"] = [reward * 2 for reward in batch["total_reward"]]
+        rows = list(batch["idx"])
         del batch["idx"]
         assert "idx" not in batch
         return batch, {
+            "rows": rows,
             "solved": sum(batch["total_reward"]),
             "questions": [log[0]["content"] for log in batch["message_log"]],
             "moves": [state and state["moves"] for state in batch["extra_env_info"]],
@@ -556,12 +560,25 @@ def test_an_environment_s_own_metrics(tmp_path: Path) -> None:
     run = stored(tmp_path, files)
     found = numbers(aggregate([run], make=lambda name: Counted()))["environments"]
     assert found["env"]["environment_metrics"] == {
+        "rows": ["row 0", "row 0", "row 1", "row 2"],
         "solved": 6.0,
         "questions": ["question 0", "question 0", "question 1", "question 2"],
         "moves": [9, None, 7, None],
     }
     assert found["mine"]["environment_metrics"]["questions"] == ["question 3"]
     assert numbers(aggregate([run]))["environments"]["env"]["environment_metrics"] is None
+
+
+def test_a_class_of_nemo_rl_finds_its_tensors(tmp_path: Path) -> None:
+    counting = resolve(entrypoint="tests.environments.ray_counting:CountingWords")
+    records = [record(0), record(1, 0, 0.0), record(2)]
+    run = stored(tmp_path, {"shard-00000.jsonl": records})
+    # Its constructor would start Ray's workers.
+    found = numbers(aggregate([run], make=lambda name: object.__new__(counting)))["environments"]
+    generated = sum(item.tokens.generated + item.tokens.environment for item in records)
+    assert found["env"]["environment_metrics"] == {
+        "words": 2.0, "total": 2.0, "prompts": 3, "generated": generated,
+    }  # fmt: skip
 
 
 def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) -> None:
@@ -576,9 +593,13 @@ def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) ->
     def make(name: str) -> EnvironmentInterface:
         if name == "absent":
             raise ModuleNotFoundError("no module named chess")
+        if name == "elsewhere":
+            error = RuntimeError("it failed in its own process")
+            error.traceback = Traceback((), "as that process printed it")  # type: ignore[attr-defined]
+            raise error
         return {"broken": Broken, "exotic": Exotic, "env": Counted}[name]()
 
-    names = ["broken", "exotic", "env", "absent"]
+    names = ["broken", "exotic", "env", "absent", "elsewhere"]
     run = stored(tmp_path, {"shard-00000.jsonl": [record(task, name=name) for task, name in enumerate(names)]})
     found = numbers(aggregate([run], make=make, environments=names))["environments"]
     assert {name: item["trajectories"] for name, item in found.items()} == dict.fromkeys(names, 1)
@@ -588,6 +609,8 @@ def test_an_environment_s_own_metrics_cannot_spoil_the_others(tmp_path: Path) ->
     assert (exotic["pass"], exotic["nothing"]) == (0.5, None)
     assert found["env"]["environment_metrics"]["solved"] == 2.0
     assert "no module named chess" in found["absent"]["environment_metrics"]["error"]
+    assert 'raise ModuleNotFoundError("no module named chess")' in found["absent"]["environment_metrics"]["traceback"]
+    assert found["elsewhere"]["environment_metrics"]["traceback"] == "as that process printed it"
 
 
 def test_an_environment_reads_and_changes_its_columns_like_a_batch(tmp_path: Path) -> None:
@@ -650,6 +673,8 @@ def test_an_environment_s_own_metrics_have_a_time_limit(tmp_path: Path) -> None:
     environments: dict[str, Any] = {"a": Endless(), "b": Quick()}
     try:
         found = own_metrics(read_contents([run]), lambda name: environments[name], seconds=0.05)
+        # It does not keep the process from ending either.
+        assert [thread.daemon for thread in threading.enumerate() if thread.name == "kuberoll-metrics"] == [True]
     finally:
         released.set()
     error = "global_post_process_and_metrics took longer than 0.05 s and was abandoned"

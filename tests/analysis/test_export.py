@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import orjson
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,6 +89,18 @@ def export(tmp_path: Path, to: str, *records: TrajectoryRecord, file: str = "", 
 
 def lines(exported: ExportResult) -> list[dict[str, Any]]:
     return [json.loads(line) for line in exported.path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [format.name for format in FORMATS.values() if format.schema is not None])
+def test_a_table_has_a_column_for_every_field_of_a_row(name: str) -> None:
+    format = FORMATS[name]
+    assert format.schema is not None
+    row = format.row(trajectory(), "user")
+    # A field without a column would be left out silently, and a column without a field would be empty.
+    assert sorted(format.schema().names) == sorted(row)
+    for field in format.schema():
+        if pyarrow.types.is_struct(field.type):
+            assert {part.name for part in field.type} == set(row[field.name])
 
 
 def test_openai_chat_has_only_what_the_service_knows(tmp_path: Path) -> None:
@@ -173,6 +186,7 @@ def test_verl_s_columns(tmp_path: Path) -> None:
     assert json.loads(row["extra_info"]["idx"]) == {"row": 3}
     assert json.loads(row["extra_info"]["metadata"]) == {"ground_truth": 42, "moves": 2}
     assert row["extra_info"]["rewards"] == [0.0, 1.0]
+    assert row["extra_info"]["split"] == "train"
     assert row["prompt"][-1] == {"role": "user", "content": "Board"}
     assert [said["role"] for said in row["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert row["response_ids"] == [11, 20, 30, 31, 31, 12, 20]
@@ -542,3 +556,15 @@ def test_nothing_at_all_is_said(tmp_path: Path) -> None:
     run_of(tmp_path / "run")
     with pytest.raises(ExportError, match=r"/run: no trajectory is selected \(there are none\); nothing was written$"):
         export(tmp_path, "sharegpt")
+
+
+@pytest.mark.parametrize("container", ["jsonl", "parquet"])
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path: Path, container: Any) -> None:
+    schema = pyarrow.schema([("a", pyarrow.int64())])
+    path = tmp_path / ("a" * 250)
+    with pytest.raises(ExportError, match=f"^{path}: File name too long$"):
+        writers.write_rows(path, [{"a": 1}], container=container, schema=schema)
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match=f"^{tmp_path}/file/rows: "):
+        writers.write_rows(tmp_path / "file" / "rows", [{"a": 1}], container=container, schema=schema)
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]

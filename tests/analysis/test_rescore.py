@@ -18,13 +18,27 @@ from kuberoll_workers.analysis.rescore import InitialStates, Replayer, RescoreCo
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Timing, TokenCounts, TrajectoryKey, TrajectoryRecord, encode_line
 from kuberoll_workers.dataset.inputs import prompt_groups, scan
-from kuberoll_workers.environments.interface import ChatMessage, EnvironmentInterface, EnvironmentReturn, Metadata
+from kuberoll_workers.environments.interface import (
+    ChatMessage,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    Episode,
+    EpisodeEnd,
+    EpisodeStart,
+    GroupMember,
+    GroupScore,
+    Metadata,
+)
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.outcome import EpisodeLost
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.output.records import failures, trajectories
 from kuberoll_workers.output.run_directory import MANIFEST, RunRefused, new_manifest
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import open_storage
+from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES
+from kuberoll_workers.rollouts.failures import TrajectoryFailed
+from kuberoll_workers.rollouts.seeds import task_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from tests.output.s3 import S3Server, s3, s3_server
 
@@ -113,7 +127,7 @@ def job() -> RolloutJob:
             "metadata": {"name": "counting"},
             "spec": {
                 "generation": {"model": {"source": "none"}, "engine": "Simulated"},
-                "environments": [{"name": "count", "entrypoint": "counting:Counting"}],
+                "environments": [{"name": "count", "entrypoint": f"{__name__}:Counting"}],
                 "dataset": {"source": {"rows": ROWS}, "repeats": 2},
             },
         }
@@ -168,6 +182,8 @@ def run(
     force: bool = False,
     names: tuple[str, ...] = ("count",),
     concurrency: int = 3,
+    group_size: int = 2,
+    parquet: bool = False,
 ) -> dict[str, RescoreCounts]:
     async def go() -> dict[str, RescoreCounts]:
         environment = EnvironmentRunner(make_executor(make, isolation="Inline", processes=1, timeout=5), max_batch=8)
@@ -181,9 +197,14 @@ def run(
                 concurrency=concurrency,
                 seconds=Observed(),
                 force=force,
+                group_sizes={"count": group_size},
+                parquet=parquet,
             )
             try:
-                return await rescoring.run()
+                counts = await rescoring.run()
+                # What is written no longer counts as waiting.
+                assert rescoring._pending == 0
+                return counts
             finally:
                 await environment.close()
 
@@ -218,6 +239,15 @@ def test_the_same_environment_gives_the_same_run(tmp_path: Path) -> None:
         record.key: encode_line(record) for record in PLAYED
     }
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_finished_shards_become_tables_where_the_job_says_so(tmp_path: Path) -> None:
+    run(source_of(tmp_path / "run", PLAYED), tmp_path / "new", Counting, parquet=True)
+    assert sorted(path.name for path in (tmp_path / "new").glob("shard-*")) == [
+        "shard-00000.parquet",
+        "shard-00001.parquet",
+    ]
+    assert sorted(read(tmp_path / "new")) == sorted(record.key for record in PLAYED)
 
 
 def test_new_rewards(tmp_path: Path) -> None:
@@ -315,6 +345,32 @@ def test_failures_of_rescoring_are_failures(tmp_path: Path) -> None:
     assert (1, 0) not in read(tmp_path / "new")
 
 
+async def test_an_episode_that_is_lost_again_and_again_fails() -> None:
+    lost = 0
+
+    async def step() -> None:
+        nonlocal lost
+        lost += 1
+        raise EpisodeLost("gone")
+
+    with tempfile.TemporaryFile() as file:
+        replayer = Replayer({}, InitialStates(file, []), retries=RETRIES)
+        with pytest.raises(TrajectoryFailed, match="gone") as caught:
+            await replayer._retrying(step)
+    # It is no try of the environment's: those would have been two.
+    assert (caught.value.kind, caught.value.stage) == ("environment", "environment")
+    assert caught.value.tries == lost == MAX_RECOVERIES + 1
+
+
+def test_texts_that_differ_are_cut_to_sixty_characters() -> None:
+    def shown(*texts: str) -> str:
+        return rescore._short([{"role": "user", "content": text} for text in texts])
+
+    assert shown("x" * 58) == f'user "{"x" * 58}"'
+    assert shown("x" * 59) == f'user "{"x" * 56}...'
+    assert shown("a", "b") == 'user "a", user "b"'
+
+
 def test_a_trajectory_of_another_dataset_fails(tmp_path: Path) -> None:
     other, beyond = played(0, 0, [1]), played(0, 0, [1])
     other.messages[0].content, beyond.task_index = "something else", 99
@@ -339,6 +395,97 @@ def test_a_rescoring_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (tally.earlier, tally.stored, tally.changed, tally.new_mean) == (4, 6, 3, 0.125)
     assert len(shard.read_bytes().splitlines()) == len(lines)
     assert len(read(output)) == 6
+
+
+class Ranking(Counting):
+    """Scores each trajectory by the share of its group that wrote no more than it."""
+
+    def __init__(self, calls: list[list[str]], worth: float = 1.0) -> None:
+        super().__init__(worth)
+        self.calls = calls
+
+    def score_group(self, members: list[GroupMember]) -> list[GroupScore]:
+        self.calls.append([member.id for member in members])
+        assert all(member.group_reward is None for member in members)
+        ends = [(member.metadata or {})["at"] for member in members]
+        if 13 in ends:
+            raise ValueError("unlucky")
+        shares = [sum(other <= end for other in ends) / len(ends) for end in ends]
+        return [
+            GroupScore(reward=share, metadata={"at": end, "of": len(ends)})
+            for share, end in zip(shares, ends, strict=True)
+        ]
+
+
+GROUPED = [
+    played(0, 0, [3, 7]),
+    played(0, 1, [1, 2]),
+    # A group of which one failed, and the second group of a row that occurs twice.
+    played(1, 0, [9]),
+    played(1, 2, [8]),
+    played(1, 3, [1, 8]),
+    # One without a turn.
+    played(2, 0, [1, 1, 6]),
+    played(2, 1, []),
+]
+
+
+def test_groups_are_scored_again(tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+    source = source_of(tmp_path / "run", GROUPED)
+    tally = run(source, tmp_path / "new", lambda: Ranking(calls))["count"]
+    assert (tally.stored, tally.changed, tally.failed, dict(tally.left)) == (7, 6, 0, {rescore.NO_TURNS: 1})
+    assert sorted(calls) == [["0-0-0", "0-1-0"], ["1-0-0"], ["1-2-0", "1-3-0"], ["2-0-0"]]
+    new = read(tmp_path / "new")
+    assert {tuple(key): (record.group_reward, record.total_reward) for key, record in new.items()} == {
+        (0, 0): (1.0, 2.0), (0, 1): (0.5, 0.5), (1, 0): (1.0, 2.0), (1, 2): (0.5, 0.5), (1, 3): (1.0, 2.0),
+        (2, 0): (1.0, 2.0), (2, 1): (None, 0.0),
+    }  # fmt: skip
+    assert new[TrajectoryKey(0, 1)].metadata == {"at": 3, "of": 2}
+    assert new[TrajectoryKey(0, 0)].rewards == [0.0, 1.0]
+
+    # Rescored once more, the old scores are neither seen nor added again; without the method they are gone.
+    scored = source_of(tmp_path / "scored", list(new.values()))
+    again = run(scored, tmp_path / "again", lambda: Ranking(calls))["count"]
+    assert (again.changed, again.failed) == (0, 0)
+    assert {key: encode_line(record) for key, record in read(tmp_path / "again").items()} == {
+        key: encode_line(record) for key, record in new.items()
+    }
+    run(scored, tmp_path / "plain", Counting)
+    assert {key: encode_line(record) for key, record in read(tmp_path / "plain").items()} == {
+        record.key: encode_line(record) for record in GROUPED
+    }
+
+
+def test_a_group_that_cannot_be_scored_again_fails_alone(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "run", [*GROUPED, played(3, 0, [4, 6]), played(3, 1, [8])])
+    tally = run(source, tmp_path / "new", lambda: Ranking([]))["count"]
+    assert (tally.stored, tally.failed) == (7, 2)
+    found = {(tuple(f.key), f.stage, f.cause) for f in failures(open_storage(str(tmp_path / "new")))}
+    cause = "rescoring: score_group raised ValueError: unlucky"
+    assert found == {((3, 0), "group", cause), ((3, 1), "group", cause)}
+
+
+def test_a_group_is_left_whole_if_one_of_it_is_answered_otherwise(tmp_path: Path) -> None:
+    changed = played(0, 1, [1, 2])
+    changed.messages[-1].content = "something else"
+    source = source_of(tmp_path / "run", [played(0, 0, [3, 7]), changed, played(1, 0, [9])])
+    tally = run(source, tmp_path / "new", lambda: Ranking([]))["count"]
+    assert (tally.stored, tally.changed, dict(tally.left)) == (3, 1, {rescore.MISMATCHED: 2})
+
+
+def test_a_rescoring_that_was_killed_scores_whole_groups(tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+    source, output = source_of(tmp_path / "run", GROUPED), tmp_path / "new"
+    run(source, output, lambda: Ranking([]))
+    whole = {key: encode_line(record) for key, record in read(output).items()}
+    shard = output / "shard-00000.jsonl"
+    (kept, torn) = [line for line in shard.read_bytes().splitlines(keepends=True) if b'{"task_index":0' in line]
+    shard.write_bytes(kept + torn[:10])
+    tally = run(source, output, lambda: Ranking(calls))["count"]
+    assert sorted(calls) == [["0-0-0", "0-1-0"], ["2-0-0"]]
+    assert (tally.stored, tally.earlier) == (7, 4)
+    assert {key: encode_line(record) for key, record in read(output).items()} == whole
 
 
 def test_object_stores(tmp_path: Path) -> None:
@@ -400,7 +547,7 @@ def test_a_rescored_run_keeps_its_generation_and_has_the_scoring_of_the_new_job(
     inputs = scan(job(), base=tmp_path, environment=lambda name: Counting()).as_json()
     found = rescore.rescored_manifest(RunFiles(str(tmp_path / "run")), job(), inputs=inputs | {"rows": 99})
     assert found.identity["generation.seed"] == 7
-    assert found.identity["environments[0].entrypoint"] == "counting:Counting"
+    assert found.identity["environments[0].entrypoint"] == f"{__name__}:Counting"
     assert "environments[0].config.worth" not in found.identity
     assert list(found.identity) == sorted(found.identity)
     assert (found.shards, found.inputs["rows"]) == (2, 4)
@@ -498,3 +645,64 @@ def test_some_of_each_environment_s_trajectories_are_replayed_twice_first(
     assert f"The first {rescore.PROBED} are tried" in (ROOT / "docs" / "rescoring.md").read_text()
     # Those without a turn say nothing; of the others as many as are probed, twice, and then all.
     assert len(replayed) == 2 * rescore.PROBED + 25
+
+
+class Opened(Counting):
+    """Begins each episode at a number that depends on its seed, which it keeps in an object."""
+
+    recovery = "replay"
+
+    def __init__(self, offset: int = 0) -> None:
+        super().__init__()
+        self.offset = offset
+        self.sums: dict[str, int] = {}
+
+    def reset(self, episodes: list[Episode]) -> list[EpisodeStart | None]:
+        starts: list[EpisodeStart | None] = []
+        for episode in episodes:
+            self.sums[episode.id] = at = episode.seed % 3 + self.offset
+            message = {"role": "user", "content": f"at {at}"}
+            starts.append(EpisodeStart(messages=[message], metadata={"id": episode.id}))
+        return starts
+
+    def step(self, message_log_batch: list[list[ChatMessage]], metadata: list[Metadata]) -> EnvironmentReturn:
+        sums = []
+        for log, state in zip(message_log_batch, metadata, strict=True):
+            assert state is not None
+            self.sums[state["id"]] += int(log[-1]["content"])
+            sums.append(self.sums[state["id"]])
+        observations = [{"role": "environment", "content": self.said(at)} for at in sums]
+        return EnvironmentReturn(observations, None, None, [at / 10 for at in sums], [at >= 10 for at in sums])
+
+    def close(self, episodes: list[EpisodeEnd]) -> None:
+        for end in episodes:
+            del self.sums[end.id]
+
+
+def opened_run(directory: Path) -> RunFiles:
+    """A run with one trajectory of `Opened`, with other rewards."""
+    begun = task_seed(0, 2) % 3
+    record = played(2, 0, [9 - begun, 4])
+    texts = [f"at {begun}", str(9 - begun), "at 9", "4", "at 13"]
+    record.messages.insert(1, Message("user", "", token_array()))
+    for message, text in zip(record.messages[1:], texts, strict=True):
+        message.content = text
+    return source_of(directory, [record])
+
+
+def test_episodes_are_begun_and_closed(tmp_path: Path) -> None:
+    environment = Opened()
+    counts = run(opened_run(tmp_path / "run"), tmp_path / "new", lambda: environment)["count"]
+    assert (counts.stored, counts.changed, counts.failed) == (1, 1, 0)
+    assert not counts.left
+    assert environment.sums == {}
+    (record,) = read(tmp_path / "new").values()
+    assert record.rewards == [0.9, 1.3]
+
+
+def test_an_episode_that_begins_otherwise_is_left(tmp_path: Path) -> None:
+    counts = run(opened_run(tmp_path / "run"), tmp_path / "new", lambda: Opened(offset=1))["count"]
+    assert (counts.changed, counts.left.total()) == (0, 1)
+    assert "reset returns other messages than before" in counts.examples[0]
+    (record,) = read(tmp_path / "new").values()
+    assert record.rewards == [0.0, 1.0]

@@ -172,6 +172,9 @@ def test_wilson_s_interval_has_the_share_and_stays_a_share(counts: tuple[int, in
     assert wilson_interval(1 - successes / trials, trials) == pytest.approx((1 - high, 1 - low), abs=1e-9)
     more = wilson_interval(successes / trials, 4 * trials)
     assert more[1] - more[0] < high - low
+    # Means of several shares, which rounding takes beyond them.
+    assert 0 < wilson_interval(math.nextafter(1.0, 2.0), trials)[0] < wilson_interval(1.0 + 1e-15, trials)[1] == 1.0
+    assert wilson_interval(-1e-17, trials)[0] == 0.0
 
 
 def test_numbers_of_tries() -> None:

@@ -34,7 +34,7 @@ def aggregates(tmp_path: Path) -> Aggregates:
 
 def test_the_result_of_a_run(aggregates: Aggregates) -> None:
     out = io.StringIO()
-    Console(file=out, width=80).print(run_command._table(aggregates.summaries))
+    Console(file=out, width=80).print(run_command.result_table(aggregates.summaries))
     text = out.getvalue()
     assert "…" not in text
     assert all(f"{reason} " in text for reason in REASONS)

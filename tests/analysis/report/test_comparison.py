@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.analysis.comparison import compare as compare_module
 from kuberoll_workers.analysis.comparison.compare import MOST_TASKS, Comparison, NotComparable, compare_runs
 from kuberoll_workers.analysis.comparison.metrics import Metric, TaskValues, compare
 from kuberoll_workers.analysis.comparison.page import render
@@ -235,6 +237,27 @@ def test_a_run_and_its_copy_do_not_differ(tmp_path: Path) -> None:
     assert len(comparison.browsed[0]) == len(comparison.browsed[1]) == len(records)
 
 
+def test_the_page_has_what_its_script_reads(tmp_path: Path) -> None:
+    (text,) = re.findall(r'id="data">(.*?)</script>', differing(tmp_path).decode(), re.DOTALL)
+    document = orjson.loads(text)
+    assert set(document) == {"runs", "notes", "paired", "settings", "environments", "browsed"}
+    assert document["paired"] is True
+    assert document["settings"] == {"different": [["generation.sampling.temperature", None, "0.5"]], "equal": 7}
+    everything, *parts = document["environments"]
+    assert [part["name"] for part in (everything, *parts)] == ["", "shell_repair", "sliding_puzzle", "word_problems"]
+    for part in (everything, *parts):
+        assert set(part) == {"name", "metrics", "changes"}
+        for metric in part["metrics"]:
+            assert {"name", "kind", "paired", "first", "second", "difference", "low", "high"} <= set(metric)
+    changes = everything["changes"]
+    assert (changes["better"], changes["worse"], changes["equal"]) == (1, 1, 7)
+    assert sum(count for _, _, count in changes["points"]) == 9
+    better, worse = changes["listed"]
+    assert [(task["task"], task["first"] < task["second"]) for task in (better, worse)] == [(3, True), (4, False)]
+    assert better["environment"] == "sliding_puzzle"
+    assert {rollout for rollout, _ in better["rollouts"][0]} == {rollout for rollout, _ in better["rollouts"][1]}
+
+
 def differing(tmp_path: Path) -> bytes:
     records = [list(realistic(9)) for _ in range(2)]
     for record in records[1]:
@@ -290,3 +313,11 @@ def test_a_comparison_without_pairs(opened: Open, tmp_path: Path) -> None:
     expect(page.locator("#notes")).to_contain_text("the datasets differ (3 rows in A, 5 in B)")
     expect(page.get_by_role("heading", name="Tasks")).to_be_hidden()
     expect(page.locator("#metrics")).to_contain_text("success rate")
+
+
+def test_each_run_has_half_of_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_module, "MOST", 9)
+    records = rewarded([[0.0, 1.0]] * 5)
+    # No task differs, so all can be read that there is room for.
+    comparison = of(tmp_path, records, rewarded([[0.0, 1.0]] * 6), rows=4)
+    assert [len(browsed) for browsed in comparison.browsed] == [4, 4]

@@ -8,6 +8,7 @@ import hashlib
 import html
 import re
 import zlib
+from importlib.resources import files
 from pathlib import Path
 from statistics import stdev
 from types import SimpleNamespace
@@ -241,6 +242,8 @@ def test_texts_are_in_the_page_as_they_were() -> None:
 def test_chunks_are_bounded_by_texts_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     from kuberoll_workers.analysis.report import page
 
+    many: Any = [SimpleNamespace(text=zlib.compress(b"a"))] * 150
+    assert [(start, len(some)) for start, some in page._batches(many)] == [(0, 64), (64, 64), (128, 22)]
     monkeypatch.setattr(page, "_CHUNK_BYTES", 100)
     texts = [b"a" * size for size in (60, 40, 1, 300, 99, 1, 1, 50, 50, 50)]
     browsed: Any = [SimpleNamespace(text=zlib.compress(text)) for text in texts]
@@ -273,7 +276,10 @@ def blocks(page: str) -> dict[str, str]:
 
 
 def unpacked(text: str) -> Any:
-    return orjson.loads(gzip.decompress(base64.b64decode(text)))
+    packed = base64.b64decode(text)
+    # No time of its making, so that the same data make the same page.
+    assert packed[4:8] == bytes(4)
+    return orjson.loads(gzip.decompress(packed))
 
 
 def test_the_page_has_what_its_script_reads() -> None:
@@ -320,6 +326,13 @@ def test_a_page_allows_itself_its_own_script_and_style_and_nothing_else() -> Non
         "default-src": "'none'", "style-src": digest(style), "script-src": digest(script), "base-uri": "'none'",
         "form-action": "'none'",
     }  # fmt: skip
+    # Nothing but the page's own programs.
+    assets = files("kuberoll_workers.analysis.report").joinpath("assets")
+    for part in assets.iterdir():
+        if part.name.endswith(".js") and part.name != "comparison.js":
+            assert script.count(part.read_text("utf-8")) == 1
+            script = script.replace(part.read_text("utf-8"), "")
+    assert script.strip() == ""
 
 
 def test_what_a_page_shows_of_each_kind_of_trajectory() -> None:
@@ -369,6 +382,11 @@ def test_what_a_page_shows_of_each_kind_of_trajectory() -> None:
         "metadata": None,
         "failure": {"kind": "environment", "stage": "step", "tries": 5},
     }
+    lost.traceback, lost.row = "Traceback\n" + "t" * 20_000, "rows.jsonl:7\x00"
+    found = readable(lost)["failure"]
+    assert found["traceback"].startswith("Traceback\nttt")
+    assert "4,010 characters left out" in found["traceback"]
+    assert found["row"] == "rows.jsonl:7␀"
     # As many turns as people look at.
     endless = trajectory(1, rewards=[0.5] * 1500)
     endless.reward_parts = {"right": [0.5] * 1500}

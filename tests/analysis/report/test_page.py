@@ -192,6 +192,14 @@ def test_light_and_dark(opened: Open) -> None:
     assert page.evaluate(background) == light
 
 
+def test_charts_are_drawn_again_for_another_width(opened: Open) -> None:
+    page = opened(realistic(30)).page
+    first = page.locator("#charts svg").first
+    before = first.get_attribute("viewBox")
+    page.set_viewport_size({"width": 700, "height": 900})
+    expect(first).not_to_have_attribute("viewBox", str(before))
+
+
 def test_a_narrow_screen(opened: Open) -> None:
     page = opened(realistic(30), viewport={"width": 360, "height": 740}).page
     wide = "document.documentElement.scrollWidth"

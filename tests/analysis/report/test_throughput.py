@@ -114,3 +114,16 @@ def test_times_that_are_unknown_are_left_out() -> None:
     half = played([(1.0, 1.0, 0.0, 5), (3.0, 1.0, 0.0, 7)])
     half.timing.ended_at[0] = None
     assert totals(of(half)) == pytest.approx((1, 7, 1))
+
+
+def test_the_mean_is_over_all_environments_without_pauses() -> None:
+    assert Throughput().tokens_per_second() is None
+    collected = Throughput()
+    # The last interval is shorter than the others.
+    for task, start in enumerate((0, 90_000)):
+        collected.add(played([(start + end, 1.0, 0.0, 10) for end in (1.0, 2.0, 3.0, 4.375)], task=2 * task))
+        collected.add(played([(start + 4.0, 4.0, 0.0, 20)], environment="math", task=2 * task + 1))
+    first, _ = collected.stretches(["puzzle", "math"])
+    assert first.generated == pytest.approx(60)
+    assert (first.end - first.start) % first.seconds != 0
+    assert collected.tokens_per_second() == pytest.approx(2 * 60 / (2 * (first.end - first.start)))

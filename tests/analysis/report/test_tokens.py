@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.analysis.report.make import read_report
+from kuberoll_workers.analysis.report.make import own_texts, read_report
 from kuberoll_workers.analysis.report.token_details import MOST_TOKENS, token_details
 from kuberoll_workers.analysis.report.token_texts import TokenizerUnusable, TokenTexts, load_texts, stored_tokenizer
 from kuberoll_workers.analysis.report.trajectory_sample import MESSAGE_CHARACTERS, readable
@@ -171,6 +172,22 @@ def test_a_run_s_own_tokenizer_is_used_where_it_is(tmp_path: Path) -> None:
     assert load_texts(str(TINY)).pieces(ids, "up") is not None
     with pytest.raises(TokenizerUnusable, match=r"--tokenizer /nowhere: no tokenizer could be loaded"):
         load_texts("/nowhere")
+
+
+def test_a_run_s_own_tokenizer_is_of_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of the hub has one revision, and no branch that points to it."""
+    stored, other = "a" * 40, "b" * 40
+    shutil.copytree(TINY, tmp_path / "hub" / "models--me--tiny" / "snapshots" / stored)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "run"
+    store(place, [trajectory(0)])
+    known = {}
+    for revision in (stored, other, None):
+        identity = {"generation.model.source": "me/tiny", "generation.model.revision": revision}
+        manifest = RunManifest(format=1, job="j", created="", shards=1, identity=identity, inputs={}, versions={})
+        (place / MANIFEST).write_bytes(orjson.dumps(manifest))
+        known[revision] = own_texts(RunFiles(str(place))) is not None
+    assert known == {stored: True, other: False, None: False}
 
 
 def test_versions_are_counted_by_token_and_trajectory() -> None:

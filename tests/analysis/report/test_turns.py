@@ -12,7 +12,7 @@ from kuberoll_workers.analysis.report.row import row_of
 from kuberoll_workers.analysis.report.turns import print_trajectory, trajectory_table
 from kuberoll_workers.data.tracebacks import Frame
 from kuberoll_workers.output.precedence import EndedRecord
-from tests.analysis.report.runs import dropped, failure, trajectory
+from tests.analysis.report.runs import dropped, failure, message, trajectory
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
@@ -54,6 +54,10 @@ def test_numbers_end_where_their_titles_end() -> None:
         end = head.index(title) + len(title)
         assert first[:end].split()[-1] == one
         assert second[:end].split()[-1] == other
+    for title, one, other in (("environment", "puzzle", "puzzle"), ("stop reason", "terminated", "failed")):
+        start = head.index(title)
+        assert first[start:].startswith(one)
+        assert second[start:].startswith(other)
     assert second.rstrip().endswith(
         "infrastructure (generation): the endpoint is gone after 5 tries: connection refused"
     )
@@ -69,3 +73,21 @@ def test_titles_stand_out_on_a_terminal() -> None:
         assert f"\x1b[1m{bold}\x1b[0m" in text
     assert "\x1b[33mtruncated\x1b[0m" in text
     assert "\x1b[1;32m  assistant\x1b[0m" in text
+
+
+def test_a_text_is_indented_by_four_columns_on_a_terminal_and_in_a_pipe() -> None:
+    words = "one two three four five six seven eight nine ten"
+    record = trajectory(7, 3, messages=[message("user", words, 0), message("assistant", f"  {words}", 1)])
+    for terminal in (True, False):
+        out = io.StringIO()
+        print_trajectory(
+            record, row_of(record), Console(file=out, width=20, force_terminal=terminal, color_system=None)
+        )
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        if terminal:
+            wrapped = ["    one two three", "    four five six", "    seven eight nine", "    ten"]
+            assert lines[lines.index(wrapped[0]) :][:4] == wrapped
+            assert "      one two three" in lines
+        else:
+            assert f"    {words}" in lines
+            assert f"      {words}" in lines

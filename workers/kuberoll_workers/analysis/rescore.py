@@ -1,34 +1,37 @@
 """Rescoring: the environments recompute the rewards of stored trajectories, without generating again.
 
 The environment receives the stored responses one by one, from the row's initial state on. Its observations must equal
-the
-stored ones; only then do the new rewards belong to this trajectory.
+the stored ones; only then do the new rewards belong to this trajectory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import itertools
 import json
 import pickle
 import random
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy
 import orjson
 
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.analysis.rescored_groups import ReplayedGroup, Rescored, groups_of, with_group_score
+from kuberoll_workers.data.messages import Message, chat_message
+from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.dataset.expansion import PromptGroup
-from kuberoll_workers.environments.interface import ChatMessage, Metadata
-from kuberoll_workers.environments.outcome import StepOutcome
+from kuberoll_workers.environments.interface import ChatMessage, Episode, GroupScore, Metadata
+from kuberoll_workers.environments.outcome import EpisodeLost, StepInvalid, StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.output import records
 from kuberoll_workers.output.journal import Journal, WriteObserver
@@ -36,8 +39,13 @@ from kuberoll_workers.output.run_directory import RunDirectory, RunManifest, new
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, open_storage
 from kuberoll_workers.output.trajectories import Trajectories
-from kuberoll_workers.rollouts.failures import TrajectoryFailed, backoff, failure_of, is_retryable
+from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES
+from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, is_retryable
+from kuberoll_workers.rollouts.group_scores import member_of
+from kuberoll_workers.rollouts.seeds import task_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy
+
+_Result = TypeVar("_Result")
 
 SUMMARY = "rescored.json"
 PROBED = 16
@@ -134,10 +142,11 @@ def rescored_manifest(source: RunFiles, job: RolloutJob, *, inputs: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """Start of an episode: the prompt's messages (role, content), and the initial state."""
+    """Start of an episode: the prompt's chat messages, the initial state, and the row's tools."""
 
-    messages: list[dict[str, str]]
+    messages: list[ChatMessage]
     metadata: Metadata
+    tools: list[Tool] | None = None
 
 
 class InitialStates:
@@ -159,9 +168,8 @@ class InitialStates:
             if group.task_index == len(self._offsets):
                 self._offsets.append(file.tell())
                 row = group.row
-                messages = [{"role": message["role"], "content": message["content"]} for message in row.messages]
                 # Not as JSON, which would turn a generator's tuples into lists.
-                pickle.dump((row.task_name, InitialState(messages, row.metadata)), file)
+                pickle.dump((row.task_name, InitialState(row.messages, row.metadata, row.tools)), file)
 
     def of(self, record: TrajectoryRecord) -> InitialState:
         """Initial state of a trajectory's episode, a new object each time.
@@ -173,10 +181,7 @@ class InitialStates:
             raise _not_the_row(f"the dataset has {len(self._offsets)} tasks, and no task {record.task_index}")
         self._file.seek(self._offsets[record.task_index])
         name, state = pickle.load(self._file)
-        prompt = [
-            {"role": message.role, "content": message.content} for message in record.messages if message.turn == 0
-        ]
-        if name != record.task_name or state.messages != prompt:
+        if name != record.task_name or _texts(state.messages) != _texts(_prompt(record))[: len(state.messages)]:
             raise _not_the_row(f"task {record.task_index} of the dataset has another prompt than the trajectory")
         assert isinstance(state, InitialState)
         return state
@@ -193,21 +198,37 @@ class Replay:
     Attributes:
         outcomes: Outcome of each turn.
         mismatch: First difference from the stored trajectory; None if there is none.
+        metadata: The episode's state at the end.
     """
 
     outcomes: list[StepOutcome]
     mismatch: str | None
+    metadata: Metadata = None
 
 
 class Replayer:
     """Replays stored responses to their environments."""
 
     def __init__(
-        self, environments: Mapping[str, EnvironmentRunner], states: InitialStates, *, retries: RetryPolicy
+        self,
+        environments: Mapping[str, EnvironmentRunner],
+        states: InitialStates,
+        *,
+        retries: RetryPolicy,
+        seed: int = 0,
+        max_turns: int = 1,
     ) -> None:
+        """
+        Args:
+            seed: Base seed of the run's episodes.
+            max_turns: `rollout.maxTurns` of the run, for environments that are told it.
+        """
         self._environments = environments
         self._states = states
         self._retries = retries
+        self._seed = seed
+        self._max_turns = max_turns
+        self._episodes = itertools.count(1)
         # Only for the backoff of retries; trajectories do not depend on it.
         self._draw = random.Random()
 
@@ -222,31 +243,100 @@ class Replayer:
         """
         state = self._states.of(record)
         environment = self._environments[record.task_name]
+        hooks = await self._retrying(environment.find_hooks)
+        if not hooks.episodic:
+            return await self._steps(record, environment, state, None, force=force)
+        # A failed step leaves an episode in an unknown state, so all of it is tried again.
+        return await self._retrying(lambda: self._episode(record, environment, state, force=force))
+
+    async def scores_groups(self, name: str) -> bool:
+        """True if an environment scores prompt groups.
+
+        Raises:
+            TrajectoryFailed: The environment cannot be created.
+        """
+        return (await self._retrying(self._environments[name].find_hooks)).score_group
+
+    async def score_group(self, trajectories: list[TrajectoryRecord]) -> list[GroupScore]:
+        """Score the replayed trajectories of one prompt group; they have no group rewards yet.
+
+        Raises:
+            TrajectoryFailed: It failed permanently.
+        """
+        environment = self._environments[trajectories[0].task_name]
+        members = [member_of(record) for record in trajectories]
+        return await self._retrying(lambda: environment.score_group(members), stage="group")
+
+    async def _episode(
+        self, record: TrajectoryRecord, environment: EnvironmentRunner, state: InitialState, *, force: bool
+    ) -> Replay:
+        prompt = _prompt(record)
+        episode = Episode(
+            # Its own name for each replay: the previous one may still be closing.
+            id=f"{record.task_index}-{record.rollout_index}-{record.attempt}-{next(self._episodes)}",
+            messages=state.messages,
+            metadata=state.metadata,
+            seed=task_seed(self._seed, record.task_index),
+            max_turns=self._max_turns,
+            tools=state.tools,
+        )
+        metadata = state.metadata
+        try:
+            start = await environment.begin(episode)
+            if _texts(state.messages) + _texts(start.messages) != _texts(prompt) and not force:
+                return Replay([], "reset returns other messages than before")
+            if start.metadata is not None:
+                metadata = start.metadata
+            begun = InitialState(prompt, metadata)
+            return await self._steps(record, environment, begun, episode.id, force=force)
+        finally:
+            environment.end(episode.id, metadata, "interrupted")
+
+    async def _steps(
+        self,
+        record: TrajectoryRecord,
+        environment: EnvironmentRunner,
+        state: InitialState,
+        episode: str | None,
+        *,
+        force: bool,
+    ) -> Replay:
         metadata = state.metadata
         log: list[ChatMessage] = list(state.messages)
         outcomes: list[StepOutcome] = []
         mismatch: str | None = None
+        if episode is None and _texts(state.messages) != _texts(prompt := _prompt(record)):
+            if not force:
+                return Replay([], "the environment's reset added messages to the prompt, and it has none now")
+            log = list(prompt)
         for turn, (response, observation) in enumerate(_turns(record), start=1):
-            log.append({"role": "assistant", "content": response.content})
-            outcome = await self._step(environment, log, metadata)
+            log.append(chat_message(response))
+            step = functools.partial(environment.step, log.copy(), metadata, episode=episode)
+            outcome = await (self._retrying(step) if episode is None else step())
             outcomes.append(outcome)
             if outcome.metadata is not None:
                 metadata = outcome.metadata
             mismatch = mismatch or _difference(record, turn, response, observation, outcome)
             if mismatch and not force:
                 break
-            log.append({"role": observation.role, "content": observation.content})
-        return Replay(outcomes, mismatch)
+            log += map(chat_message, observation)
+        return Replay(outcomes, mismatch, metadata)
 
-    async def _step(self, environment: EnvironmentRunner, log: list[ChatMessage], metadata: Metadata) -> StepOutcome:
-        tries = 0
+    async def _retrying(self, operation: Callable[[], Awaitable[_Result]], *, stage: Stage = "environment") -> _Result:
+        tries = losses = 0
         while True:
             try:
-                return await environment.step(log.copy(), metadata)
+                return await operation()
+            except EpisodeLost as error:
+                # Another episode of its instance was at fault.
+                losses += 1
+                if losses > MAX_RECOVERIES:
+                    raise failure_of(error, stage=stage, tries=losses) from error
+                continue
             except Exception as error:
                 tries += 1
                 if tries >= self._retries.environment_attempts or not is_retryable(error):
-                    raise failure_of(error, stage="environment", tries=tries) from error
+                    raise failure_of(error, stage=stage, tries=tries) from error
             await asyncio.sleep(
                 backoff(
                     tries,
@@ -257,22 +347,31 @@ class Replayer:
             )
 
 
-def _turns(record: TrajectoryRecord) -> list[tuple[Message, Message]]:
+def _prompt(record: TrajectoryRecord) -> list[ChatMessage]:
+    """The prompt's messages, with those that `reset` added."""
+    return [chat_message(message) for message in record.messages if message.turn == 0]
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Role and content of each: older versions did not store further fields."""
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def _turns(record: TrajectoryRecord) -> list[tuple[Message, list[Message]]]:
     """Response and observation of each turn."""
-    played = [message for message in record.messages if message.turn > 0]
-    if len(played) != 2 * record.turn_count:
-        raise _not_the_row(f"the trajectory has {len(played)} messages for {record.turn_count} turns")
-    return list(zip(played[::2], played[1::2], strict=True))
+    turns = [list(played) for turn, played in itertools.groupby(record.messages, lambda message: message.turn) if turn]
+    if len(turns) != record.turn_count or any(len(played) < 2 for played in turns):
+        played = sum(map(len, turns))
+        raise _not_the_row(f"the trajectory has {played} messages for {record.turn_count} turns")
+    return [(response, observation) for response, *observation in turns]
 
 
 def _difference(
-    record: TrajectoryRecord, turn: int, response: Message, stored: Message, outcome: StepOutcome
+    record: TrajectoryRecord, turn: int, response: Message, stored: Sequence[Message], outcome: StepOutcome
 ) -> str | None:
-    if (outcome.role, outcome.content) != (stored.role, stored.content):
-        return (
-            f"the observation of turn {turn} was {_short(stored.role, stored.content)}, "
-            f"is {_short(outcome.role, outcome.content)}"
-        )
+    before, now = list(map(chat_message, stored)), list(outcome.observation)
+    if before != now:
+        return f"the observation of turn {turn} was {_short(before)}, is {_short(now)}"
     if turn < record.turn_count:
         if outcome.terminated:
             return f"the episode now ends after turn {turn}, but originally after turn {record.turn_count}"
@@ -286,16 +385,22 @@ def _difference(
     return None
 
 
-def _short(role: str, content: str) -> str:
-    text = json.dumps(content, ensure_ascii=False)
-    return f"{role} {text if len(text) <= 60 else text[:57] + '...'}"
+def _short(observation: Sequence[ChatMessage]) -> str:
+    shown = []
+    for message in observation:
+        text = json.dumps(message["content"], ensure_ascii=False)
+        shown.append(f"{message['role']} {text if len(text) <= 60 else text[:57] + '...'}")
+    return ", ".join(shown)
 
 
-def with_replay(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> TrajectoryRecord:
-    """The same trajectory with rewards, final state and answer of a replay; everything else is unchanged.
+def with_replay(
+    record: TrajectoryRecord, outcomes: list[StepOutcome], *, metadata: Metadata = None
+) -> TrajectoryRecord:
+    """The same trajectory with rewards, final state and answer of a replay, and without a group's score.
 
     Args:
         outcomes: Outcome of each turn.
+        metadata: The final state, for a trajectory whose stored state is its group's; else that of the last outcome.
     """
     total = numpy.float32(0)
     for outcome in outcomes:
@@ -303,20 +408,23 @@ def with_replay(record: TrajectoryRecord, outcomes: list[StepOutcome]) -> Trajec
         total += numpy.float32(outcome.reward)
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.reward_parts)
     states = [outcome.metadata for outcome in outcomes if outcome.metadata is not None]
+    stored = record.metadata if record.group_reward is None else metadata
     answers = [outcome.answer for outcome in outcomes if outcome.answer is not None]
     return dataclasses.replace(
         record,
         total_reward=float(total),
         rewards=[outcome.reward for outcome in outcomes],
         reward_parts={name: [outcome.reward_parts.get(name, 0.0) for outcome in outcomes] for name in names},
-        metadata=states[-1] if states else record.metadata,
+        metadata=states[-1] if states else stored,
         answer=answers[-1] if answers else None,
+        group_reward=None,
     )
 
 
 def rewards_changed(old: TrajectoryRecord, new: TrajectoryRecord) -> bool:
     """True if the trajectory's rewards have changed."""
-    return (old.total_reward, old.rewards, old.reward_parts) != (new.total_reward, new.rewards, new.reward_parts)
+    parts = ("total_reward", "rewards", "reward_parts", "group_reward")
+    return any(getattr(old, name) != getattr(new, name) for name in parts)
 
 
 @dataclass(slots=True)
@@ -390,9 +498,11 @@ class Rescoring:
         seconds: WriteObserver,
         force: bool = False,
         parquet: bool = False,
+        group_sizes: Mapping[str, int] | None = None,
     ) -> None:
         """
         Args:
+            group_sizes: Rollout indexes of each row, by environment; needed for those that score prompt groups.
             environments: Names of the environments whose trajectories are rescored; all others are copied unchanged.
             concurrency: Maximum number of concurrent replays.
             seconds: WriteObserver the wall seconds of each write.
@@ -408,6 +518,7 @@ class Rescoring:
         self._force = force
         self._parquet = parquet
         self._seconds = seconds
+        self._sizes = dict(group_sizes or {})
         self._pending = 0
 
     async def run(self) -> dict[str, RescoreCounts]:
@@ -418,6 +529,7 @@ class Rescoring:
             JournalBroken: The output cannot be written.
         """
         trajectories = self._source.read()
+        self._sizes = {name: size for name, size in self._sizes.items() if await self._scores_groups(name)}
         try:
             if not self._force:
                 await self._probe(trajectories)
@@ -438,16 +550,32 @@ class Rescoring:
         earlier = Trajectories([self._output], shards=[name])
         stored = {record.key: record.total_reward for record in earlier.finished()}
         journal = self._journal(name)
+        groups = await asyncio.to_thread(self._groups_of_shard, name)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(journal.close)
             # Waits for running replays before the journal closes, even after an error.
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             async for record in _read_in_thread(found):
+                group = groups.get(record.key)
                 if record.key in stored:
                     self._count_earlier(record, stored[record.key])
-                    continue
+                    if group is None or group.keys <= stored.keys():
+                        continue
                 await self._slots.acquire()
-                tasks.create_task(self._one(record, journal, failed)).add_done_callback(lambda _: self._slots.release())
+                task = tasks.create_task(self._one(record, journal, failed, group, stored))
+                task.add_done_callback(lambda _: self._slots.release())
+
+    def _groups_of_shard(self, name: str) -> Mapping[TrajectoryKey, ReplayedGroup]:
+        if not self._sizes:
+            return {}
+        return groups_of((line.record for line in records.counted_lines(self._source.storage, name)), self._sizes)
+
+    async def _scores_groups(self, name: str) -> bool:
+        try:
+            return name in self._selected and await self._replayer.scores_groups(name)
+        except TrajectoryFailed:
+            # Each of its trajectories fails for the same reason.
+            return False
 
     async def _store(self, journal: Journal, record: TrajectoryRecord | FailureRecord) -> None:
         """Schedule the write of a record. Replays do not wait for the parts of an object store."""
@@ -472,19 +600,61 @@ class Rescoring:
         tally.changed += total != record.total_reward
         tally.store(record.total_reward, total)
 
-    async def _one(self, record: TrajectoryRecord, journal: Journal, failed: Journal) -> None:
-        tally = self._tally(record.task_name)
+    async def _one(
+        self,
+        record: TrajectoryRecord,
+        journal: Journal,
+        failed: Journal,
+        group: ReplayedGroup | None,
+        stored: Collection[TrajectoryKey],
+    ) -> None:
         try:
-            new, reason = await self._score(record, tally)
+            rescored = Rescored(record, *await self._score(record, self._tally(record.task_name)))
         except TrajectoryFailed as failure:
-            await self._store(failed, _failure(record, failure))
+            rescored = Rescored(record, failure)
+        if group is None:
+            await self._put(rescored, journal, failed)
+            return
+        group.replayed.append(rescored)
+        if group.complete:
+            for one in await self._score_group(group):
+                # An interrupted rescoring may have stored some of them.
+                if one.old.key not in stored:
+                    await self._put(one, journal, failed)
+
+    async def _put(self, rescored: Rescored, journal: Journal, failed: Journal) -> None:
+        old, new = rescored.old, rescored.new
+        tally = self._tally(old.task_name)
+        if isinstance(new, TrajectoryFailed):
+            await self._store(failed, _failure(old, new))
             tally.failed += 1
             return
         await self._store(journal, new)
-        tally.store(record.total_reward, new.total_reward)
-        if reason:
-            tally.left[reason] += 1
-        tally.changed += rewards_changed(record, new)
+        tally.store(old.total_reward, new.total_reward)
+        if rescored.reason:
+            tally.left[rescored.reason] += 1
+        tally.changed += rewards_changed(old, new)
+
+    async def _score_group(self, group: ReplayedGroup) -> list[Rescored]:
+        """The replayed trajectories with the scores of their group; all are left unchanged if one has to be."""
+        replayed = sorted(group.replayed, key=lambda one: one.old.key)
+        for reason in (MISMATCHED, UNSCORABLE):
+            if any(one.reason == reason for one in replayed):
+                return [Rescored(one.old, one.old, reason) for one in replayed]
+        new = {one.old.key: one.new for one in replayed if isinstance(one.new, TrajectoryRecord) and not one.reason}
+        if not new:
+            return replayed
+        scored: dict[TrajectoryKey, TrajectoryRecord | TrajectoryFailed]
+        try:
+            scores = await self._replayer.score_group(list(new.values()))
+            scored = {
+                key: with_group_score(record, score) for (key, record), score in zip(new.items(), scores, strict=True)
+            }
+        except TrajectoryFailed as failure:
+            scored = dict.fromkeys(new, failure)
+        except StepInvalid as fault:
+            scored = dict.fromkeys(new, failure_of(fault, stage="group", tries=1))
+        return [dataclasses.replace(one, new=scored.get(one.old.key, one.new)) for one in replayed]
 
     async def _score(self, record: TrajectoryRecord, tally: RescoreCounts) -> tuple[TrajectoryRecord, str]:
         """The trajectory to store, and why it was left unchanged; empty if it was rescored."""
@@ -500,7 +670,7 @@ class Rescoring:
                 tally.examples.append(f"trajectory {record.task_index}-{record.rollout_index}: {replay.mismatch}")
             if not self._force:
                 return record, MISMATCHED
-        return with_replay(record, replay.outcomes), ""
+        return with_replay(record, replay.outcomes, metadata=replay.metadata), ""
 
     async def _probe(self, trajectories: Trajectories) -> None:
         """Replay some trajectories of each environment twice; an environment with different results is unscorable."""
@@ -539,8 +709,8 @@ def _disagreement(one: Replay | BaseException, other: Replay | BaseException) ->
                 raise replay
         return None
     for turn, (a, b) in enumerate(zip(one.outcomes, other.outcomes, strict=True), start=1):
-        if (a.role, a.content) != (b.role, b.content):
-            return f"the observation of turn {turn} is {_short(a.role, a.content)} and {_short(b.role, b.content)}"
+        if a.observation != b.observation:
+            return f"the observation of turn {turn} is {_short(a.observation)} and {_short(b.observation)}"
         if a.reward != b.reward:
             return f"the reward of turn {turn} is {a.reward:g} and {b.reward:g}"
         if a.terminated != b.terminated:

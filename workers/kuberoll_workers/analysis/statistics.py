@@ -173,7 +173,6 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
         share: From 0 to 1.
         trials: At least 1.
     """
-    share = min(1.0, max(0.0, share))
     square = NormalDist().inv_cdf(0.975) ** 2
     center = (share + square / (2 * trials)) / (1 + square / trials)
     reach = math.sqrt(square * (share * (1 - share) + square / (4 * trials)) / trials) / (1 + square / trials)
@@ -322,8 +321,8 @@ def majority_at_k(answers: Sequence[int], scores: Sequence[float], k: int) -> fl
     """Mean score of majority votes of k samples, over disjoint runs of k consecutive samples.
 
     The most frequent answer of a run wins, with the mean of its samples' scores; of tied answers the mean counts.
-    Samples
-    without an answer do not vote; a run without votes scores 0. Samples after the last complete run are ignored.
+    Samples without an answer do not vote; a run without votes scores 0. Samples after the last complete run are
+    ignored.
 
     Args:
         answers: One per sample, 0 for no answer; equal numbers are equal answers.

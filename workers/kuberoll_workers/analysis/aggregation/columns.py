@@ -11,11 +11,13 @@ import orjson
 
 from kuberoll_workers.analysis.aggregation.environments import MetricsFailure
 from kuberoll_workers.analysis.aggregation.sources import Contents
-from kuberoll_workers.analysis.aggregation.table import REWARD, TURNS, Frame
+from kuberoll_workers.analysis.aggregation.table import REWARD, TOKENS, TOTAL_TOKENS, TURNS, Frame
+from kuberoll_workers.data.messages import chat_message
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tracebacks import attached_traceback, traceback_of
 from kuberoll_workers.environments.interface import EnvironmentInterface
+from kuberoll_workers.environments.ray_classes import is_ray_class
 
 MakeEnvironment = Callable[[str], EnvironmentInterface]
 
@@ -23,11 +25,20 @@ MakeEnvironment = Callable[[str], EnvironmentInterface]
 HOOK_SECONDS = 900.0
 """Time limit of `global_post_process_and_metrics` for one environment."""
 
+PROMPT_IDS = "prompt_token_ids"
+"""Name of the column with the token ids of each prompt."""
+PROMPT_TOKENS, ALL_TOKENS = "prompt_tokens", "total_tokens"
+"""Names of the columns with the numbers of tokens of the prompt, and of the whole trajectory."""
+
 _HOOK = "global_post_process_and_metrics"
 
 
-def _chat(record: TrajectoryRecord) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in record.messages]
+def _chat(record: TrajectoryRecord) -> list[dict[str, Any]]:
+    return [chat_message(message) for message in record.messages]
+
+
+def _prompt_length(record: TrajectoryRecord) -> int:
+    return sum(message.turn == 0 for message in record.messages)
 
 
 # Columns that exist only in the records: loading one takes another pass over the files, and memory.
@@ -35,6 +46,7 @@ _STORED: Mapping[str, Callable[[TrajectoryRecord], Any]] = {
     "message_log": _chat,
     "extra_env_info": lambda record: record.metadata,
     "idx": lambda record: record.idx,
+    PROMPT_IDS: lambda record: record.messages[_prompt_length(record) - 1].token_ids,
     "answer": lambda record: record.answer,
 }
 _COMPUTED: Mapping[str, Callable[[str, Contents, Frame], list[Any]]] = {
@@ -44,6 +56,8 @@ _COMPUTED: Mapping[str, Callable[[str, Contents, Frame], list[Any]]] = {
     "total_reward": lambda _, __, frame: frame.columns[REWARD].values.tolist(),
     "stop_reason": lambda _, contents, frame: [contents.stop_reasons[reason] for reason in frame.stop_reasons],
     "turn_count": lambda _, __, frame: frame.columns[TURNS].values.astype(np.int64).tolist(),
+    PROMPT_TOKENS: lambda _, __, frame: frame.columns[TOKENS[0]].values.astype(np.int64).tolist(),
+    ALL_TOKENS: lambda _, __, frame: frame.columns[TOTAL_TOKENS].values.astype(np.int64).tolist(),
 }
 
 
@@ -116,6 +130,47 @@ class Columns(MutableMapping[str, Any]):
         return len(self._columns)
 
 
+class TensorColumns(Columns):
+    """The batch as NeMo RL's own environments expect it: further columns, and numbers as tensors of PyTorch.
+
+    Source: `BaseMathEnvironment.global_post_process_and_metrics` and the rollouts of NeMo RL, which fill it.
+    """
+
+    def __init__(self, reader: _Reader, environment: str) -> None:
+        super().__init__(reader, environment)
+        self._numbers = Columns(reader, environment)
+        self._columns |= dict.fromkeys(_TENSORS)
+        self._unread |= _TENSORS.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._unread and name in _TENSORS:
+            self[name] = _TENSORS[name](self._numbers)
+        return super().__getitem__(name)
+
+
+def _tensor(values: list[Any], dtype: str) -> Any:
+    import torch
+
+    return torch.tensor(values, dtype=getattr(torch, dtype))
+
+
+def _prompts(columns: Columns) -> Any:
+    import torch
+
+    rows = [torch.tensor(list(ids), dtype=torch.int64) for ids in columns[PROMPT_IDS]]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+_TENSORS: Mapping[str, Callable[[Columns], Any]] = {
+    "rewards": lambda columns: _tensor(columns["total_reward"], "float32"),
+    "total_reward": lambda columns: _tensor(columns["total_reward"], "float32"),
+    "is_end": lambda columns: _tensor([reason == "terminated" for reason in columns["stop_reason"]], "float32"),
+    "generation_lengths": lambda columns: _tensor(columns[ALL_TOKENS], "int64"),
+    "prompt_lengths": lambda columns: _tensor(columns[PROMPT_TOKENS], "int64"),
+    "text": _prompts,
+}
+
+
 def own_metrics(
     contents: Contents, make: MakeEnvironment, *, seconds: float = HOOK_SECONDS
 ) -> dict[str, dict[str, Any] | MetricsFailure]:
@@ -143,7 +198,8 @@ def own_metrics(
             made[name] = environment
     reader = _Reader(contents, list(made))
     for name, environment in made.items():
-        found[name] = _hook_metrics(environment, Columns(reader, name), seconds)
+        columns = TensorColumns if is_ray_class(type(environment)) else Columns
+        found[name] = _hook_metrics(environment, columns(reader, name), seconds)
         reader.done(name)
     return found
 

@@ -36,6 +36,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
             "rollout_index": record.rollout_index,
             "stop_reason": record.stop_reason,
             "rewards": record.rewards,
+            "group_reward": record.group_reward,
             # JSON whose form depends on the environment, as text: a column has a single type.
             "idx": orjson.dumps(record.idx).decode(),
             "metadata": orjson.dumps(record.metadata).decode(),
@@ -83,6 +84,7 @@ def schema() -> pyarrow.Schema:
                         ("rollout_index", pa.int64()),
                         ("stop_reason", text),
                         ("rewards", pa.list_(pa.float64())),
+                        ("group_reward", pa.float64()),
                         ("idx", text),
                         ("metadata", text),
                     ]

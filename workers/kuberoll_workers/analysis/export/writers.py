@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,9 @@ def write_rows(
     except OSError as error:
         raise ExportError(f"{path}: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        # Where it could not be created, it cannot be removed either.
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return True
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import orjson
 from rich.console import Console
 from rich.text import Text
 
-from kuberoll_workers.analysis.aggregation.environments import EnvironmentSummary, MetricsFailure
 from kuberoll_workers.data.failure_causes import FailureCause, FailureCauses
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.text import one_line, visible
 from kuberoll_workers.data.tracebacks import excerpt, near_path
+
+if TYPE_CHECKING:
+    from kuberoll_workers.analysis.aggregation.environments import EnvironmentSummary
 
 SHOWN_CAUSES = 5
 _SHOWN_FRAMES = 3
@@ -76,6 +79,8 @@ def print_failures(causes: FailureCauses, location: str, console: Console) -> No
 
 def print_metrics_failures(summaries: Mapping[str, EnvironmentSummary], location: str, console: Console) -> None:
     """Print which environments' own metrics are missing, and the frames of their code that failed."""
+    from kuberoll_workers.analysis.aggregation.environments import MetricsFailure
+
     for name, summary in summaries.items():
         if isinstance(found := summary.metrics, MetricsFailure):
             text = f"environment {name}: its own metrics are missing: {one_line(found.error, _CAUSE)}"

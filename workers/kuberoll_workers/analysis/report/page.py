@@ -45,7 +45,7 @@ def assemble(
     them as text. The page's Content-Security-Policy allows only its own script and style, and no requests.
 
     Args:
-        name: Name of the page's own template and script.
+        name: Name of the page, of its sections' template, and of its script.
         document: The script's data.
         offered: Number of trajectories from which the browsed ones were chosen.
         runs: Run of each browsed trajectory, a letter; empty if they are all of one.
@@ -55,8 +55,11 @@ def assemble(
     script = "\n".join(assets.joinpath(part).read_text("utf-8") for part in (*_SCRIPTS, f"{name}.js"))
     chunks, starts = _chunks(browsed)
     document = {**document, "browsed": {"count": len(browsed), "offered": offered, "starts": starts}}
-    page = Template(assets.joinpath(f"{name}.html").read_text("utf-8")).substitute(
-        trajectories=assets.joinpath("trajectories.html").read_text("utf-8"),
+    page = Template(assets.joinpath("page.html").read_text("utf-8")).substitute(
+        name=name,
+        main=Template(assets.joinpath(f"{name}.html").read_text("utf-8")).substitute(
+            trajectories=assets.joinpath("trajectories.html").read_text("utf-8")
+        ),
         title=html.escape(title),
         policy=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'",

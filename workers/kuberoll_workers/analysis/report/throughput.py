@@ -70,7 +70,6 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self.turns = 0
         self._width = _FINEST
         self._origin: float | None = None
         self._bins: dict[str, dict[int, Floats]] = {}
@@ -95,7 +94,6 @@ class Throughput:
             if self._origin is None:
                 self._origin = float(np.floor(ended))
             buffer.extend((ended - self._origin, generation, environment, count))
-            self.turns += 1
         if len(buffer) >= 4 * _BUFFER:
             self._flush(record.task_name)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.data.tokenizer_files import read_tokenizer
+from kuberoll_workers.data.tokenizer_files import read_tokenizer, tokenizer_directory
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MOST_CACHED = 1 << 18
@@ -104,24 +103,10 @@ def stored_tokenizer(source: str | None, revision: str | None = None) -> TokenTe
     Returns:
         None if it is not here, or only transformers can read it.
     """
-    directory = None if source is None else _directory(source, revision)
+    directory = None if source is None else tokenizer_directory(source, revision, stored=True)
     try:
         found = None if directory is None else read_tokenizer(directory)
         return None if found is None else TokenTexts(HuggingFaceTokenizer(found))
     except Exception:
         # Files of any model and version; the report can do without it.
         return None
-
-
-def _directory(source: str, revision: str | None) -> Path | None:
-    directory = Path(source)
-    if directory.is_dir():
-        return directory
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(source, "tokenizer.json", revision=revision)
-    except (ImportError, ValueError):
-        # Not a hub id: a directory of another machine, or a bucket.
-        return None
-    return Path(found).parent if isinstance(found, str) else None

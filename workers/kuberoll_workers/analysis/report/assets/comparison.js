@@ -92,7 +92,6 @@ function taskTable(title, total, tasks, open, several) {
 }
 
 async function start() {
-  colours();
   const { runs, notes, paired, settings, environments, browsed } = report;
   $("facts").append(...["A", "B"].map((letter, place) => make("span", { class: "run" }, make("b", {}, letter),
     ` ${runs[place].location}: ${[runs[place].job, `${number(runs[place].finished)} finished`, runs[place].failed ? `${number(runs[place].failed)} failed` : null, runs[place].created ? `begun ${runs[place].created.replace("T", " ")}` : null].filter(Boolean).join(", ")}`)));
@@ -105,12 +104,8 @@ async function start() {
     : `${number(browsed.count)} of ${number(browsed.offered)} can be read here${environments.some((item) => item.changes && item.changes.listed.length) ? ": those of the tasks listed above" : ""}.`;
   $("search").placeholder = "Search the text, or #task, or #A17.0";
   $("detail").append(make("p", { class: "empty" }, "Choose a trajectory to read it turn by turn."));
-  const scope = $("scope"), single = environments.filter((item) => item.name);
-  scope.append(make("option", { value: "" }, "All environments"), ...single.map((item) => make("option", { value: item.name }, item.name)));
-  $("scope-label").hidden = single.length < 2;
   // The samples of a task in both runs, one below the other.
   Browser.usual = "task";
-  let browser = null;
   const open = (event) => {
     event.preventDefault();
     if (!browser) return;
@@ -119,8 +114,8 @@ async function start() {
     browser.follow();
     $("trajectories").scrollIntoView();
   };
-  const draw = () => {
-    const chosen = scope.value, shown = environments.find((item) => item.name === chosen) || environments[0], { changes } = shown;
+  await present(environments.map((item) => item.name).filter(Boolean), (chosen) => {
+    const shown = environments.find((item) => item.name === chosen) || environments[0], { changes } = shown;
     $("key").replaceChildren(...overview(shown));
     $("metrics").replaceChildren(metricTable(shown.metrics, paired));
     const better = changes ? changes.listed.filter((item) => item.second > item.first) : [], worse = changes ? changes.listed.filter((item) => item.second < item.first) : [];
@@ -128,19 +123,7 @@ async function start() {
     const cards = changes ? [scatter(changes), taskTable("Better in B", changes.better, better, open, several), taskTable("Worse in B", changes.worse, worse, open, several)].filter(Boolean) : [];
     $("tasks").hidden = !cards.length;
     $("charts").replaceChildren(...arranged(cards));
-    if (browser && browser.environment !== chosen) browser.scope(chosen);
-  };
-  scope.addEventListener("input", draw);
-  draw();
-  let width = innerWidth, resized;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return;
-    width = innerWidth;
-    clearTimeout(resized);
-    resized = setTimeout(draw, 100);
   });
-  browser = new Browser(new Trajectories(await unpack($("index")), browsed.starts, browsed.count));
-  document.documentElement.dataset.ready = "true";
 }
 
 start();

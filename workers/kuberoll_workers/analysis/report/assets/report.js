@@ -48,7 +48,6 @@ function charts(numbers, environments) {
 }
 
 async function start() {
-  colours();
   const { head, numbers, browsed } = report, { environments } = numbers;
   const [version, another] = numbers.all.versions.versions;
   const facts = [head.job ? head.location : null, head.created ? `begun ${head.created.replace("T", " ")}` : null,
@@ -59,33 +58,15 @@ async function start() {
     : `${number(browsed.count)} of ${number(browsed.offered)} can be read here: failures first, and an even sample of the others. The numbers above are over all.`;
   $("settings").append(table([{ name: "setting" }, { name: "value" }], head.settings, "Settings"));
   $("settings-section").hidden = !head.settings.length;
-  const scope = $("scope");
-  scope.append(make("option", { value: "" }, "All environments"), ...environments.map((item) => make("option", { value: item.name }, item.name)));
-  $("scope-label").hidden = environments.length < 2;
   $("detail").append(make("p", { class: "empty" }, browsed.count ? "Choose a trajectory to read it turn by turn." : "The run has no trajectory yet."));
-  let browser = null;
-  const draw = () => {
-    const chosen = scope.value;
+  await present(environments.map((item) => item.name), (chosen, choose) => {
     const shown = environments.length === 1 ? environments[0] : environments.find((item) => item.name === chosen && chosen) || numbers.all;
     $("key").replaceChildren(...key(shown, head));
     const cards = charts(shown, environments).filter(Boolean);
     $("numbers").hidden = !cards.length;
     $("charts").replaceChildren(...arranged(cards));
-    $("environments").replaceChildren(...(environments.length > 1 ? [environmentTable(environments, chosen, (name) => { scope.value = name; draw(); })] : []));
-    if (browser && browser.environment !== chosen) browser.scope(chosen);
-  };
-  scope.addEventListener("input", draw);
-  draw();
-  let width = innerWidth, resized;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return;
-    width = innerWidth;
-    clearTimeout(resized);
-    resized = setTimeout(draw, 100);
+    $("environments").replaceChildren(...(environments.length > 1 ? [environmentTable(environments, chosen, choose)] : []));
   });
-  browser = new Browser(new Trajectories(await unpack($("index")), browsed.starts, browsed.count));
-  if (scope.value) browser.scope(scope.value);
-  document.documentElement.dataset.ready = "true";
 }
 
 start();
