@@ -7,9 +7,10 @@ import contextlib
 import json
 import shutil
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from openai import AsyncOpenAI
@@ -54,9 +55,11 @@ def application(routes: OpenAIRoutes) -> ASGIApp:
 
 
 @asynccontextmanager
-async def serving_openai(engine: Engine, tokenizer: Path = TINY) -> AsyncIterator[str]:
+async def serving_openai(
+    engine: Engine, tokenizer: Path = TINY, *, template_variables: Mapping[str, Any] | None = None
+) -> AsyncIterator[str]:
     """Serve a started engine's model as `tiny`; its base URL, without `/v1`."""
-    routes = OpenAIRoutes(engine, model_name="tiny", tokenizer=str(tokenizer))
+    routes = OpenAIRoutes(engine, model_name="tiny", tokenizer=str(tokenizer), template_variables=template_variables)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(application(routes), lifespan="off", log_level="error")
     server = _Server(config)

@@ -24,6 +24,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
     SamplingParameters,
+    StructuredOutputs,
 )
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.serving.ray_settings import free_ports
@@ -138,6 +139,84 @@ async def test_what_vllm_is_asked_for() -> None:
         "repetition_penalty": 1.0,
         "stop_token_ids": [9],
     }
+
+
+MORE: dict[str, Any] = {
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "min_tokens": 20,
+}
+FORMS: dict[str, Any] = {
+    "json": {"type": "object"},
+    "regex": "[0-9]+",
+    "choice": ["a", "b"],
+    "grammar": 'root ::= "a"',
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_all_that_vllm_can_honor_is_sent(form: str) -> None:
+    server = Server(v1__models=listing(), v1__completions=completion(**IDS))
+    async with serving(server.handle) as url, opened(url) as client:
+        await client.generate(request(**MORE, structured_outputs=StructuredOutputs(**{form: FORMS[form]})))
+    (body,) = server.bodies("/v1/completions")
+    # A response of at most 8 tokens has no more at the least.
+    expected = {**MORE, "min_tokens": 8, "structured_outputs": {form: FORMS[form]}}
+    assert {name: body.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_all_that_sglang_can_honor_is_sent(form: str) -> None:
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 355, None]]}
+    server = Server(v1__models=listing("sglang"), model_info={"model_path": "m"}, generate={"meta_info": meta})
+    asked = request(**MORE, structured_outputs=StructuredOutputs(**{form: FORMS[form]}))
+    async with serving(server.handle) as url, opened(url) as client:
+        if form == "choice":
+            with pytest.raises(PolicyRefused, match=r"structuredOutputs\.choice: SGLang has no such setting"):
+                await client.generate(asked)
+            return
+        await client.generate(asked)
+    (body,) = server.bodies("/generate")
+    names = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
+    value = '{"type":"object"}' if form == "json" else FORMS[form]
+    expected = {**MORE, names[form]: value, "min_new_tokens": 8}
+    del expected["min_tokens"]
+    assert {name: body["sampling_params"].get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ({"min_p": 0.1}, "minP"),
+        ({"repetition_penalty": 1.5}, "repetitionPenalty"),
+        ({"min_tokens": 2}, "minTokens"),
+        ({"stop_token_ids": (1,)}, "stopTokenIds"),
+        ({"top_k": 3}, "topK"),
+        ({"structured_outputs": StructuredOutputs(regex="a")}, "structuredOutputs"),
+    ],
+)
+async def test_what_a_plain_server_cannot_be_told_is_refused(
+    setting: dict[str, Any], name: str, tokenizer: HuggingFaceTokenizer
+) -> None:
+    def hosted(body: Any) -> Any:
+        return (400, {"error": {"message": "no such field"}}) if "return_token_ids" in body else completion()
+
+    server = Server(v1__models=listing("somebody"), v1__completions=hosted)
+    async with serving(server.handle) as url, opened(url, tokenizer=tokenizer) as client:
+        with pytest.raises(PolicyRefused, match=rf"sampling\.{name}: the server"):
+            await client.generate(request(**setting))
+        # The penalties of OpenAI's own API are no extension.
+        await client.generate(request(presence_penalty=1.0))
+    assert server.bodies("/v1/completions")[-1]["presence_penalty"] == 1.0
+
+
+async def test_a_value_that_vllm_refuses_is_explained_in_its_words() -> None:
+    server = Server(v1__models=listing(), v1__completions=(400, {"error": {"message": "invalid grammar"}}))
+    async with serving(server.handle) as url, opened(url) as client:
+        with pytest.raises(PolicyRefused, match=r"structuredOutputs: .* answered 400: invalid grammar"):
+            await client.generate(request(structured_outputs=StructuredOutputs(grammar="(")))
 
 
 async def test_ids_that_are_told_as_tokens() -> None:
@@ -296,11 +375,13 @@ async def test_waiting_for_a_server_that_starts() -> None:
 async def test_health() -> None:
     sick = Server(v1__models=listing(), health=(503, {}))
     async with serving(sick.handle) as url, opened(url) as client:
-        assert not await client.healthy()
+        with pytest.raises(PolicyUnavailable, match=f"not healthy: {url} answered 503"):
+            await client.check_health()
         sick.answers["/health"] = (404, {})
-        assert await client.healthy()
+        await client.check_health()
     async with opened("http://127.0.0.1:9") as client:
-        assert not await client.healthy()
+        with pytest.raises(PolicyUnavailable, match=r"^http://127\.0\.0\.1:9: connection refused$"):
+            await client.check_health()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kuberoll_workers.policy.interface import (
     GenerationResult,
     PolicyRefused,
     SamplingParameters,
+    StructuredOutputs,
 )
 
 media_types = st.sampled_from([wire.MSGPACK, wire.JSON])
@@ -35,6 +36,16 @@ requests = st.builds(
         seed=st.none() | st.integers(min_value=0, max_value=2**63 - 1),
         stop=st.lists(st.text(min_size=1, max_size=8), max_size=3).map(tuple),
         stop_token_ids=st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=3).map(tuple),
+        min_tokens=st.integers(0, 10**6),
+        min_p=st.floats(0, 1),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        repetition_penalty=st.floats(0, 100, exclude_min=True),
+        structured_outputs=st.none()
+        | st.builds(StructuredOutputs, json=st.just({"type": "object", "required": ["a"]}))
+        | st.builds(StructuredOutputs, regex=st.text(max_size=5))
+        | st.builds(StructuredOutputs, choice=st.lists(st.text(max_size=5), max_size=3))
+        | st.builds(StructuredOutputs, grammar=st.text(max_size=5)),
     ),
 )
 
@@ -147,3 +158,19 @@ def test_sampling_parameters_that_would_harm_an_engine_are_refused(name: str, va
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, name: value}}
     with pytest.raises(PolicyRefused, match=name):
         wire.decode_request(msgspec.msgpack.encode(body))
+
+
+def test_settings_at_their_defaults_are_not_sent() -> None:
+    # So a replica of an older version, which knows fewer of them, refuses only what it cannot honor.
+    request = GenerationRequest(
+        request_id="r", session_id="s", token_ids=array("i", [1]), sampling=SamplingParameters(max_tokens=5, top_p=0.5)
+    )
+    assert json.loads(wire.encode_request(request, wire.JSON))["sampling_params"] == {"max_tokens": 5, "top_p": 0.5}
+
+
+@pytest.mark.parametrize("form", [{}, {"regex": "a", "choice": ["b"]}, {"regex": 3}, {"yaml": "a"}])
+def test_a_response_has_one_form(form: dict[str, Any]) -> None:
+    sampling = {"max_tokens": 5, "structured_outputs": form}
+    body = json.dumps({"token_ids": [1], "sampling_params": sampling}).encode()
+    with pytest.raises(PolicyRefused, match="structured_outputs"):
+        wire.decode_request(body, wire.JSON)

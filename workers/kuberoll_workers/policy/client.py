@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -106,13 +108,16 @@ class ServeClient:
                 raise PolicyUnavailable(f"{self._url}: {error}") from error
         raise _refusal(self._url, answer)
 
-    async def healthy(self) -> bool:
-        """True if the endpoint reports that it can generate."""
-        try:
-            async with asyncio.timeout(_HEALTH_SECONDS):
-                return (await self._send("GET", "/healthz")).status == 200
-        except (PolicyUnavailable, TimeoutError):
-            return False
+    async def check_health(self) -> None:
+        """Check that the endpoint reports that it can generate.
+
+        Raises:
+            PolicyUnavailable: It does not; the message has the reason.
+        """
+        async with answering_within(self._url, _HEALTH_SECONDS):
+            answer = await self._send("GET", "/healthz")
+        if answer.status != 200:
+            raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
     async def info(self) -> EngineInfo:
         """Get the model and limits of the endpoint.
@@ -159,25 +164,57 @@ class ServeClient:
         return await wait_until_ready(self._url, self._ready, seconds=seconds, interval=interval, trouble=trouble)
 
     async def _ready(self) -> EngineInfo:
-        try:
-            async with asyncio.timeout(_HEALTH_SECONDS):
-                answer = await self._send("GET", "/healthz")
-                if answer.status != 200:
-                    raise PolicyUnavailable(str(_refusal(self._url, answer)))
-                return await self.info()
-        except TimeoutError as error:
-            raise PolicyUnavailable(f"{self._url}: no answer within {_HEALTH_SECONDS:g} s") from error
+        await self.check_health()
+        async with answering_within(self._url, _HEALTH_SECONDS):
+            return await self.info()
 
     async def _send(self, method: str, path: str, **options: Any) -> _Answer:
         if self._session is None:
             raise RuntimeError("a ServeClient is used inside `async with`")
-        try:
+        with connection_errors(self._url):
             async with self._session.request(method, self._url + path, **options) as response:
                 return _Answer(response.status, response.headers, await response.read())
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(f"{self._url}: {type(error).__name__}: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise PolicyUnavailable(f"{self._url}: {type(error).__name__}: {error}") from error
+
+
+@asynccontextmanager
+async def answering_within(url: str, seconds: float) -> AsyncIterator[None]:
+    """Limit the time of an exchange with an endpoint.
+
+    Raises:
+        PolicyUnavailable: It took longer.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise PolicyUnavailable(f"{url}: no answer within {seconds:g} s") from error
+
+
+@contextmanager
+def connection_errors(url: str) -> Iterator[None]:
+    """Convert the HTTP client's errors.
+
+    Raises:
+        Unreachable: No connection to the endpoint.
+        PolicyUnavailable: A broken connection.
+    """
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise Unreachable(f"{url}: {_reason(error)}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise PolicyUnavailable(f"{url}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, ConnectionError) and cause.errno is not None:
+        # The system's words alone: "connection refused". The address is known.
+        return os.strerror(cause.errno).lower()
+    return f"{type(error).__name__}: {error}"
 
 
 class _Replica(msgspec.Struct):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+
+from kuberoll_workers.data.tool_calls import ToolCalls
+from kuberoll_workers.data.tools import Tool
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -16,12 +20,34 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # Larger values make an engine's arithmetic fail, and with it all requests in its batch.
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 1e6
+MAX_PENALTY = 100
 
 
-class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Form that a response must have: exactly one of the fields is set.
+
+    Attributes:
+        json: A JSON schema.
+        regex: A regular expression that the whole response matches.
+        choice: The texts of which the response is one.
+        grammar: A context-free grammar in EBNF.
+    """
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
+            raise ValueError(f"set one of {', '.join(self.__struct_fields__)}")
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one response, in memory and on the wire, where the bounds are checked.
 
-    Stop strings apply to this request only and are included in the output. `temperature` 0 is greedy.
+    Stop strings apply to this request only and are included in the output. `temperature` 0 is greedy. Defaults are not
+    sent, so that a replica of an older version understands what it can honor.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -31,6 +57,12 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
     stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_PENALTY)] = 1.0
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +73,14 @@ class GenerationRequest:
         request_id: Unique per attempt at a turn.
         session_id: The same for all turns of a trajectory, so that they can go to the replica with their prefix cached.
         token_ids: The whole prompt, `array("i")`. It grows with the trajectory: copy it to keep it.
+        tools: Tools that the response may call, if the engine is to parse its calls.
     """
 
     request_id: str
     session_id: str
     token_ids: array[int]
     sampling: SamplingParameters
+    tools: Sequence[Tool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +96,7 @@ class GenerationResult:
         policy_versions: Spans `(version, start, end)` over `token_ids`, end exclusive.
         exact: `token_ids` are the sampled ones; False: the server returned only text, and they are its encoding,
             which may have other tokens, and more than the requested maximum.
+        tool_calls: Calls of the request's tools; None: they were not parsed.
     """
 
     token_ids: array[int]
@@ -70,6 +105,7 @@ class GenerationResult:
     cached_tokens: int = 0
     policy_versions: tuple[tuple[str, int, int], ...] = field(default=())
     exact: bool = True
+    tool_calls: ToolCalls | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,24 @@
-"""Waiting until an endpoint is ready, with reports of the reason why it is not."""
+"""Waiting for an endpoint, at the start and in mid-run, with reports of the reason why it does not answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
+from kuberoll_workers.data.text import clock
 from kuberoll_workers.policy.interface import EngineInfo, PolicyUnavailable
+from kuberoll_workers.policy.outage import Outage
 
 CHANGE_SECONDS: Final = 5.0
 """Minimum seconds between reports of different troubles."""
 REPEAT_SECONDS: Final = 10.0
 """Seconds after which an unchanged trouble is reported again."""
+_WATCH_SECONDS = 0.25
+
+_Result = TypeVar("_Result")
 
 
 class TroubleReports:
@@ -30,6 +36,80 @@ class TroubleReports:
         if self._last is None or since >= (REPEAT_SECONDS if trouble == self._last else CHANGE_SECONDS):
             self._last, self._at = trouble, self._clock()
             self._report(trouble)
+
+
+def waiting_text(reason: str, left: float) -> str:
+    """Text for the user who waits for an endpoint.
+
+    Args:
+        left: Seconds left until the wait is given up.
+    """
+    return f"waiting for the endpoint, {clock(max(0.0, left))} left: {reason}"
+
+
+def answering_text(seconds: float) -> str:
+    """Text for the user when an endpoint answers after `seconds` without an answer."""
+    return f"the endpoint answers again, after {clock(seconds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutageLimit:
+    """The longest outage of a policy that is waited out.
+
+    Attributes:
+        seconds: Its duration.
+        setting: The setting of the job that says so, for the message.
+        trouble: Called while an outage lasts, with its reason and the seconds left, at once and from time to time; when
+            it is over, with None and its duration.
+    """
+
+    seconds: float
+    setting: str
+    trouble: Callable[[str | None, float], None]
+
+
+async def while_answering(outage: Callable[[], Outage | None], limit: OutageLimit, work: Awaitable[_Result]) -> _Result:
+    """Await `work`, which needs the policy; it is cancelled if an outage lasts too long.
+
+    Args:
+        outage: Called for the present outage.
+
+    Raises:
+        PolicyUnavailable: It lasted too long; the message has the reason.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_watch(outage, limit))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            watching.result()
+        return await working
+    finally:
+        working.cancel()
+        watching.cancel()
+        # Their results have been read or no longer matter.
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _watch(outage: Callable[[], Outage | None], limit: OutageLimit) -> None:
+    troubles: TroubleReports | None = None
+    seconds = 0.0
+
+    def report(reason: str) -> None:
+        limit.trouble(reason, limit.seconds - seconds)
+
+    while True:
+        if (present := outage()) is not None:
+            seconds = present.seconds
+            if seconds >= limit.seconds:
+                raise PolicyUnavailable(
+                    f"the endpoint did not answer for {limit.seconds:g} s ({limit.setting}): {present.reason}"
+                )
+            troubles = troubles or TroubleReports(report)
+            troubles.add(present.reason)
+        elif troubles is not None:
+            troubles = None
+            limit.trouble(None, seconds)
+        await asyncio.sleep(_WATCH_SECONDS)
 
 
 async def wait_until_ready(

@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
+from kuberoll_workers.data.tool_calls import ToolCalls, UnreadableCall
+from kuberoll_workers.data.tools import InvalidTools, checked_tools
 from kuberoll_workers.policy.interface import (
     FinishReason,
     GenerationRequest,
@@ -35,6 +37,12 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sampling_params: SamplingParameters
     request_id: str = ""
     session_id: str = ""
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Calls(msgspec.Struct, omit_defaults=True):
+    calls: list[dict[str, Any]] = []
+    invalid: list[UnreadableCall] = []
 
 
 class _Result(msgspec.Struct, kw_only=True):
@@ -43,6 +51,7 @@ class _Result(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     cached_tokens: int = 0
     policy_versions: tuple[tuple[str, int, int], ...] = ()
+    tool_calls: _Calls | None = None
 
 
 _decode_request = {MSGPACK: msgspec.msgpack.Decoder(_Request).decode, JSON: msgspec.json.Decoder(_Request).decode}
@@ -79,6 +88,8 @@ def encode_request(request: GenerationRequest, media: str = MSGPACK) -> bytes:
             "session_id": request.session_id,
             "token_ids": _packed(request.token_ids, media),
             "sampling_params": request.sampling,
+            # Only where they are needed, so that a replica of an older version understands all other requests.
+            **({} if request.tools is None else {"tools": list(request.tools)}),
         }
     )
 
@@ -92,7 +103,8 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
     try:
         raw = _decode_request[media](body)
         token_ids = _unpacked(TOKEN_TYPE, raw.token_ids, "token_ids")
-    except (msgspec.MsgspecError, UnicodeDecodeError, WireError, RecursionError) as error:
+        tools = None if raw.tools is None else checked_tools(raw.tools, "tools")
+    except (InvalidTools, msgspec.MsgspecError, UnicodeDecodeError, WireError, RecursionError) as error:
         raise PolicyRefused(f"the request is not understood: {error}") from error
     if not token_ids:
         raise PolicyRefused("token_ids is empty: there is nothing to continue")
@@ -104,11 +116,13 @@ def decode_request(body: bytes, media: str = MSGPACK) -> GenerationRequest:
         session_id=raw.session_id,
         token_ids=token_ids,
         sampling=raw.sampling_params,
+        tools=tools,
     )
 
 
 def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:
     """Encode a result."""
+    calls = result.tool_calls
     return _encode[media](
         {
             "token_ids": _packed(result.token_ids, media),
@@ -116,6 +130,7 @@ def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:
             "finish_reason": result.finish_reason,
             "cached_tokens": result.cached_tokens,
             "policy_versions": result.policy_versions,
+            **({} if calls is None else {"tool_calls": _Calls(calls.calls, calls.invalid)}),
         }
     )
 
@@ -136,6 +151,7 @@ def decode_result(body: bytes, media: str = MSGPACK) -> GenerationResult:
         finish_reason=raw.finish_reason,
         cached_tokens=raw.cached_tokens,
         policy_versions=raw.policy_versions,
+        tool_calls=None if raw.tool_calls is None else ToolCalls(raw.tool_calls.calls, raw.tool_calls.invalid),
     )
 
 

@@ -15,7 +15,13 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import Tokenizer
-from kuberoll_workers.policy.client import SESSION_HEADER, Overloaded, ServeClient, Unreachable
+from kuberoll_workers.policy.client import (
+    SESSION_HEADER,
+    Overloaded,
+    ServeClient,
+    answering_within,
+    connection_errors,
+)
 from kuberoll_workers.policy.external.completions import (
     BARE,
     EXTENDED,
@@ -54,6 +60,7 @@ class _Server:
         engine: Name for messages.
         window: Context window in tokens.
         native: It is SGLang, with its own route.
+        structured: It honors vLLM's field for structured outputs.
         dialect: The fields that its completions are requested with.
         proven: It has answered in that dialect, so a later refusal is of the request itself.
     """
@@ -62,6 +69,7 @@ class _Server:
     engine: str
     window: int
     native: bool
+    structured: bool
     dialect: int = EXTENDED
     proven: bool = False
 
@@ -82,8 +90,8 @@ class _Answer(NamedTuple):
 class ExternalClient:
     """Generates at one externally managed endpoint; an async context manager.
 
-    Its protocol is detected on first use: KubeRoll's own, SGLang's, or OpenAI's completions. Time
-    limits and retries are the caller's: cancelling a call closes its connection, which ends the generation there.
+    Its protocol is detected on first use: KubeRoll's own, SGLang's, or OpenAI's completions. Time limits and retries
+    are the caller's: cancelling a call closes its connection, which ends the generation there.
     """
 
     def __init__(
@@ -178,9 +186,16 @@ class ExternalClient:
             return generate_result(answer.body)
 
     async def _complete(self, request: GenerationRequest, server: _Server, room: int) -> GenerationResult:
-        dialect = server.dialect
+        dialect, answer = server.dialect, None
         while True:
-            body = completion_body(request, model=server.model, room=room, dialect=dialect)
+            try:
+                body = completion_body(
+                    request, model=server.model, room=room, dialect=dialect, structured=server.structured
+                )
+            except PolicyRefused as error:
+                # The server may have refused the value of the field, not the field.
+                words = "" if answer is None else f". {_refusal(self._url, answer)}"
+                raise PolicyRefused(f"{error}{words}") from error
             answer = await self._post("/v1/completions", request, body)
             if answer.status not in _NOT_UNDERSTOOD or server.proven or dialect == BARE:
                 break
@@ -192,19 +207,23 @@ class ExternalClient:
         with _naming(self._url):
             return completion_result(answer.body, stop=request.sampling.stop, tokenizer=self._tokenizer)
 
-    async def healthy(self) -> bool:
-        """True if the endpoint reports that it can generate."""
-        try:
-            async with asyncio.timeout(_ASKING_SECONDS):
-                found = await self._resolved()
-                if isinstance(found, ServeClient):
-                    return await found.healthy()
-                answer = await self._send("GET", "/health")
-                if answer.status in (404, 405):
-                    answer = await self._send("GET", "/v1/models")
-                return answer.status == 200
-        except (PolicyUnavailable, PolicyRefused, TimeoutError):
-            return False
+    async def check_health(self) -> None:
+        """Check that the endpoint reports that it can generate.
+
+        Raises:
+            PolicyUnavailable: It does not; the message has the reason.
+            PolicyRefused: See `info`.
+        """
+        async with answering_within(self._url, _ASKING_SECONDS):
+            found = await self._resolved()
+            if isinstance(found, ServeClient):
+                await found.check_health()
+                return
+            answer = await self._send("GET", "/health")
+            if answer.status in (404, 405):
+                answer = await self._send("GET", "/v1/models")
+        if answer.status != 200:
+            raise PolicyUnavailable(f"not healthy: {_refusal(self._url, answer)}")
 
     async def info(self) -> EngineInfo:
         """Get the model and limits of the endpoint, as far as it reports them.
@@ -236,8 +255,7 @@ class ExternalClient:
 
     async def _ready(self) -> EngineInfo:
         info = await self.info()
-        if not await self.healthy():
-            raise PolicyUnavailable(f"{self._url}: not healthy")
+        await self.check_health()
         return info
 
     async def _resolved(self) -> ServeClient | _Server:
@@ -299,7 +317,7 @@ class ExternalClient:
         owner = str(card.get("owned_by") or "")
         native = owner not in ("vllm", "kuberoll") and await self._is_sglang()
         engine = "sglang" if native else f"OpenAI-compatible ({owner})" if owner else "OpenAI-compatible"
-        return _Server(model=model, engine=engine, window=window, native=native)
+        return _Server(model=model, engine=engine, window=window, native=native, structured=owner == "vllm")
 
     async def _is_sglang(self) -> bool:
         # The second is the older name.
@@ -317,13 +335,9 @@ class ExternalClient:
     async def _send(self, method: str, path: str, **options: Any) -> _Answer:
         if self._session is None:
             raise RuntimeError("an ExternalClient is used inside `async with`")
-        try:
+        with connection_errors(self._url):
             async with self._session.request(method, self._url + path, **options) as response:
                 return _Answer(response.status, response.headers, await response.read())
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(f"{self._url}: {type(error).__name__}: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise PolicyUnavailable(f"{self._url}: {type(error).__name__}: {error}") from error
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import Tokenizer
-from kuberoll_workers.policy.external.extensions import extensions
+from kuberoll_workers.policy.external.extensions import extensions, penalties
 from kuberoll_workers.policy.interface import (
     FinishReason,
     GenerationRequest,
@@ -59,12 +59,15 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def completion_body(request: GenerationRequest, *, model: str, room: int, dialect: int) -> dict[str, Any]:
+def completion_body(
+    request: GenerationRequest, *, model: str, room: int, dialect: int, structured: bool = False
+) -> dict[str, Any]:
     """Make the body of a request.
 
     Args:
         room: Maximum number of tokens to generate.
         dialect: `EXTENDED`, `PLAIN` or `BARE`.
+        structured: The server is known to honor `structured_outputs`; others ignore the field.
 
     Raises:
         PolicyRefused: The request needs a field that this dialect lacks.
@@ -76,7 +79,13 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, dialec
         "max_tokens": room,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        **penalties(sampling),
     }
+    if sampling.structured_outputs is not None and not structured:
+        raise PolicyRefused(
+            "spec.generation.sampling.structuredOutputs: the server does not say that it is vLLM or SGLang, and others "
+            "ignore this setting; remove it"
+        )
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     if sampling.seed is not None:
@@ -89,8 +98,18 @@ def completion_body(request: GenerationRequest, *, model: str, room: int, dialec
             "return_tokens_as_token_ids": True,
             "include_stop_str_in_output": True,
             **extensions(sampling),
+            **({"min_tokens": min(sampling.min_tokens, room)} if sampling.min_tokens else {}),
+            **({"structured_outputs": sampling.structured_outputs} if sampling.structured_outputs else {}),
         }
-    for name, given in (("topK", sampling.top_k > 0), ("stopTokenIds", bool(sampling.stop_token_ids))):
+    extended = {
+        "topK": sampling.top_k > 0,
+        "stopTokenIds": sampling.stop_token_ids,
+        "minP": sampling.min_p,
+        "repetitionPenalty": sampling.repetition_penalty != 1,
+        "minTokens": sampling.min_tokens,
+        "structuredOutputs": sampling.structured_outputs,
+    }
+    for name, given in extended.items():
         if given:
             raise PolicyRefused(
                 f"spec.generation.sampling.{name}: the server accepts only OpenAI's own fields; remove it"

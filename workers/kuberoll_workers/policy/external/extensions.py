@@ -7,6 +7,12 @@ from typing import Any
 from kuberoll_workers.policy.interface import SamplingParameters
 
 
+def penalties(sampling: SamplingParameters) -> dict[str, float]:
+    """Those of OpenAI's fields that are not sent at their defaults, because some servers know only the others."""
+    given = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
+    return {name: value for name, value in given.items() if value}
+
+
 def extensions(sampling: SamplingParameters) -> dict[str, Any]:
     """Sampling fields that OpenAI's API lacks.
 
@@ -15,8 +21,8 @@ def extensions(sampling: SamplingParameters) -> dict[str, Any]:
     """
     return {
         "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.stop_token_ids),
         "skip_special_tokens": False,
     }

@@ -8,8 +8,14 @@ import msgspec
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.external.completions import complete_logprobs, finish_reason
-from kuberoll_workers.policy.external.extensions import extensions
-from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused, PolicyUnavailable
+from kuberoll_workers.policy.external.extensions import extensions, penalties
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyRefused,
+    PolicyUnavailable,
+    StructuredOutputs,
+)
 
 
 class _Finish(msgspec.Struct):
@@ -34,6 +40,9 @@ def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
 
     Args:
         room: Maximum number of tokens to generate.
+
+    Raises:
+        PolicyRefused: The request needs what SGLang does not have.
     """
     sampling = request.sampling
     parameters: dict[str, Any] = {
@@ -43,10 +52,27 @@ def generate_body(request: GenerationRequest, *, room: int) -> dict[str, Any]:
         "stop": list(sampling.stop),
         "no_stop_trim": True,
         **extensions(sampling),
+        **penalties(sampling),
+        **_form(sampling.structured_outputs),
     }
+    if sampling.min_tokens:
+        parameters["min_new_tokens"] = min(sampling.min_tokens, room)
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
     return {"input_ids": request.token_ids.tolist(), "sampling_params": parameters, "return_logprob": True}
+
+
+def _form(form: StructuredOutputs | None) -> dict[str, str]:
+    """SGLang's fields for the form of a response."""
+    if form is None:
+        return {}
+    if form.choice is not None:
+        raise PolicyRefused(
+            "spec.generation.sampling.structuredOutputs.choice: SGLang has no such setting; write them as a regex"
+        )
+    if form.json is not None:
+        return {"json_schema": msgspec.json.encode(form.json).decode()}
+    return {"regex": form.regex} if form.regex is not None else {"ebnf": form.grammar or ""}
 
 
 def generate_result(body: bytes) -> GenerationResult:

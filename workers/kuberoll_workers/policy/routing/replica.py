@@ -41,8 +41,12 @@ class ReplicaClient(Protocol):
         """
         ...
 
-    async def healthy(self) -> bool:
-        """True if it can generate now."""
+    async def check_health(self) -> None:
+        """Check that it can generate now.
+
+        Raises:
+            PolicyUnavailable, PolicyRefused: It cannot; the message has the reason.
+        """
         ...
 
     async def info(self) -> EngineInfo:

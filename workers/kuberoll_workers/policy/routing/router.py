@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kuberoll_workers.policy.client import Overloaded, Unreachable
+from kuberoll_workers.policy.client import Overloaded, Unreachable, answering_within
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,
@@ -19,6 +19,7 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
 )
+from kuberoll_workers.policy.outage import Outage, OutageWatch
 from kuberoll_workers.policy.routing.discovery import Discovery
 from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
 from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
@@ -29,6 +30,8 @@ Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
 """Creates the client of a replica from its base URL."""
 
 REFRESH_SECONDS: Final = 2.0
+SILENT_SECONDS: Final = 10.0
+"""Seconds without any answer to requests in flight after which the replicas' health is checked."""
 TRIES: Final = 3
 SUSPICIOUS_DEATHS: Final = 2
 """Engines that died in a row with a trajectory's request in flight before it is suspected of killing them."""
@@ -68,9 +71,10 @@ class RoutedPolicy:
         self._metrics = metrics if metrics is not None else RoutingMetrics("")
         self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.record_move)
         self._clients: dict[str, ReplicaClient] = {}
+        self._urls: dict[str, str] = {}
         self._connections: dict[str, AsyncExitStack] = {}
         self._joining: set[str] = set()
-        self._checks: dict[str, asyncio.Task[bool]] = {}
+        self._checks: dict[str, asyncio.Task[str | None]] = {}
         self._in_flight: defaultdict[str, set[Ticket]] = defaultdict(set)
         # By replica: trajectories in flight at its death that had been in flight at another one's death, too.
         self._repeated: defaultdict[str, set[Session]] = defaultdict(set)
@@ -80,10 +84,15 @@ class RoutedPolicy:
         self._wake = asyncio.Event()
         # The last trouble by replica; that of discovery under "".
         self._troubles: dict[str, str] = {}
+        self._outages = OutageWatch()
+        # Time since which requests in flight have got no answer, and replicas that did not answer checks since then.
+        self._silent_since = 0.0
+        self._hanging: set[str] = set()
         self._loop: asyncio.AbstractEventLoop
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        self._silent_since = self._loop.time()
         self._metrics.read_state = self.state
         self._start(self._refresh_replicas())
         return self
@@ -107,6 +116,16 @@ class RoutedPolicy:
             window=sum(replica.window.limit for replica in replicas if replica.usable),
             replicas=dict(states),
         )
+
+    def outage(self) -> Outage | None:
+        """The outage that requests wait for now; None: there is none."""
+        admission = self._admission
+        now = self._loop.time()
+        if not (admission.waiting or admission.in_flight):
+            # Requests that failed may be sent again later.
+            return self._outages.last(now)
+        usable = [replica.id for replica in admission.replicas.values() if replica.usable]
+        return self._outages.update(now, usable=usable)
 
     def end_session(self, session_id: str) -> None:
         """Release a trajectory that has ended."""
@@ -137,6 +156,9 @@ class RoutedPolicy:
                     result = await client.generate(request)
                 except Overloaded as error:
                     metrics.record_request("overloaded")
+                    if self._in_flight[replica.id] == {ticket}:
+                        # Else it is busy with the others.
+                        self._outages.record_trouble(replica.id, str(error), time())
                     pause = admission.record_overload(ticket, time(), retry_after=error.retry_after)
                     self._loop.call_later(pause + _TIMER_SLACK_SECONDS, self._dispatch, replica)
                     self._watch(replica)
@@ -154,12 +176,12 @@ class RoutedPolicy:
                     metrics.record_request("failed")
                     admission.record_failure(ticket, time())
                     self._watch(replica, error)
-                    if await self._is_healthy(replica, client):
+                    if (problem := await self._health_problem(replica, client)) is None:
                         failures += 1
                         if failures >= TRIES:
                             raise
                     else:
-                        self._record_death(ticket, replica, error, quarantined=quarantined)
+                        self._record_death(ticket, replica, error, problem, quarantined=quarantined)
                         if not quarantined and _is_suspect(ticket):
                             self._in_flight[replica.id].discard(ticket)
                             await self._quarantine.acquire()
@@ -174,6 +196,8 @@ class RoutedPolicy:
                     raise
                 finally:
                     self._in_flight[replica.id].discard(ticket)
+                self._outages.record_answer(replica.id)
+                self._silent_since = time()
                 metrics.record_answer(result.policy_versions)
                 self._repeated.pop(replica.id, None)
                 tokens = prompt + len(result.token_ids)
@@ -200,9 +224,11 @@ class RoutedPolicy:
                 self._admission.record_failure(ticket, self._loop.time(), blame=False)
             raise
 
-    def _record_death(self, ticket: Ticket, replica: Replica, error: PolicyUnavailable, *, quarantined: bool) -> None:
+    def _record_death(
+        self, ticket: Ticket, replica: Replica, error: PolicyUnavailable, problem: str, *, quarantined: bool
+    ) -> None:
         self._admission.mark_down(replica, self._loop.time())
-        self._watch(replica, error)
+        self._watch(replica, error, problem)
         session = ticket.session
         assert session is not None
         session.deaths += 1
@@ -214,21 +240,28 @@ class RoutedPolicy:
                 f"the only such request, and is not sent again: {error}"
             ) from error
 
-    async def _is_healthy(self, replica: Replica, client: ReplicaClient) -> bool:
-        """True if a replica that failed a request is healthy; checked once for all requests that failed together."""
+    async def _health_problem(self, replica: Replica, client: ReplicaClient) -> str | None:
+        """Why a replica that failed a request is not healthy; checked once for all requests that failed together."""
         check = self._checks.get(replica.id)
         if check is None:
             flying = {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
             self._repeated[replica.id] |= {session for session in flying if session.deaths}
-            check = self._checks[replica.id] = self._start(client.healthy())
+            check = self._checks[replica.id] = self._start(_problem_of(client))
             check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
         # The first caller may be cancelled while others still wait for the result.
         return await asyncio.shield(check)
 
-    def _watch(self, replica: Replica, error: PolicyUnavailable | None = None) -> None:
-        """Start to probe a replica whose breaker is open."""
+    def _watch(self, replica: Replica, error: PolicyUnavailable | None = None, problem: str | None = None) -> None:
+        """Start to probe a replica whose breaker is open.
+
+        Args:
+            error: The error of a request; None: the replica is overloaded.
+            problem: Why the replica is not healthy; None: unknown.
+        """
         if error is not None:
             self._wake.set()
+            if not replica.breaker.closed:
+                self._outages.record_trouble(replica.id, problem or str(error), self._loop.time())
         if replica.breaker.state == "open" and (name := f"revive {replica.id}") not in self._joining:
             _log.warning("replica %s gets no requests for now: %s", replica.id, error or "it is overloaded")
             self._joining.add(name)
@@ -240,7 +273,11 @@ class RoutedPolicy:
             while self._admission.replicas.get(replica.id) is replica and not breaker.closed:
                 await asyncio.sleep(max(0.0, breaker.retry_at - time()) + _TIMER_SLACK_SECONDS)
                 if breaker.begin_probe(time()):
-                    breaker.record_probe(await self._clients[replica.id].healthy(), time())
+                    if (problem := await _problem_of(self._clients[replica.id])) is None:
+                        self._outages.record_recovery(replica.id)
+                    else:
+                        self._outages.record_trouble(replica.id, problem, time())
+                    breaker.record_probe(problem is None, time())
         finally:
             self._joining.discard(name)
         if breaker.closed:
@@ -257,6 +294,7 @@ class RoutedPolicy:
                 await self._discover()
                 await self._close_unused()
                 await asyncio.sleep(_CALM_SECONDS)
+            self._watch_silence()
             searching = admission.waiting and not any(replica.usable for replica in admission.replicas.values())
             try:
                 async with asyncio.timeout(_SEARCH_SECONDS if searching else REFRESH_SECONDS):
@@ -264,6 +302,39 @@ class RoutedPolicy:
             except TimeoutError:
                 pass
             self._wake.clear()
+
+    def _watch_silence(self) -> None:
+        """Look into it if requests in flight get no answer: the replicas may hang, or only take their time."""
+        now = self._loop.time()
+        if not self._admission.in_flight:
+            self._silent_since = now
+        elif now - self._silent_since >= SILENT_SECONDS and "silence" not in self._joining:
+            self._joining.add("silence")
+            self._start(self._look_into_silence())
+
+    async def _look_into_silence(self) -> None:
+        began = self._silent_since
+        try:
+            busy = [name for name, replica in self._admission.replicas.items() if replica.window.in_flight]
+            await asyncio.gather(*(self._look_into(name, began) for name in busy if name in self._urls))
+        finally:
+            self._joining.discard("silence")
+
+    async def _look_into(self, name: str, silent_since: float) -> None:
+        url = self._urls[name]
+        try:
+            # Over another connection: requests in flight may use all that the client may have.
+            async with answering_within(url, SILENT_SECONDS), self._connect(url) as client:
+                await client.check_health()
+        except (PolicyUnavailable, PolicyRefused) as error:
+            if self._silent_since == silent_since:
+                self._hanging.add(name)
+                self._outages.record_trouble(name, str(error), silent_since)
+        else:
+            if name in self._hanging:
+                # It works again; an answer may take time.
+                self._hanging.discard(name)
+                self._outages.record_recovery(name)
 
     async def _discover(self) -> None:
         try:
@@ -294,12 +365,13 @@ class RoutedPolicy:
                 return
             except PolicyUnavailable as error:
                 self._log_trouble(address.id, str(error))
-                if not await client.healthy():
+                if await _problem_of(client) is not None:
                     return
                 budget, window = 0, WINDOW
             # A replica that left and came back may still have old connections.
             await self._disconnect(address.id)
             self._clients[address.id] = client
+            self._urls[address.id] = address.url
             self._connections[address.id] = stack.pop_all()
             self._admission.add_replica(Replica(address.id, budget=budget, window=window), self._loop.time())
             self._troubles.pop(address.id, None)
@@ -314,6 +386,8 @@ class RoutedPolicy:
 
     async def _disconnect(self, name: str) -> None:
         self._clients.pop(name, None)
+        self._urls.pop(name, None)
+        self._outages.record_recovery(name)
         self._in_flight.pop(name, None)
         self._repeated.pop(name, None)
         stack = self._connections.pop(name, None)
@@ -324,6 +398,10 @@ class RoutedPolicy:
         """Log a trouble of a replica or of discovery, unless it was the last one logged."""
         if trouble and trouble != self._troubles.get(name):
             _log.warning("replicas: %s", trouble)
+        if trouble:
+            self._outages.record_trouble(name, trouble, self._loop.time())
+        else:
+            self._outages.record_recovery(name)
         self._troubles[name] = trouble
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -331,6 +409,15 @@ class RoutedPolicy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _problem_of(client: ReplicaClient) -> str | None:
+    """Why a replica is not healthy; None: it is."""
+    try:
+        await client.check_health()
+    except (PolicyUnavailable, PolicyRefused) as error:
+        return str(error)
+    return None
 
 
 def _is_suspect(ticket: Ticket) -> bool:
