@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 _LOOK_SECONDS = 0.05
 
@@ -14,6 +16,8 @@ _LOOK_SECONDS = 0.05
 @contextmanager
 def started_children() -> Iterator[list[BaseProcess]]:
     """Collect the children that this process starts while the context lasts; the list grows meanwhile."""
+    import multiprocessing
+
     before = set(multiprocessing.active_children())
     children: list[BaseProcess] = []
 
