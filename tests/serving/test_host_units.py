@@ -379,5 +379,9 @@ def test_a_dead_actor_is_explained_where_nobody_saw_it_die() -> None:
     assert root_cause([LOST_ACTOR_LOG, CRASH_LOG]) == (
         "the engine's process ServeReplica:kuberoll:Generation was killed by signal 11 (SIGSEGV)"
     )
+    assert (root_cause([LOST_ACTOR_LOG], {"IDLE": -signal.SIGKILL}) or "").startswith(
+        "the engine's process ServeReplica:kuberoll:Generation was killed by signal 9 (SIGKILL); most often"
+    )
+    assert "process IDLE was killed" in (root_cause(["nothing"], {"IDLE": -signal.SIGKILL}) or "")
     unknown = CRASH_LOG.replace("SIGSEGV", "SIGNONE")
     assert "ended without a message" in (root_cause([LOST_ACTOR_LOG, unknown]) or "")

@@ -17,7 +17,12 @@ from openai import AsyncOpenAI
 from kuberoll_api.model.generation import SimulatedEngine
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
-from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyUnavailable
+from kuberoll_workers.policy.interface import (
+    GenerationRequest,
+    GenerationResult,
+    PolicyUnavailable,
+    StructuredOutputs,
+)
 from kuberoll_workers.serving.engines.simulated import Simulated
 from tests.policy.openai_serving import TINY, openai_client, serving_openai, tokenizer_with_ends
 
@@ -278,8 +283,17 @@ BAD = [
     ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"stop": [""]}, "stop[0]", "length >= 1"),
     ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "only that of the sampled token"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "<= 2.0"),
+    ({"logit_bias": {"1": 2}}, "logit_bias", "not supported"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "set one of json, regex"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "unknown field `regexp`"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "Invalid enum value 'yaml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "send one of them",
+    ),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
     ({"messages": []}, "messages", "length >= 1"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
@@ -319,6 +333,33 @@ async def test_what_means_nothing_is_no_error(client: AsyncOpenAI, engine: Scrip
     assert answer.model == "tiny"
     assert engine.requests[0].session_id == "mine"
     assert engine.requests[0].sampling.top_k == -1
+
+
+SCHEMA = {"type": "object", "required": ["verdict"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json": {"type": "object"}}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json": SCHEMA},
+        ),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ["yes", "no"]}),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, {"regex": "a+"}),
+    ],
+)
+async def test_forms_of_responses_reach_the_engine(
+    client: AsyncOpenAI, engine: Scripted, change: dict[str, Any], form: dict[str, Any]
+) -> None:
+    await client.post("/chat/completions", body={"messages": USER, **change}, cast_to=openai.BaseModel)
+    assert engine.requests[0].sampling.structured_outputs == StructuredOutputs(**form)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [1, "x"], [-1], [True], [{}]])
@@ -379,6 +420,36 @@ async def test_callers_do_not_write_the_template(with_ends: Path, name: str) -> 
             body = {"messages": [HELLO], "chat_template": BOMB}
             assert "chat_template: " in await refused(url, body)
     assert engine.requests == []
+
+
+async def test_the_job_s_variables_are_the_default_of_chats(tmp_path: Path) -> None:
+    place = tokenizer_with_ends(tmp_path)
+    template = place / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ 'thinks' if enable_thinking else '' }}")
+    engine = Scripted()
+    await engine.start()
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    async with (
+        serving_openai(engine, place, template_variables={"enable_thinking": True}) as url,
+        openai_client(url) as client,
+    ):
+        await client.chat.completions.create(**chat)
+        for wanted in (True, False):
+            await client.chat.completions.create(
+                **chat, extra_body={"chat_template_kwargs": {"enable_thinking": wanted}}
+            )
+    default, with_it, without = [len(request.token_ids) for request in engine.requests]
+    assert default == with_it > without
+
+
+async def test_sampling_beyond_openai_s_reaches_the_engine(client: AsyncOpenAI, engine: Scripted) -> None:
+    settings = {"min_p": 0.1, "repetition_penalty": 1.5, "min_tokens": 3}
+    await client.completions.create(
+        model="tiny", prompt="x", presence_penalty=0.5, frequency_penalty=-0.5, extra_body=settings
+    )
+    sampling = engine.requests[-1].sampling
+    expected = {**settings, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    assert {name: getattr(sampling, name) for name in expected} == expected
 
 
 async def test_plain_variables_reach_the_template(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ async def test_chats_and_streams(client: AsyncOpenAI) -> None:
 
 async def test_errors(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model="none", messages=USER, frequency_penalty=1)
-    assert caught.value.param == "frequency_penalty"
+        await client.chat.completions.create(model="none", messages=USER, logit_bias={"1": 2})
+    assert caught.value.param == "logit_bias"
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="gpt-9", messages=USER)
 

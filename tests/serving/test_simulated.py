@@ -81,6 +81,19 @@ async def test_scripted_responses_end_at_their_stop_string() -> None:
     assert result.finish_reason == "stop"
 
 
+async def test_stop_tokens_and_least_lengths() -> None:
+    simulated = engine(meanTokens=20)
+    free = (await simulated.generate(request())).token_ids
+    assert len(free) > 3
+    cut = await simulated.generate(request(stop_token_ids=(free[2],)))
+    assert (cut.token_ids, cut.finish_reason) == (free[:3], "stop")
+    later = await simulated.generate(request(stop_token_ids=(free[2],), min_tokens=3))
+    assert len(later.token_ids) > 3
+    short = engine(meanTokens=1)
+    assert len((await short.generate(request(min_tokens=30))).token_ids) >= 30
+    assert len((await short.generate(request(min_tokens=30, max_tokens=10))).token_ids) == 10
+
+
 async def test_no_more_than_max_batch_at_once() -> None:
     simulated = engine(maxBatch=3, firstTokenSeconds=0.001)
     most = 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
+import re
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
@@ -27,7 +31,9 @@ from kuberoll_workers.policy.interface import (
     PolicyRefused,
     PolicyUnavailable,
     SamplingParameters,
+    StructuredOutputs,
 )
+from kuberoll_workers.serving.engines import spare_interpreter
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
 
@@ -43,7 +49,13 @@ async def running(model: str) -> AsyncIterator[VLLMEngine]:
         model=model,
         tokenizer=TINY,
         revision=None,
-        engine_args={"dtype": "float32", "max_model_len": WINDOW, "kv_cache_memory_bytes": 1 << 27},
+        engine_args={
+            "dtype": "float32",
+            "max_model_len": WINDOW,
+            "kv_cache_memory_bytes": 1 << 27,
+            # A policy that knows no JSON would fill its response with spaces.
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        },
     )
     await made.start()
     try:
@@ -112,6 +124,124 @@ async def test_stop_strings_belong_to_one_request(engine: VLLMEngine, tokenizer:
             # Included, and nothing after the token that completed it.
             assert "e" not in tokenizer.decode(with_stop.token_ids[:-1])
         assert len(with_stop.logprobs) == len(with_stop.token_ids)
+
+
+FORMS: dict[str, tuple[StructuredOutputs, Callable[[str], bool]]] = {
+    "json": (
+        StructuredOutputs(
+            json={
+                "type": "object",
+                "properties": {"move": {"enum": ["up", "down"]}},
+                "required": ["move"],
+                "additionalProperties": False,
+            }
+        ),
+        lambda text: json.loads(text)["move"] in ("up", "down"),
+    ),
+    "regex": (
+        StructuredOutputs(regex="[0-9]{3}-[0-9]{2}"),
+        lambda text: re.fullmatch("[0-9]{3}-[0-9]{2}", text) is not None,
+    ),
+    "choice": (StructuredOutputs(choice=["left", "right"]), lambda text: text in ("left", "right")),
+    "grammar": (
+        StructuredOutputs(grammar='root ::= "<" move ">"\nmove ::= "up" | "down"'),
+        lambda text: text in ("<up>", "<down>"),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_responses_have_the_form_that_is_asked_for(
+    form: str, engine: VLLMEngine, tokenizer: HuggingFaceTokenizer
+) -> None:
+    wanted, fits = FORMS[form]
+    prompt = tokenizer.render_chat(PROMPT)
+    free, *bound = await asyncio.gather(
+        engine.generate(request(prompt, temperature=2.0)),
+        *(
+            engine.generate(
+                request(prompt, name=str(seed), temperature=2.0, seed=seed, max_tokens=200, structured_outputs=wanted)
+            )
+            for seed in range(8)
+        ),
+    )
+    texts = [tokenizer.decode(result.token_ids) for result in bound]
+    assert [result.finish_reason for result in bound] == ["stop"] * 8
+    assert all(fits(text) for text in texts), texts
+    assert len(set(texts)) > 1
+    assert tokenizer.decode(free.token_ids) not in texts
+    # The log-probabilities are those among the tokens that the form allows.
+    assert all(-20 < logprob <= 0 for result in bound for logprob in result.logprobs)
+
+
+@pytest.mark.parametrize("wrong", [{"regex": "(["}, {"grammar": "root = 1"}, {"json": {"type": "nonsense"}}])
+async def test_forms_that_nothing_can_have_are_refused_and_harm_nobody(
+    wrong: dict[str, Any], engine: VLLMEngine, tokenizer: HuggingFaceTokenizer
+) -> None:
+    prompt = tokenizer.render_chat(PROMPT)
+    before = await engine.generate(request(prompt))
+    with pytest.raises(PolicyRefused):
+        await engine.generate(request(prompt, structured_outputs=StructuredOutputs(**wrong)))
+    assert (await engine.generate(request(prompt))).token_ids == before.token_ids
+
+
+async def test_stop_tokens_end_a_response_and_least_lengths_delay_its_end(
+    engine: VLLMEngine, tokenizer: HuggingFaceTokenizer
+) -> None:
+    prompt = tokenizer.render_chat(PROMPT)
+    free = (await engine.generate(request(prompt, temperature=2.0))).token_ids
+    stop = free[5]
+    cut = await engine.generate(request(prompt, temperature=2.0, stop_token_ids=(stop,)))
+    assert cut.token_ids == free[: free.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+    late = await engine.generate(request(prompt, temperature=2.0, stop_token_ids=(stop,), min_tokens=15))
+    assert len(late.token_ids) >= 15
+    assert stop not in late.token_ids[:15]
+    # Where the window has room for fewer, it is full.
+    rest = WINDOW - 4
+    long = [prompt[index % len(prompt)] for index in range(rest)]
+    full = await engine.generate(request(long, min_tokens=20))
+    assert (len(full.token_ids), full.finish_reason) == (4, "length")
+
+
+async def test_only_tokens_that_are_likely_enough(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    prompt = tokenizer.render_chat(PROMPT)
+    most_likely = await engine.generate(request(prompt, temperature=0.0))
+    hot = await engine.generate(request(prompt, temperature=2.0))
+    only = await engine.generate(request(prompt, temperature=2.0, min_p=1.0))
+    assert only.token_ids == most_likely.token_ids != hot.token_ids
+    assert list(only.logprobs) == pytest.approx([0.0] * len(only.logprobs), abs=1e-5)
+
+
+async def test_penalties_are_those_of_the_formulas(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    prompt = tokenizer.render_chat(PROMPT)
+    repetition, presence, frequency = 1.5, 0.75, 0.5
+    result = await engine.generate(
+        request(
+            prompt,
+            max_tokens=40,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+        )
+    )
+    plain = await engine.generate(request(prompt, max_tokens=40))
+    assert result.token_ids != plain.token_ids
+    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    ids = [*prompt, *result.token_ids]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    expected = []
+    for position in range(len(result.token_ids)):
+        scores = logits[len(prompt) + position - 1].clone()
+        seen = torch.tensor(sorted(set(ids[: len(prompt) + position])))
+        scores[seen] = torch.where(scores[seen] > 0, scores[seen] / repetition, scores[seen] * repetition)
+        generated = torch.tensor(ids[len(prompt) : len(prompt) + position], dtype=torch.long)
+        counts = torch.bincount(generated, minlength=len(scores))
+        scores -= frequency * counts + presence * (counts > 0)
+        expected.append(float(torch.log_softmax(scores, 0)[result.token_ids[position]]))
+    assert list(result.logprobs) == pytest.approx(expected, abs=1e-3)
+    assert any(count > 1 for count in Counter(result.token_ids).values())
 
 
 async def test_the_prefix_of_the_next_turn_is_cached(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
@@ -292,3 +422,30 @@ async def _check_until_it_fails(engine: VLLMEngine) -> None:
         while True:
             await engine.check_health()
             await asyncio.sleep(0.05)
+
+
+class Replica:
+    """An actor with an engine."""
+
+    async def start(self) -> tuple[list[int], list[int | None]]:
+        """Start the engine; return the ids of the spare interpreters, and of the engine's processes."""
+        spares: list[int] = []
+
+        class Recorded(spare_interpreter.SpareInterpreter):
+            def __init__(self, modules: Sequence[str]) -> None:
+                super().__init__(modules)
+                spares.append(self.pid)
+
+        vars(spare_interpreter)["SpareInterpreter"] = Recorded
+        async with running(TINY) as engine:
+            return spares, [process.pid for process in engine._processes]
+
+
+async def test_in_an_actor_the_engine_s_process_has_imported_vllm_beforehand(ray: Any) -> None:
+    replica = ray.remote(num_cpus=0)(Replica).remote()
+    try:
+        spares, processes = await replica.start.remote()
+    finally:
+        ray.kill(replica)
+    assert spares == processes
+    assert len(spares) == 1

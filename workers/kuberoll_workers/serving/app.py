@@ -101,6 +101,7 @@ class GenerationServer:
             model_name=self._args.model_name or self._args.model,
             tokenizer=self._args.tokenizer,
             revision=self._args.revision,
+            template_variables=self._args.chat_template_kwargs,
             executor=self._executor,
         )
         self._begun = False

@@ -7,12 +7,15 @@ module, which is tested with a real Serve.
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future, wait
 from typing import Any
 
 import msgspec
 
 _ALL = ("0.0.0.0", "::", None)
 _UPDATING = "UPDATING"
+_LOOK_SECONDS = 0.05
 _SERVING = ("RUNNING", "PENDING_MIGRATION", _UPDATING)
 
 
@@ -26,6 +29,47 @@ class RunningReplica(msgspec.Struct, kw_only=True, frozen=True):
 
     id: str
     url: str
+
+
+def start_serve(address: str, port: int) -> Future[None]:
+    """Start Serve; return as soon as it accepts applications.
+
+    Its proxies start meanwhile: an engine takes longer, and need not wait for them.
+
+    Returns:
+        Done when the proxies are ready, or with their error.
+    """
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    started: Future[None] = Future()
+
+    def start() -> None:
+        try:
+            serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=address, port=port))
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(None)
+
+    threading.Thread(target=start, name="kuberoll-serve", daemon=True).start()
+    while not started.done() and not _controller_answers():
+        wait([started], timeout=_LOOK_SECONDS)
+    if started.done():
+        started.result()
+    return started
+
+
+def _controller_answers() -> bool:
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        # In its constructor until then.
+        ray.get(ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE).check_alive.remote())
+    except ValueError:
+        return False
+    return True
 
 
 def current_replica_id() -> str:

@@ -3,9 +3,9 @@
     python -m kuberoll_workers.serving.host --config FILE
 
 Events go to standard output, one JSON object a line: `{"event": "phase", "name", "seconds"}` as parts of the start are
-done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed",
-"message"}`. Ray's and the engine's output goes to standard error. It ends on SIGTERM, or when its standard input closes
-because its parent has ended, and so does every process that it started.
+done, then `{"event": "ready", "url", "info", "metrics_port"}` or `{"event": "failed", "message"}`. Ray's and the
+engine's output goes to standard error. It ends on SIGTERM, or when its standard input closes because its parent has
+ended, and so does every process that it started.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -32,6 +33,7 @@ import psutil
 
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.serving.app import build, max_replicas, replica_gpus
+from kuberoll_workers.serving.controller import start_serve
 from kuberoll_workers.serving.engines.registry import ENGINES
 from kuberoll_workers.serving.exit_watcher import ExitWatcher
 from kuberoll_workers.serving.group import OBJECT_STORE_BYTES, RAY_PORT, start_leader, wait_for_group
@@ -49,6 +51,7 @@ from kuberoll_workers.serving.root_cause import MESSAGE_CHARACTERS, root_cause
 
 _log = logging.getLogger(__name__)
 _PROXY_SECONDS = 60.0
+_PROXY_STOP_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -61,6 +64,7 @@ class Host:
         self._scratch = Path(config.scratch)
         self._ready = False
         self._exit_watcher = ExitWatcher()
+        self._proxies: Future[None] | None = None
 
     def start(self) -> None:
         """Start Ray, Serve and the app, and report each phase; raises what Ray or Serve raised."""
@@ -89,13 +93,13 @@ class Host:
         began = self._phase("ray", began)
 
         from ray import serve
-        from ray.serve.config import HTTPOptions
 
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.address, port=port))
+        self._proxies = start_serve(config.address, port)
         began = self._phase("serve", began)
         app = dataclasses.replace(config.app, tokens_required=config.tokens is not None)
         serve.run(build(msgspec.to_builtins(app)), name=config.app.application, route_prefix="/")
         began = self._phase("engine", began)
+        self._proxies.result()
         url = f"http://{'127.0.0.1' if config.address == '0.0.0.0' else config.address}:{port}"
         info = asyncio.run(_wait(url, None if config.tokens is None else config.tokens.read))
         self._phase("proxy", began)
@@ -156,6 +160,9 @@ class Host:
             # An app that is not ready has no requests to finish.
             if self._ready:
                 serve.shutdown()
+            elif self._proxies is not None:
+                # A thread that still waits for them needs Ray.
+                wait([self._proxies], timeout=_PROXY_STOP_SECONDS)
             ray.shutdown()
         self._exit_watcher.stop()
         end_descendants()

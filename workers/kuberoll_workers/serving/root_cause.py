@@ -19,6 +19,9 @@ _CRASH = re.compile(r":actor_name:(\S+).*?^\*\*\* (SIG[A-Z]+) received at time="
 # Ray's message about an actor whose connection has ended, whatever the reason.
 _LOST_ACTOR = re.compile(r"class_name: (\S+).{0,600}?Worker exit type: SYSTEM_ERROR", re.DOTALL)
 
+# Title of a process of Ray that has not taken that of its actor yet.
+_NO_ACTOR = "IDLE"
+
 _TRACEBACK = "Traceback (most recent call last):"
 # The line below a traceback's frames, which are indented.
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
@@ -78,8 +81,16 @@ def root_cause(texts: Iterable[str], killed: Mapping[str, int] | None = None) ->
             return causes[-1][:MESSAGE_CHARACTERS]
     # Ray writes a chain of exceptions under one heading, and a process that is killed raises none.
     logged = next((match[0] for text in texts if (match := _DEATH.search(text))), None)
-    death = logged or death_by_signal(killed or {}) or _lost_actor(texts)
+    death = logged or death_by_signal(_with_actor(killed or {}, texts)) or _lost_actor(texts)
     return death[:MESSAGE_CHARACTERS] if death else None
+
+
+def _with_actor(killed: Mapping[str, int], texts: Iterable[str]) -> Mapping[str, int]:
+    """The same exit codes; a process that died before it had its actor's name has it from Ray's logs."""
+    if _NO_ACTOR not in killed:
+        return killed
+    actor = next((match[1] for text in texts if (match := _LOST_ACTOR.search(text))), _NO_ACTOR)
+    return {actor if name == _NO_ACTOR else name: code for name, code in killed.items()}
 
 
 def _lost_actor(texts: Iterable[str]) -> str | None:

@@ -54,7 +54,11 @@ class VLLMKind:
 
     def make(self, args: ServeArgs) -> Engine:
         return VLLMEngine(
-            model=args.model, tokenizer=args.tokenizer, revision=args.revision, engine_args=placed_engine_args(args)
+            model=args.model,
+            tokenizer=args.tokenizer,
+            revision=args.revision,
+            engine_args=placed_engine_args(args),
+            tool_call_parser=args.tool_call_parser,
         )
 
     def missing(self) -> str | None:

@@ -22,6 +22,7 @@ from kuberoll_workers.policy.interface import (
     GenerationRequest,
     GenerationResult,
     PolicyRefused,
+    SamplingParameters,
 )
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 
@@ -31,7 +32,9 @@ _KEPT_VERSIONS = 16
 
 
 class Simulated:
-    """The Simulated engine: its responses depend on the request's prompt and seed (or id) only.
+    """The Simulated engine: its responses depend on the request's prompt and seed (or id), and on what ends them only.
+
+    Temperature, penalties, structured outputs and the like have no effect.
 
     Its log-probabilities are exact: 0 for the tokens of a scripted response, which is certain given the draw; that of
     a uniform distribution over the vocabulary for random tokens.
@@ -98,7 +101,9 @@ class Simulated:
             ids = self._tokenizer.encode(text)
         else:
             length = min(room + 1, 1 + int(draw.expovariate(1 / self._settings.mean_tokens)))
+            length = max(length, min(request.sampling.min_tokens, room))
             ids = token_array(draw.choices(range(self._vocabulary), k=length))
+        ids = _cut_at_token(ids, request.sampling)
         return (ids, "stop") if len(ids) <= room else (ids[:room], "length")
 
     async def _spend(self, tokens: int, draw: random.Random) -> None:
@@ -168,6 +173,14 @@ def _draw_seed(request: GenerationRequest) -> bytes:
 def _cut_at_stop(text: str, stop: Sequence[str]) -> str:
     ends = [position + len(word) for word in stop if (position := text.find(word)) >= 0]
     return text[: min(ends)] if ends else text
+
+
+def _cut_at_token(ids: array[int], sampling: SamplingParameters) -> array[int]:
+    """The ids up to the first one that ends a response."""
+    for position, token in enumerate(ids, start=1):
+        if token in sampling.stop_token_ids and position > sampling.min_tokens:
+            return ids[:position]
+    return ids
 
 
 def _model_config(model: str) -> dict[str, Any]:

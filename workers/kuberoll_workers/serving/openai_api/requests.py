@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from kuberoll_workers.policy.interface import MAX_SEED, SamplingParameters, TokenId
+from kuberoll_api.model.chat_template import RESERVED_VARIABLES
+from kuberoll_workers.policy.interface import MAX_PENALTY, MAX_SEED, SamplingParameters, StructuredOutputs, TokenId
 
 MAX_SEQUENCES = 128
 """Sequences that one request may ask for: its prompts times `n`."""
@@ -18,38 +19,6 @@ MAX_CHARACTERS: Final = 4 << 20
 
 MAX_MESSAGES: Final = 10_000
 MAX_TOOLS: Final = 1_000
-
-# Names that the rendering of a chat template uses itself, so callers must not set them.
-_RESERVED_VARIABLES: Final = frozenset(
-    {
-        # Parameters of transformers' apply_chat_template.
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-        # Globals of the Jinja environment.
-        "cycler",
-        "dict",
-        "joiner",
-        "lipsum",
-        "namespace",
-        "raise_exception",
-        "range",
-        "strftime_now",
-        "tojson",
-    }
-)
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
@@ -64,7 +33,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "guided_choice": (),
@@ -73,14 +41,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "ignore_eos": (False,),
     "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "truncate_prompt_tokens": (),
@@ -104,6 +66,33 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct):
+    """OpenAI's `response_format.json_schema`; its other fields only name and describe the schema."""
+
+    schema: dict[str, Any]
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def structured(self) -> StructuredOutputs | None:
+        """The form that a response must have; None: any.
+
+        Raises:
+            InvalidRequest: It lacks its schema.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutputs(json={"type": "object"})
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema is missing", param="response_format.json_schema")
+        return StructuredOutputs(json=self.json_schema.schema)
+
+
 class _Common(msgspec.Struct, kw_only=True):
     # Clients send null for fields that they leave to the server.
     model: str | None = None
@@ -115,6 +104,11 @@ class _Common(msgspec.Struct, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     stop: _Word | list[_Word] | None = None
     stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_PENALTY)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: str | None = None
@@ -122,6 +116,20 @@ class _Common(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """The form that a response must have, by OpenAI's field or by vLLM's; None: any.
+
+        Raises:
+            InvalidRequest: Both fields ask for one.
+        """
+        asked = None if self.response_format is None else self.response_format.structured()
+        if asked is not None and self.structured_outputs is not None:
+            raise InvalidRequest("response_format and structured_outputs: send one of them", param="response_format")
+        return asked or self.structured_outputs
 
     @property
     def samples(self) -> int:
@@ -154,6 +162,12 @@ class _Common(msgspec.Struct, kw_only=True):
             seed=None if self.seed is None else (self.seed + sample) & MAX_SEED,
             stop=self.stop_strings,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            structured_outputs=self.structured,
         )
 
     @property
@@ -238,6 +252,8 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
                 f"{name}: {reprlib.repr(given)} is not supported by this server; leave it out", param=name
             )
     _check_logprobs(request)
+    # Raises what is wrong with it before anything is tokenized.
+    _ = request.structured
     if isinstance(request, ChatRequest):
         _check_variables(request.chat_template_kwargs or {})
     return request
@@ -258,7 +274,7 @@ def _check_logprobs(request: ChatRequest | CompletionRequest) -> None:
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
     for name in variables:
-        if name in _RESERVED_VARIABLES or not name.isidentifier():
+        if name in RESERVED_VARIABLES or not name.isidentifier():
             raise InvalidRequest(
                 f"chat_template_kwargs.{name[:100]}: callers may not set this variable; the model's own template is "
                 "used, and some of its variables are fields of the request (tools, add_generation_prompt)",

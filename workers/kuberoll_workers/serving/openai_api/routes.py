@@ -68,6 +68,7 @@ class OpenAIRoutes:
         model_name: str,
         tokenizer: str,
         revision: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
         executor: BoundedExecutor | None = None,
     ) -> None:
         """Store the parts; the tokenizer is loaded at the first request that needs it.
@@ -76,11 +77,13 @@ class OpenAIRoutes:
             engine: Must be started before the first request.
             model_name: Name of the model for callers; its source (`EngineInfo.model`) is accepted too.
             tokenizer: Directory or hub id.
+            template_variables: Variables of the chat template, for chats that do not set them.
             executor: Runs templates and encoding; None: a new one.
         """
         self._engine = engine
         self._model = model_name
         self._source = (tokenizer, revision)
+        self._variables = dict(template_variables or {})
         self._executor = BoundedExecutor() if executor is None else executor
         self._loading = asyncio.Lock()
         self._format: ChatFormat | None = None
@@ -126,7 +129,7 @@ class OpenAIRoutes:
             tools=request.tools,
             generation_prompt=not continued and request.add_generation_prompt is not False,
             continued=continued,
-            variables=request.chat_template_kwargs or {},
+            variables={**self._variables, **(request.chat_template_kwargs or {})},
         )
         check_characters(len(text), "messages")
         session = headers.get(SESSION_HEADER) or request.session_id or _session_of(messages)

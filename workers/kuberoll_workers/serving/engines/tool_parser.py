@@ -1,0 +1,116 @@
+"""vLLM's parsers of tool calls, by their names, on whole responses."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from kuberoll_workers.data.tool_calls import (
+    InvalidCall,
+    ToolCalls,
+    checked_call,
+    limited,
+    parse_tool_calls,
+    unreadable,
+    without_thoughts,
+)
+from kuberoll_workers.data.tools import Tool
+
+# The parsers' own names for the text that begins a call; those built on vLLM's parser engine drop it from the content.
+_BEGINNINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string", "tc_start")
+
+
+class UnusableParser(ValueError):
+    """The named parser cannot be used; the message names the field of the manifest."""
+
+
+class ToolParser:
+    """One of vLLM's tool parsers."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        """
+        Args:
+            name: As in vLLM's `--tool-call-parser`.
+            tokenizer: The model's, as transformers has it.
+
+        Raises:
+            UnusableParser: vLLM has no such parser, or it does not fit the model.
+        """
+        from vllm.tool_parsers import ToolParserManager
+
+        where = "spec.generation.toolCallParser"
+        names = ToolParserManager.list_registered()
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnusableParser(f"{where}: vLLM has no tool parser {name!r}{hint or '.'} It has {', '.join(names)}")
+        self._class = ToolParserManager.get_tool_parser(name)
+        # A policy writes many calls that cannot be read, and some parsers log a traceback for each. Not by a level,
+        # which vLLM resets when it configures its logging.
+        for base in self._class.__mro__:
+            logging.getLogger(base.__module__).addFilter(_no_traceback)
+        self._tokenizer = tokenizer
+        try:
+            self._extract("", [])
+        except NotImplementedError as error:
+            raise UnusableParser(
+                f"{where}: {name} does not read texts, but only works inside vLLM's own chat server: choose another"
+            ) from error
+        except Exception as error:
+            raise UnusableParser(f"{where}: {name} does not fit this model: {error}") from error
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> ToolCalls:
+        """Calls in a response.
+
+        Args:
+            text: With special tokens, but the one that ended it.
+            tools: Those that the policy may call: some parsers read arguments by their schemas.
+        """
+        text = without_thoughts(text)
+        try:
+            found, content, beginnings = self._extract(text, tools)
+        except Exception as error:
+            # A parser may stumble over anything that a policy writes.
+            return ToolCalls(invalid=[unreadable(text, f"it cannot be read: {type(error).__name__}: {error}")])
+        calls = ToolCalls()
+        for call in found:
+            function = call.function
+            try:
+                made = checked_call(function.name, function.arguments)
+            except InvalidCall as error:
+                calls.invalid.append(unreadable(f"{function.name}: {function.arguments}", str(error)))
+                continue
+            # Random where the policy wrote none.
+            calls.calls.append({**made, "id": call.id} if call.id and call.id in text else made)
+        if found:
+            return limited(calls)
+        begun = any(beginning in text for beginning in beginnings)
+        if begun or (content or "").strip() != text.strip():
+            calls.invalid.extend(_unread(text))
+        return calls
+
+    def _extract(self, text: str, tools: Sequence[Tool]) -> tuple[list[Any], str | None, list[str]]:
+        """Calls, the text beside them, and what begins a call."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(messages=[], tools=list(tools) or None)
+        parser = self._class(self._tokenizer, request.tools)
+        information = parser.extract_tool_calls(text, request)
+        beginnings = [getattr(parser, name, None) for name in _BEGINNINGS]
+        calls = list(information.tool_calls) if information.tools_called else []
+        return calls, information.content, [found for found in beginnings if isinstance(found, str) and found]
+
+
+def _no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
+
+
+def _unread(text: str) -> list[Any]:
+    """Calls that a parser gave up on, with reasons where they are known."""
+    plain = parse_tool_calls(text)
+    if not plain.invalid:
+        return [unreadable(text, "it is not a call in the model's format")]
+    other = "another call of this response cannot be read, so none was made"
+    return [*plain.invalid, *(unreadable(str(call["function"]), other) for call in plain.calls)]
