@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kuberoll_workers.data.messages import ExtendedMessage
 from kuberoll_workers.data.record import TrajectoryRecord
 from tests.local.support import EXAMPLES, TINY, run_to_end, trajectories
 
@@ -76,3 +78,59 @@ def test_stored_logprobs_are_the_engine_s_own(mixed: list[TrajectoryRecord]) -> 
             compared += 1
         position += len(message.token_ids)
     assert compared == longest.tokens.generated > 0
+
+
+GARDEN = """
+from typing import Literal
+
+from kuberoll_workers.environments import ToolEnvironment, tool
+
+
+class Garden(ToolEnvironment):
+    @tool
+    def dig(self, at: str) -> int:
+        return len(at)
+"""
+
+
+@pytest.mark.long
+def test_calls_are_parsed_by_the_replicas(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    template = model / "chat_template.jinja"
+    offered = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    template.write_text(offered + template.read_text())
+    (tmp_path / "garden.py").write_text(GARDEN)
+    call = r'<tool_call>\{"name": "(dig|eat)", "arguments": \{"at": "(pot|bed)"\}\}</tool_call>'
+    job = {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "garden"},
+        "spec": {
+            "generation": {
+                "model": {"source": str(model)},
+                "engineArgs": {"dtype": "float32", "max_model_len": 512},
+                "toolCallParser": "hermes",
+                "sampling": {"maxTokens": 100, "structuredOutputs": {"regex": call}},
+            },
+            "environments": [{"name": "garden", "entrypoint": "garden:Garden", "isolation": "Process"}],
+            "dataset": {"source": {"rows": [{"prompt": "Dig."}]}, "repeats": 2},
+            "rollout": {"maxTurns": 2, "observationTemplate": "ChatTemplate"},
+            "output": {"uri": str(tmp_path / "out")},
+        },
+    }
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(json.dumps(job))
+    code, text = run_to_end(manifest, "--output", tmp_path / "out", "--metrics-port", "0", torch=True)
+    assert code == 0, text
+    records = trajectories(tmp_path / "out")
+    assert len(records) == 2
+    for record in records:
+        assert [tool["function"]["name"] for tool in record.tools or ()] == ["dig"]
+        response, answer = record.messages[1:3]
+        assert isinstance(response, ExtendedMessage)
+        assert isinstance(answer, ExtendedMessage)
+        (made,) = response.fields["tool_calls"]
+        assert made["id"] == "call00101" == answer.fields["tool_call_id"]
+        assert made["function"]["name"] in response.content
+        assert answer.content in ("3", "Error: there is no tool 'eat'; the tools are dig")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def engine(name: str = "job", url: str = "http://127.0.0.1:20000") -> ServedEngine:
     tokens = Tokens(generate="g", weights="w", read="r")
-    return ServedEngine(name=name, url=url, pid=os.getpid(), tokens=tokens, args=msgspec.to_builtins(ARGS))
+    return ServedEngine(name=name, url=url, pid=os.getpid(), tokens=tokens, args=msgspec.to_builtins(ARGS), log="/l")
 
 
 def test_an_engine_is_found_by_its_name_and_its_url_while_it_serves(state: Path) -> None:
@@ -59,6 +62,22 @@ def test_the_file_of_an_engine_that_was_killed_is_not_believed(state: Path) -> N
         assert path.read_bytes() == b""
 
 
+async def test_the_end_of_an_engine_is_seen_when_its_file_is_emptied_or_no_longer_locked() -> None:
+    for end in ("withdrawn", "gone"):
+        with engines.claim("job") as path:
+            engines.publish(path, engine())
+            waiting = asyncio.ensure_future(engines.ended(engine()))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            if end == "withdrawn":
+                engines.withdraw(path)
+                await waiting
+                # Its name is still taken.
+                with pytest.raises(EngineExists):
+                    engines.claim("job").__enter__()
+        await waiting
+
+
 @pytest.mark.parametrize(
     ("changes", "lines"),
     [
@@ -78,3 +97,21 @@ def test_the_file_of_an_engine_that_was_killed_is_not_believed(state: Path) -> N
 )
 def test_differences_are_named_by_the_manifest_s_fields(changes: dict[str, Any], lines: list[str]) -> None:
     assert engines.differences(engine(), dataclasses.replace(ARGS, **changes)) == lines
+
+
+def test_a_claim_made_while_another_one_ends_holds_the_file_that_is_there() -> None:
+    published: list[bool] = []
+
+    def serve_often(url: str) -> None:
+        for _ in range(1500):
+            with contextlib.suppress(EngineExists), engines.claim("job") as path:
+                engines.publish(path, engine(url=url))
+                published.append(engines.find("job") == engine(url=url))
+
+    threads = [threading.Thread(target=serve_often, args=(f"http://127.0.0.1:{number}",)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert published
+    assert all(published), f"{published.count(False)} of {len(published)} were not found"

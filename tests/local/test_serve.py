@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.local.support import Run, manifest, run_to_end, running, trajectories, wait_until_none_is_left
+from tests.local.support import (
+    TINY,
+    Run,
+    manifest,
+    run_to_end,
+    running,
+    trajectories,
+    wait_for_trajectories,
+    wait_until_none_is_left,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -98,18 +111,68 @@ def test_weights_that_are_published_are_those_of_the_next_run(served: Run, job: 
     assert "serves the weights '2', and spec.weights.version is 'next'" in text
 
 
-def test_ctrl_c_ends_it_and_a_kill_leaves_nothing_that_a_run_would_use(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_the_end_of_the_engine_ends_runs_at_once_and_leaves_nothing_that_a_run_would_use(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for number in (signal.SIGINT, signal.SIGKILL):
-        with running(job, command="serve") as run:
-            run.until("Ctrl-C ends it")
-            run_id = run.run_id()
-            run.process.send_signal(number)
-            assert run.finish() == (0 if number == signal.SIGINT else -number)
-            assert not any("Traceback" in line for line in run.lines)
-        wait_until_none_is_left(run_id)
-        code, text = run_to_end(job, "--output", tmp_path / str(number), "--metrics-port", "0")
-        assert code == 0, text
-        assert "kuberoll serve" not in text
+    simulated = {"responses": ["<action>up</action>"], "firstTokenSeconds": 0.3}
+    generation = {"model": {"source": str(TINY)}, "engine": "Simulated", "simulated": simulated}
+    job = manifest(
+        tmp_path / "job.yaml", generation=generation, dataset={"source": {"generator": {"count": 200}}, "repeats": 2}
+    )
+    output = tmp_path / "out"
+    with running(job, command="serve") as engine:
+        engine.until("Ctrl-C ends it")
+        url = description(engine)["url"]
+        run_id = engine.run_id()
+        with running(job, "--output", output, "--metrics-port", "0") as run:
+            wait_for_trajectories(run, output, 20)
+            children = psutil.Process(engine.process.pid).children(recursive=True)
+            engine.process.send_signal(number)
+            if number == signal.SIGKILL:
+                for child in children:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            assert run.finish() == 1, run.lines
+        assert engine.finish() == (-number if number == signal.SIGKILL else 0)
+        assert not any("Traceback" in line for line in engine.lines)
+    text = "\n".join(run.lines)
+    assert f"the engine at {url} (kuberoll serve, process {engine.process.pid}) has ended" in text
+    assert f"see {tmp_path}/state/kuberoll/serve/test.log" in text
+    stored = len(trajectories(output))
+    assert 20 < stored < 400
+    assert f"{stored} of 400 trajectories are stored; continue with --resume --output {output}" in text
+    assert "Traceback" not in text
+    wait_until_none_is_left(run_id)
+    code, text = run_to_end(job, "--output", output, "--metrics-port", "0", "--resume")
+    assert code == 0, text
+    assert "kuberoll serve" not in text
+    keys = [record.key for record in trajectories(output)]
+    assert len(keys) == len(set(keys)) == 400
+
+
+def test_an_interrupt_while_it_starts_is_a_sentence(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with running(job, command="serve") as run:
+        run_id = run.run_id()
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.lines
+    assert run.lines[-1] == "interrupted; nothing of the engine is left"
+    assert not any("Traceback" in line for line in run.lines)
+    wait_until_none_is_left(run_id)
+    assert [path.name for path in (tmp_path / "kuberoll" / "serve").iterdir()] == ["test.log"]
+
+
+def test_the_command_that_it_prints_works_as_it_is(served: Run) -> None:
+    (line,) = [line for line in served.lines if line.startswith("try: ")]
+    found = shutil.which("curl")
+    if found is None:
+        pytest.skip("curl is missing")
+    # Nothing else is on the path.
+    answered = subprocess.run(
+        ["/bin/sh", "-c", line.removeprefix("try: ").replace("curl", f"{found} -s", 1)],
+        env={"PATH": "/none"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(answered.stdout)["data"], answered.stdout
+    assert not any(token in line for token in description(served)["tokens"].values())

@@ -14,6 +14,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.dataset.rows import DatasetError
+from kuberoll_workers.environments import UnusableEnvironment
 from kuberoll_workers.output.records import dropped as read_dropped
 from kuberoll_workers.output.records import failures as read_failures
 from kuberoll_workers.output.records import shard_name
@@ -22,7 +23,14 @@ from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, count_abandoned, isolated_environment_factory, run_worker
+from kuberoll_workers.worker import (
+    Progress,
+    WorkerConfig,
+    count_abandoned,
+    environments_policy,
+    isolated_environment_factory,
+    run_worker,
+)
 from tests.local.support import TINY, Endpoint, endpoint
 from tests.rollouts.fakes import until
 
@@ -323,7 +331,7 @@ async def test_rows_that_were_changed_after_the_check_are_not_run(
     rows = tmp_path / "rows.jsonl"
 
     def write(*names: str) -> None:
-        state = {"tiles": [[1, 2], [3, 0]], "moves": 0}
+        state = {"board": [[1, 2], [3, 0]], "moves": 0}
         rows.write_text("".join(json.dumps({"prompt": name, "metadata": state}) + "\n" for name in names))
 
     document = job(dataset={"source": {"uri": str(rows)}, "repeats": 1})
@@ -335,3 +343,40 @@ async def test_rows_that_were_changed_after_the_check_are_not_run(
         await run(endpoint, outputs[0], document, blocks=blocks)
     assert endpoint.requests == []
     assert stored(outputs[0]) == {}
+
+
+def _config(endpoint: str | None, document: dict[str, Any]) -> WorkerConfig:
+    return WorkerConfig(
+        job=RolloutJob.model_validate(document),
+        base="/",
+        tokenizer=str(TINY),
+        endpoint=endpoint,
+        max_model_len=512,
+        output="/out",
+        turns=None,
+        shards=[0],
+        shard_count=1,
+        token="generate-only",
+    )
+
+
+def test_environments_that_use_the_policy_get_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = {"name": "judge", "type": "judge"}
+    rows = {"source": {"rows": [{"prompt": "x", "metadata": {"answer": "y"}}]}}
+    asking = job(environments=[judge], dataset=rows)
+    assert environments_policy(_config("http://policy:8000", job())) is None
+    policy = environments_policy(_config("http://policy:8000", asking))
+    assert policy is not None
+    assert (policy.url, policy.token) == ("http://policy:8000", "generate-only")
+    with pytest.raises(
+        UnusableEnvironment, match="environment 'judge': it uses the policy's endpoint, but this worker"
+    ):
+        environments_policy(_config(None, asking))
+
+    external = {"backend": "External", "external": {"url": "http://far/v1", "apiKeyVariable": "FAR_KEY"}}
+    elsewhere = job(environments=[judge], dataset=rows, generation={"model": {"source": str(TINY)}, **external})
+    monkeypatch.setenv("FAR_KEY", "far-key")
+    policy = environments_policy(_config("http://far/v1", elsewhere))
+    assert policy is not None
+    # The job's own key for that server, not a token of KubeRoll.
+    assert (policy.url, policy.token) == ("http://far/v1", "far-key")

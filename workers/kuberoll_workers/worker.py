@@ -1,26 +1,29 @@
 """One environment worker: runs some shards of a job against a policy endpoint.
 
-A child process of `kuberoll run` is `python -m kuberoll_workers.worker --tokenizer SOURCE`; a pod of the cluster
-(`pods.worker`) does the same work. It initializes while the engine starts, and begins when it gets its WorkerConfig, a
-line of JSON on standard input. Progress goes to standard output, one JSON object per line, the last one with
-`"done": true`, or one with a `"problem"` if it cannot continue; logs go to standard error. SIGTERM drains: no new
-trajectories are started, and those in flight are finished and stored.
+A child process of `kuberoll run` is `python -m kuberoll_workers.worker`; a pod of the cluster (`pods.worker`) does the
+same work. It reads two lines of JSON from standard input: a WorkerStart, with which it initializes while the engine
+starts, and a WorkerConfig, with which it begins. Progress goes to standard output, one JSON object per line, the last
+one with `"done": true`, or one with a `"problem"` if it cannot continue. `"waiting"` says why the policy does not
+answer (null: it does again), with the `"seconds"` of `OutageLimit.trouble`. Logs go to standard error. SIGTERM drains:
+no new trajectories are started, and those in flight are finished and stored.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import gc
+import hashlib
+import importlib
+import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 import msgspec
 from pydantic import TypeAdapter
@@ -33,27 +36,29 @@ from kuberoll_workers.data.observations import (
     ChatTemplateObservations,
     ObservationTemplate,
     RawObservations,
-    TemplateRefused,
 )
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError
 from kuberoll_workers.data.shards import share
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.expansion import sample_groups
 from kuberoll_workers.dataset.inputs import prompt_groups, repeats_of
 from kuberoll_workers.dataset.rows import DatasetError
 from kuberoll_workers.environments import registry
 from kuberoll_workers.environments.interface import EnvironmentInterface
-from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.isolation import Servers, make_executor
 from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
+from kuberoll_workers.environments.served_models import POLICY_VARIABLES, ServedModel, policy_variables
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.store import ResultStore
-from kuberoll_workers.policy.interface import Policy, SamplingParameters
+from kuberoll_workers.policy.interface import Policy, PolicyUnavailable, SamplingParameters
+from kuberoll_workers.policy.outage import RemotePolicy
+from kuberoll_workers.policy.readiness import OutageLimit, answering_text, waiting_text, while_answering
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
@@ -64,7 +69,29 @@ from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sam
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import Activity, RolloutMetrics, TrajectoryCounts
 
+if TYPE_CHECKING:
+    from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
+
 REPORT_SECONDS = 0.25
+# Servers in a cluster are started together with the first pod that asks for them.
+_START_PATIENCE = 300.0
+_METRICS_PATIENCE = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerStart(msgspec.Struct, kw_only=True, frozen=True):
+    """What a worker can begin with before there is an engine.
+
+    Attributes:
+        tokenizer: Directory or hub id of the tokenizer.
+        log: File to which standard error is appended from now on.
+        endpoint: True if it will generate at an endpoint, and not simulate its engine.
+    """
+
+    tokenizer: str
+    log: str
+    endpoint: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +163,6 @@ class Progress:
     failed: int = 0
     dropped: int = 0
     filtered: int = 0
-    dropped_turns: int = 0
-    dropped_tokens: int = 0
     turns: int = 0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
@@ -167,8 +192,6 @@ class Progress:
         if isinstance(result, DroppedRecord):
             self.dropped += 1
             self.filtered += result.reason == "filtered"
-            self.dropped_turns += result.turn_count
-            self.dropped_tokens += result.tokens.generated
             return
         self.trajectories += 1
         self.turns += result.turn_count
@@ -181,13 +204,66 @@ class Progress:
 def environment_factory(job: RolloutJob) -> Callable[[str], EnvironmentInterface]:
     """A function that creates the job's environments by name."""
     specs = {spec.name: spec for spec in job.spec.environments}
-    return lambda name: registry.create(specs[name])
+    return lambda name: environment_of(specs[name])
+
+
+def environment_of(spec: Environment) -> EnvironmentInterface:
+    """An environment for its own metrics, in this process; one on servers elsewhere computes them there.
+
+    Raises:
+        UnusableEnvironment: It cannot be created, or no server answers.
+    """
+    if is_elsewhere(spec):
+        return _on_servers(spec, patience=_METRICS_PATIENCE)
+    return registry.create(spec)
+
+
+def is_elsewhere(spec: Environment) -> bool:
+    """True if the environment is on servers that this process does not start."""
+    return spec.remote is not None and bool(spec.remote.located)
+
+
+def servers_of(spec: Environment, *, scope: str = "") -> Servers | None:
+    """The servers of an environment that are elsewhere; None if there are none.
+
+    Args:
+        scope: As in `Servers`.
+    """
+    if spec.remote is None or not spec.remote.located:
+        return None
+    variable = spec.remote.api_key_variable
+    return Servers(
+        urls=spec.remote.located, token=None if variable is None else os.environ.get(variable) or None, scope=scope
+    )
+
+
+def _on_servers(spec: Environment, *, patience: float) -> RemoteEnvironment:
+    # An HTTP client is a large part of what a worker imports, and most jobs need none.
+    from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
+
+    servers = servers_of(spec)
+    assert servers is not None
+    return RemoteEnvironment(spec.name, servers.urls, token=servers.token, patience=patience)
+
+
+def remote_digests(job: RolloutJob) -> dict[str, str | None]:
+    """Digests of the code of environments that are on servers elsewhere, by name.
+
+    Raises:
+        UnusableEnvironment: No server of one answers.
+    """
+    return {
+        spec.name: _on_servers(spec, patience=_METRICS_PATIENCE).info.digest
+        for spec in job.spec.environments
+        if is_elsewhere(spec)
+    }
 
 
 def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -> Callable[[str], EnvironmentInterface]:
     """A function that creates the job's environments by name, to read their rows and to check that they can be created.
 
-    Those with isolation Process are created in their own process: none of their code runs in this one.
+    Those with isolation Process are created in their own process, and so are those with isolation Remote without a
+    url: none of their code runs in this one. Others with isolation Remote are asked of their servers.
 
     Args:
         protected: As in `open_environments`.
@@ -196,11 +272,32 @@ def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -
 
     def make(name: str) -> EnvironmentInterface:
         spec = specs[name]
-        if spec.isolation == "Process":
+        if is_elsewhere(spec):
+            return _on_servers(spec, patience=_START_PATIENCE)
+        if spec.isolation != "Inline":
             return ProcessEnvironment(registry.PlainSpec.of(spec), sandbox_of(spec, protected=protected))
         return registry.create(spec)
 
     return make
+
+
+def environments_policy(config: WorkerConfig) -> ServedModel | None:
+    """The policy's endpoint for the environments that use it; None: none does.
+
+    Raises:
+        UnusableEnvironment: The policy has no endpoint, or its API key is not set.
+    """
+    users = [spec.name for spec in config.job.spec.environments if spec.uses_policy]
+    if not users:
+        return None
+    external = config.job.spec.generation.external
+    url = config.endpoint or (None if external is None else external.url)
+    if not url:
+        raise UnusableEnvironment(
+            f"environment {users[0]!r}: it uses the policy's endpoint, but this worker simulates the engine itself"
+        )
+    variable = None if external is None else external.api_key_variable
+    return ServedModel(url=url, token=config.token if variable is None else os.environ.get(variable))
 
 
 def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
@@ -209,9 +306,12 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
     Args:
         max_model_len: The engine's window, which limits `maxSequenceLength`.
     """
-    rollout, sampling = job.spec.rollout, job.spec.generation.sampling
+    rollout, generation = job.spec.rollout, job.spec.generation
+    sampling = generation.sampling
     # Each sample has its own seed.
-    given = sampling.model_dump(by_alias=False, exclude={"seed"})
+    given = sampling.model_dump(by_alias=False, exclude={"seed", "override", "structured_outputs"})
+    if sampling.structured_outputs is not None:
+        given["structured_outputs"] = sampling.structured_outputs.model_dump(by_alias=True, exclude_none=True)
     return RolloutSettings(
         max_turns=rollout.max_turns,
         max_sequence_length=min(rollout.max_sequence_length or max_model_len, max_model_len),
@@ -227,6 +327,7 @@ def rollout_settings(job: RolloutJob, max_model_len: int) -> RolloutSettings:
         generation_seconds=rollout.timeouts.generation_seconds,
         turn_seconds=rollout.timeouts.turn_seconds,
         trajectory_seconds=rollout.timeouts.trajectory_seconds,
+        engine_parses_calls=generation.tool_call_parser is not None and generation.engine == "VLLM",
     )
 
 
@@ -237,7 +338,7 @@ def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
         protected=protected,
         readable=access.readable_paths,
         writable=access.writable_paths,
-        variables=access.variables,
+        variables=[*access.variables, *(POLICY_VARIABLES if spec.uses_policy else ())],
     )
 
 
@@ -248,13 +349,15 @@ def local_paths(*places: str | None) -> list[str]:
 
 @asynccontextmanager
 async def open_environments(
-    job: RolloutJob, *, protected: Sequence[str] = ()
+    job: RolloutJob, *, protected: Sequence[str] = (), output: str = ""
 ) -> AsyncIterator[dict[str, EnvironmentRunner]]:
     """Open the job's environments by name; they are closed at the end.
 
     Args:
         protected: Files and directories that processes of environments never reach.
+        output: The run's directory or URI, to tell its episodes from those of other runs on the same servers.
     """
+    scope = hashlib.blake2b(f"{job.metadata.name}\n{output}".encode(), digest_size=6).hexdigest()
     async with AsyncExitStack() as stack:
         runners = {}
         for spec in job.spec.environments:
@@ -265,6 +368,7 @@ async def open_environments(
                 spare=spec.spare_processes,
                 timeout=spec.step_timeout_seconds,
                 sandbox=sandbox_of(spec, protected=protected),
+                servers=servers_of(spec, scope=scope),
             )
             runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.max_batch)
             stack.push_async_callback(runners[spec.name].close)
@@ -313,6 +417,7 @@ async def run_worker(
     policy: Policy | None = None,
     tokenizer: HuggingFaceTokenizer | None = None,
     failures: FailureLog | None = None,
+    trouble: Callable[[str | None, float], None] = lambda _reason, _seconds: None,
 ) -> bool:
     """Run the config's shards until they are done or drained.
 
@@ -321,6 +426,7 @@ async def run_worker(
         policy: Used instead of the endpoint.
         tokenizer: The config's tokenizer, if it is already loaded.
         failures: Log of failures, if the caller wants to read it.
+        trouble: As in `readiness.OutageLimit`, for the policy.
 
     Returns:
         True if the shards are done; False if drained first.
@@ -328,11 +434,14 @@ async def run_worker(
     Raises:
         DatasetError, TemplateRefused, RecordError, StorageError, OSError: The inputs or the output cannot be used.
         TrajectoriesMissing: Some trajectories are not stored.
+        PolicyUnavailable: The policy has not answered for too long.
     """
     job = config.job
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
+    tokenizer = tokenizer.with_variables(job.spec.generation.model.chat_template_kwargs)
     seeded = job.spec.dataset.seed_per_repeat
+    base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     async with AsyncExitStack() as stack:
         # The last results are stored when the store is closed.
         stack.callback(metrics.flush)
@@ -368,18 +477,21 @@ async def run_worker(
             shards=config.shards,
             shard_count=config.shard_count,
             done=store.state,
-            seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed) if seeded else None,
+            seed=base_seed if seeded else None,
+            episode_seed=base_seed,
         )
+        stack.enter_context(policy_variables(environments_policy(config)))
         environments = await stack.enter_async_context(
-            open_environments(job, protected=local_paths(config.output, config.turns))
+            open_environments(job, protected=local_paths(config.output, config.turns), output=config.output)
         )
         if policy is None:
             policy = await stack.enter_async_context(open_policy(config, metrics, tokenizer))
+        settings = rollout_settings(job, config.max_model_len)
         rollout = Rollout(
             policy=policy,
             environments=environments,
             tokenizer=tokenizer,
-            settings=rollout_settings(job, config.max_model_len),
+            settings=settings,
             metrics=metrics,
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
@@ -393,12 +505,26 @@ async def run_worker(
                 failure_log.log(result)
             await store.result(result)
 
-        await run_groups(rollout, groups, sink, policy=group_policy(config, store.state), drain=drain)
+        work = run_groups(rollout, groups, sink, policy=group_policy(config, store.state), drain=drain)
+        await _unless_gone(policy, settings, work, trouble)
     _check_stored(results, progress, before=before)
     if drain.is_set():
         return False
     await store.finalize(parquet=job.spec.output.format == "Parquet")
     return True
+
+
+async def _unless_gone(
+    policy: Policy,
+    settings: RolloutSettings,
+    work: Coroutine[Any, Any, None],
+    trouble: Callable[[str | None, float], None],
+) -> None:
+    if not isinstance(policy, RemotePolicy):
+        return await work
+    setting = "spec.rollout: retries.generationAttempts times timeouts.generationSeconds"
+    limit = OutageLimit(settings.outage_seconds, setting, trouble)
+    return await while_answering(policy.outage, limit, work)
 
 
 def _check_stored(results: int, progress: Progress, *, before: int) -> None:
@@ -483,8 +609,14 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
         asyncio.create_task(metrics.watch_event_loop()),
         asyncio.create_task(_report(progress, metrics, reports)),
     ]
+
+    def trouble(reason: str | None, seconds: float) -> None:
+        _log.warning("%s", answering_text(seconds) if reason is None else waiting_text(reason, seconds))
+        reports.write(msgspec.json.encode({"waiting": reason, "seconds": seconds}).decode() + "\n")
+        reports.flush()
+
     try:
-        await run_worker(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer)
+        await run_worker(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer, trouble=trouble)
         progress.done = True
     except BaseException as error:
         if (problem := problem_of(error)) is None:
@@ -499,7 +631,15 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     return problem
 
 
-_REFUSALS = (DatasetError, RecordError, StorageError, TemplateRefused, UnusableEnvironment, OSError)
+_REFUSALS = (
+    DatasetError,
+    OSError,
+    PolicyUnavailable,
+    RecordError,
+    StorageError,
+    TemplateRefused,
+    UnusableEnvironment,
+)
 
 
 def problem_of(error: BaseException) -> str | None:
@@ -536,6 +676,11 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(10_000, 20, 100)
 
 
+def _log_to(path: str) -> None:
+    with Path(path).open("ab") as log:
+        os.dup2(log.fileno(), sys.stderr.fileno())
+
+
 def _own_stdout() -> TextIO:
     """Reserve standard output for reports: prints of environments and libraries go to standard error."""
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -545,17 +690,22 @@ def _own_stdout() -> TextIO:
 
 def main() -> None:
     """The process's entry point."""
-    parser = argparse.ArgumentParser(prog="kuberoll_workers.worker", description=__doc__)
-    parser.add_argument("--tokenizer", required=True, help="Directory or hub id, loaded while waiting for the config.")
-    arguments = parser.parse_args()
-    reports = _own_stdout()
     parent = os.getppid()
     end_with_parent()
-    # If PyTorch is installed transformers imports it, which takes seconds; the engine's start takes longer.
-    tokenizer = HuggingFaceTokenizer.load(arguments.tokenizer)
     line = sys.stdin.buffer.readline()
     if not line:
         return  # the parent has ended
+    start = msgspec.json.decode(line, type=WorkerStart)
+    _log_to(start.log)
+    reports = _own_stdout()
+    # If PyTorch is installed transformers imports it, which takes seconds; the engine's start takes longer.
+    tokenizer = HuggingFaceTokenizer.load(start.tokenizer)
+    if start.endpoint:
+        # Its HTTP client is imported here, while there is time.
+        importlib.import_module("kuberoll_workers.policy.endpoints")
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
     watch_parent(sys.stdin.fileno(), parent)
     tune_garbage_collector()
     problem = asyncio.run(_main(WorkerConfig.decode(line), tokenizer, reports))

@@ -44,8 +44,7 @@ def aggregate(
     """Compute the numbers of the run whose trajectories are in DIR or at URI.
 
     Several locations may hold parts of one run. The exit code is 2 if there is no run, or the locations belong to
-    different
-    runs.
+    different runs.
     """
     from rich.console import Console
 
@@ -77,6 +76,7 @@ def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[s
     if manifest is None:
         return None, []
     from kuberoll_workers.environments import registry
+    from kuberoll_workers.worker import environment_of
 
     job = load_job(manifest)
     # An entrypoint's module may be next to the manifest, or in the working directory.
@@ -86,7 +86,7 @@ def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[s
     def make(name: str) -> EnvironmentInterface:
         if name not in specs:
             raise registry.UnusableEnvironment(f"{manifest} has no environment {name!r}")
-        return registry.create(specs[name])
+        return environment_of(specs[name])
 
     return make, list(specs)
 
@@ -131,26 +131,19 @@ def show(found: Aggregates, files: list[str], location: str, console: Console) -
 
 
 def _table(found: Aggregates) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from kuberoll_workers.commands.environment_table import environment_table
 
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    # In a narrow terminal only this column becomes narrower.
-    table.add_column("environment", overflow="fold", min_width=11)
-    for name in ("done", "missing", "reward", "tries", "no signal", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, summary in found.summaries.items():
-        table.add_row(
-            Text(visible(name)),
-            str(summary.trajectories),
-            "-" if summary.missing is None else str(summary.missing),
-            _reward(summary),
-            _tries(summary),
-            f"{summary.equal_groups / summary.groups:.1%}" if summary.groups else "-",
-            str(summary.generated_tokens),
-        )
-    return table
+    return environment_table(
+        found.summaries,
+        {
+            "done": lambda summary: str(summary.trajectories),
+            "missing": lambda summary: "-" if summary.missing is None else str(summary.missing),
+            "reward": _reward,
+            "tries": _tries,
+            "no signal": lambda summary: f"{summary.equal_groups / summary.groups:.1%}" if summary.groups else "-",
+            "tokens": lambda summary: str(summary.generated_tokens),
+        },
+    )
 
 
 def _reward(summary: EnvironmentSummary) -> str:

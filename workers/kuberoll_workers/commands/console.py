@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 from kuberoll_workers.analysis.report.failures import print_causes, print_metrics_failures
-from kuberoll_workers.data.text import visible
-from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
+from kuberoll_workers.commands.environment_table import environment_table
+from kuberoll_workers.data.text import clock, visible
+from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.rollouts.drop_report import DropReport
+
+if TYPE_CHECKING:
+    from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 
 LOG_SECONDS = 5.0
 START_LOG_SECONDS = 10.0
@@ -167,7 +170,7 @@ def duration(seconds: float) -> str:
 
 def _print_result(console: Console, result: RunResult) -> None:
     if result.summaries:
-        console.print(_table(result.summaries))
+        console.print(result_table(result.summaries))
         print_causes(result.causes, result.location, console)
         print_metrics_failures(result.summaries, result.location, console)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
@@ -203,21 +206,18 @@ def _turns(totals: RunProgress) -> str:
     )
 
 
-def _table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    # In a narrow terminal only this column becomes narrower.
-    table.add_column("environment", overflow="fold", min_width=11)
-    for name in ("done", "failed", "reward", "turns", "tokens", "stop reasons"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, summary in summaries.items():
-        mean = summary.mean_reward
-        table.add_row(
-            Text(visible(name)),
-            str(summary.trajectories),
-            str(summary.failed),
-            "-" if mean is None else f"{mean:.3f}",
-            str(summary.turns),
-            str(summary.generated_tokens),
-            Text("\n".join(visible(f"{reason} {count}") for reason, count in sorted(summary.stop_reasons.items()))),
-        )
-    return table
+def result_table(summaries: Mapping[str, EnvironmentSummary]) -> Table:
+    """Table of the environments of a run that has just ended."""
+    return environment_table(
+        summaries,
+        {
+            "done": lambda summary: str(summary.trajectories),
+            "failed": lambda summary: str(summary.failed),
+            "reward": lambda summary: "-" if summary.mean_reward is None else f"{summary.mean_reward:.3f}",
+            "turns": lambda summary: str(summary.turns),
+            "tokens": lambda summary: str(summary.generated_tokens),
+            "stop reasons": lambda summary: "\n".join(
+                f"{reason} {count}" for reason, count in sorted(summary.stop_reasons.items())
+            ),
+        },
+    )

@@ -48,8 +48,7 @@ def rescore(
 
     The stored responses are replayed to their environment, from the initial state of their dataset row on. A trajectory
     whose environment now answers differently is left unchanged. The original run is never changed. The exit code is 0
-    only
-    if no trajectory failed.
+    only if no trajectory failed.
     """
     try:
         job = load_job(manifest, overrides)
@@ -98,7 +97,7 @@ def _rescore(
     from kuberoll_workers.analysis.aggregation.aggregates import aggregate
     from kuberoll_workers.analysis.rescore import InitialStates, open_rescored, refuse_other_dataset
     from kuberoll_workers.dataset.inputs import prompt_groups, scan
-    from kuberoll_workers.local.run import import_directories
+    from kuberoll_workers.local.options import import_directories
     from kuberoll_workers.output.run_files import RunFiles
     from kuberoll_workers.worker import environment_factory, isolated_environment_factory, local_paths
 
@@ -133,6 +132,8 @@ async def _replay(
     force: bool,
 ) -> Mapping[str, RescoreCounts]:
     from kuberoll_workers.analysis.rescore import Replayer, Rescoring
+    from kuberoll_workers.dataset.inputs import repeats_of
+    from kuberoll_workers.rollouts.seeds import job_seed
     from kuberoll_workers.rollouts.settings import RetryPolicy
     from kuberoll_workers.telemetry import RolloutMetrics
     from kuberoll_workers.worker import open_environments
@@ -147,12 +148,19 @@ async def _replay(
         return await Rescoring(
             source,
             output,
-            Replayer(environments, states, retries=retries),
+            Replayer(
+                environments,
+                states,
+                retries=retries,
+                seed=job_seed(job.metadata.name, job.spec.generation.sampling.seed),
+                max_turns=rollout.max_turns,
+            ),
             environments=names,
             concurrency=rollout.concurrency,
             seconds=RolloutMetrics(job.metadata.name).journal_seconds,
             force=force,
             parquet=job.spec.output.format == "Parquet",
+            group_sizes={name: count + rollout.groups.oversample for name, count in repeats_of(job).items()},
         ).run()
 
 

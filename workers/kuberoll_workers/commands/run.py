@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kuberoll_api.manifest.loading import ManifestError, load_job
+if TYPE_CHECKING:
+    from kuberoll_workers.local.early_start import EarlyStart
 
 DEFAULT_METRICS_PORT = 9464
 
@@ -59,49 +61,53 @@ def run(
     not be written; 130: interrupted.
     """
     try:
-        job = load_job(manifest, overrides)
-    except ManifestError as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
+        from kuberoll_workers.local.early_start import early_start
 
-    try:
-        from rich.console import Console
-
-        from kuberoll_workers.commands.console import reporter_for
-        from kuberoll_workers.data.text import visible
-        from kuberoll_workers.local.preflight import JobRefused
-        from kuberoll_workers.local.run import RunOptions
-        from kuberoll_workers.local.run import run as run_here
+        with early_start(manifest.parent) as early:
+            code = _run(
+                early, manifest, overrides, output,
+                resume=resume, force=force, metrics_port=metrics_port, monitor=monitor, serve=serve, endpoint=endpoint,
+            )  # fmt: skip
     except KeyboardInterrupt:
         click.echo("interrupted before anything was started", err=True)
         sys.exit(130)
+    sys.exit(code)
+
+
+def _run(
+    early: EarlyStart, manifest: Path, overrides: tuple[str, ...], output: str | None, **options: Any
+) -> int:  # fmt: skip
+    """Run the job; returns the exit code."""
+    from rich.console import Console
+
+    from kuberoll_api.manifest.loading import ManifestError, load_job
+
+    try:
+        job = load_job(manifest, overrides)
+    except ManifestError as error:
+        click.echo(str(error), err=True)
+        return 2
+
+    from kuberoll_workers.commands.console import reporter_for
+    from kuberoll_workers.data.text import visible
+    from kuberoll_workers.local.options import RunOptions
+    from kuberoll_workers.local.preflight import JobRefused
+    from kuberoll_workers.local.run import run as run_here
 
     uri = job.spec.output.uri
     # A claim exists only in the cluster that the manifest was written for.
     on_claim = output is None and uri is not None and uri.startswith("pvc:")
-    options = RunOptions(
-        base=manifest.parent,
-        output=output or (None if on_claim else uri) or f"runs/{job.metadata.name}",
-        resume=resume,
-        force=force,
-        metrics_port=metrics_port,
-        monitor=monitor,
-        serve=serve,
-        endpoint=endpoint,
-    )
+    location = output or (None if on_claim else uri) or f"runs/{job.metadata.name}"
     reporter = reporter_for(Console(highlight=False))
     if on_claim:
-        reporter.note(f"spec.output.uri: {uri} is a volume of a cluster; writing to {options.output} instead")
+        reporter.note(f"spec.output.uri: {uri} is a volume of a cluster; writing to {location} instead")
     try:
-        result = run_here(job, options, reporter)
+        return run_here(job, RunOptions(base=manifest.parent, output=location, **options), reporter, early).exit_code
     except JobRefused as error:
         reporter.close()
         click.echo(visible(f"{manifest}: {error}"), err=True)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         reporter.close()
-        click.echo(
-            f"interrupted; stored trajectories are kept: continue with --resume --output {options.output}", err=True
-        )
-        sys.exit(130)
-    sys.exit(result.exit_code)
+        click.echo(f"interrupted; stored trajectories are kept: continue with --resume --output {location}", err=True)
+        return 130

@@ -25,7 +25,8 @@ def serve(manifest: Path, overrides: tuple[str, ...], port: int) -> None:
       kuberoll serve job.yaml
       kuberoll run job.yaml --output runs/first      # in another terminal
 
-    The exit code is 0 after Ctrl-C, 1 if the engine failed, 2 if it was rejected.
+    The exit code is 0 after Ctrl-C, 1 if the engine failed, 2 if it was rejected, 130 if it was interrupted before it
+    was ready or while it ended.
     """
     try:
         job = load_job(manifest, overrides)
@@ -33,14 +34,18 @@ def serve(manifest: Path, overrides: tuple[str, ...], port: int) -> None:
         click.echo(str(error), err=True)
         sys.exit(2)
 
-    from rich.console import Console
+    try:
+        from rich.console import Console
 
-    from kuberoll_workers.commands.console import reporter_for
-    from kuberoll_workers.data.text import visible
-    from kuberoll_workers.local.generation import RunFailed
-    from kuberoll_workers.local.preflight import JobRefused
-    from kuberoll_workers.local.serve import ServeOptions
-    from kuberoll_workers.local.serve import serve as serve_here
+        from kuberoll_workers.commands.console import reporter_for
+        from kuberoll_workers.data.text import visible
+        from kuberoll_workers.local.generation import RunFailed
+        from kuberoll_workers.local.preflight import JobRefused
+        from kuberoll_workers.local.serve import ServeOptions, StartInterrupted
+        from kuberoll_workers.local.serve import serve as serve_here
+    except KeyboardInterrupt:
+        click.echo("interrupted before anything was started", err=True)
+        sys.exit(130)
 
     reporter = reporter_for(Console(highlight=False))
     try:
@@ -49,5 +54,9 @@ def serve(manifest: Path, overrides: tuple[str, ...], port: int) -> None:
         reporter.close()
         click.echo(visible(f"{manifest}: {error}"), err=True)
         sys.exit(2 if isinstance(error, JobRefused) else 1)
+    except (KeyboardInterrupt, StartInterrupted):
+        reporter.close()
+        click.echo("interrupted; nothing of the engine is left", err=True)
+        sys.exit(130)
     finally:
         reporter.close()

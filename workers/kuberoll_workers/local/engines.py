@@ -6,6 +6,7 @@ of one that was killed is recognized.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -19,6 +20,8 @@ import msgspec
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.policy.auth import Tokens
+
+POLL_SECONDS = 0.25
 
 _FILE = "{name}.json"
 # Fields of the manifest from which the arguments of a Serve application are made. Those that are not listed change
@@ -44,6 +47,7 @@ class ServedEngine(msgspec.Struct, kw_only=True):
         name: Name of its job.
         pid: Of `kuberoll serve`.
         args: Arguments of its Serve application, as plain JSON.
+        log: Path of its log.
     """
 
     name: str
@@ -51,6 +55,7 @@ class ServedEngine(msgspec.Struct, kw_only=True):
     pid: int
     tokens: Tokens
     args: dict[str, Any]
+    log: str
 
 
 class EngineExists(Exception):
@@ -76,15 +81,14 @@ def claim(name: str) -> Iterator[Path]:
     directory = state_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / _FILE.format(name=name)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise EngineExists(
-                f"an engine for the job {name!r} is starting or serving already ({path}): end it first, or give this "
-                "job another name"
-            ) from error
+        descriptor = _locked(path)
+    except BlockingIOError as error:
+        raise EngineExists(
+            f"an engine for the job {name!r} is starting or serving already ({path}): end it first, or give this job "
+            "another name"
+        ) from error
+    try:
         os.ftruncate(descriptor, 0)
         try:
             yield path
@@ -94,10 +98,44 @@ def claim(name: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def _locked(path: Path) -> int:
+    """Open a file, which is created if it is missing, and lock it.
+
+    Raises:
+        BlockingIOError: Another process has locked it.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have removed the file after it was opened here.
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
 def publish(path: Path, engine: ServedEngine) -> None:
     """Write a claimed file, so that `kuberoll run` finds the engine."""
     # In place: a file that replaced this one would not be locked.
     path.write_bytes(msgspec.json.format(msgspec.json.encode(engine)) + b"\n")
+
+
+def withdraw(path: Path) -> None:
+    """Empty a claimed file: the engine is ending, and runs that use it end too."""
+    os.truncate(path, 0)
+
+
+async def ended(engine: ServedEngine) -> None:
+    """Wait until an engine has been withdrawn, or its process has ended."""
+    while True:
+        if find(engine.name) != engine:
+            return
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def find(name: str) -> ServedEngine | None:

@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 import os
 import secrets
+import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -20,8 +21,9 @@ from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.local import engines
+from kuberoll_workers.local.engines import ServedEngine
 from kuberoll_workers.local.preflight import JobRefused, ModelSource
-from kuberoll_workers.local.processes import Child
+from kuberoll_workers.local.processes import Child, see_log
 from kuberoll_workers.local.reporter import Reporter
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
@@ -34,8 +36,42 @@ TOKEN_VARIABLE = "KUBEROLL_TOKEN"
 """Environment variable with the token for an endpoint of another user or machine."""
 
 
+_Result = TypeVar("_Result")
+
+
 class RunFailed(Exception):
     """A part that the run needs has failed; the message names it and its log."""
+
+
+class Engine(Protocol):
+    """An engine whose end can be seen from this process."""
+
+    async def ended(self) -> str:
+        """Wait until it ends; return the message for the user."""
+        ...
+
+
+async def while_serving(engine: Engine | None, work: Awaitable[_Result]) -> _Result:
+    """Await `work`, which needs the engine; it is cancelled if the engine ends first.
+
+    Args:
+        engine: None: nothing is known about its end.
+
+    Raises:
+        RunFailed: The engine ended first.
+    """
+    working = asyncio.ensure_future(work)
+    end = asyncio.ensure_future(engine.ended()) if engine is not None else asyncio.get_running_loop().create_future()
+    try:
+        await asyncio.wait({working, end}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RunFailed(end.result())
+        return working.result()
+    finally:
+        working.cancel()
+        end.cancel()
+        # Their results have been read or no longer matter.
+        await asyncio.gather(working, end, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +138,7 @@ class EngineHost:
     """The process with the engine of a job, under a Ray of its own."""
 
     def __init__(self, child: Child, tokens: Tokens) -> None:
-        self.child = child
+        self._child = child
         self.tokens = tokens
 
     @classmethod
@@ -152,11 +188,11 @@ class EngineHost:
                 return await self._ready(clock)
         except TimeoutError as error:
             raise RunFailed(
-                f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {self.child.log}"
+                f"generation was not ready within spec.startupDeadlineSeconds ({deadline:g} s); see {self._child.log}"
             ) from error
 
     async def _ready(self, clock: StartClock) -> PolicyEndpoint:
-        child = self.child
+        child = self._child
         waiting = iter(START_PHASES)
         clock.begin(next(waiting))
         async for event in child.reports():
@@ -172,8 +208,20 @@ class EngineHost:
                 )
             else:
                 raise RunFailed(f"generation did not start: {event['message']}\nSee {child.log}")
-        code = await child.wait()
-        raise RunFailed(f"generation ended before it was ready (exit code {code}); see {child.log}\n{child.log_tail()}")
+        raise RunFailed(await self.ended("before it was ready"))
+
+    async def ended(self, when: str = "unexpectedly") -> str:
+        """Wait until the process ends; return the message for the user."""
+        code = await self._child.wait()
+        return f"generation ended {when} (exit code {code}); {see_log(self._child.log)}"
+
+    def terminate(self) -> None:
+        """Begin to end it."""
+        self._child.signal(signal.SIGTERM)
+
+    async def stop(self, patience: float) -> None:
+        """End it; kill it after `patience` seconds."""
+        await self._child.stop(patience)
 
 
 def serve_args(job: RolloutJob, source: ModelSource) -> ServeArgs:
@@ -188,18 +236,40 @@ def serve_args(job: RolloutJob, source: ModelSource) -> ServeArgs:
     )
 
 
+class KeptEngine:
+    """An engine that `kuberoll serve` keeps on this machine."""
+
+    def __init__(self, served: ServedEngine) -> None:
+        self._served = served
+
+    @property
+    def description(self) -> str:
+        """Text for the user."""
+        return f"{self._served.url} (kuberoll serve, process {self._served.pid})"
+
+    async def ended(self) -> str:
+        """Wait until it ends; return the message for the user."""
+        await engines.ended(self._served)
+        return f"the engine at {self.description} has ended; {see_log(Path(self._served.log))}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEndpoint:
     """An engine of `kuberoll serve` that a run uses.
 
     Attributes:
         token: For generation; None: none is known.
-        description: Text for the user.
+        engine: The engine, if it is one of this user's on this machine; else None.
     """
 
     url: str
     token: str | None
-    description: str
+    engine: KeptEngine | None = None
+
+    @property
+    def description(self) -> str:
+        """Text for the user."""
+        return self.url if self.engine is None else self.engine.description
 
 
 def served_endpoint(job: RolloutJob, args: ServeArgs, endpoint: str | None) -> ServedEndpoint | None:
@@ -223,15 +293,14 @@ def served_endpoint(job: RolloutJob, args: ServeArgs, endpoint: str | None) -> S
         if endpoint is None:
             return None
         url = endpoint.rstrip("/").removesuffix("/v1")
-        return ServedEndpoint(url=url, token=os.environ.get(TOKEN_VARIABLE), description=url)
+        return ServedEndpoint(url=url, token=os.environ.get(TOKEN_VARIABLE))
     if changed := engines.differences(engine, args):
         lines = "\n  ".join(changed)
         raise JobRefused(
             f"kuberoll serve (process {engine.pid}) has another engine for the job {engine.name!r}:\n  {lines}\n"
             "End it, or start an engine of this run's own with --endpoint none"
         )
-    description = f"{engine.url} (kuberoll serve, process {engine.pid})"
-    return ServedEndpoint(url=engine.url, token=engine.tokens.generate, description=description)
+    return ServedEndpoint(url=engine.url, token=engine.tokens.generate, engine=KeptEngine(engine))
 
 
 async def served_ready(

@@ -11,9 +11,7 @@ from pydantic import BaseModel
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.traits import Traits
-from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking
-from kuberoll_workers.data.observations import TemplateRefused
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
@@ -109,6 +107,10 @@ def _check_packages(job: RolloutJob) -> None:
 
 
 def _check_tracking(job: RolloutJob) -> None:
+    if job.spec.output.tracking is None:
+        return
+    from kuberoll_workers.analysis.tracking import TrackingUnavailable, check_tracking
+
     try:
         check_tracking(job)
     except TrackingUnavailable as error:
@@ -116,10 +118,15 @@ def _check_tracking(job: RolloutJob) -> None:
 
 
 def _check_observations(job: RolloutJob, tokenizer: str) -> None:
-    if job.spec.rollout.observation_template == "Raw":
+    variables = job.spec.generation.model.chat_template_kwargs
+    if job.spec.rollout.observation_template == "Raw" and not variables:
         return
     try:
-        observation_template(job, HuggingFaceTokenizer.load(tokenizer))
+        loaded = HuggingFaceTokenizer.load(tokenizer).with_variables(variables)
+    except TemplateRefused as error:
+        raise JobRefused(str(error)) from error
+    try:
+        observation_template(job, loaded)
     except TemplateRefused as error:
         raise JobRefused(f"spec.rollout.observationTemplate: {error}") from error
 

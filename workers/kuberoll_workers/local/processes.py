@@ -99,10 +99,11 @@ class Child:
                 self.signal(signal.SIGKILL)
                 await self.wait()
 
-    def log_tail(self, lines: int = 5) -> str:
-        """The last lines of its log, for an error message."""
-        try:
-            text = self.log.read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.rstrip().splitlines()[-lines:])
+
+def see_log(log: Path, lines: int = 5) -> str:
+    """The end of an error message: a log's path, and its last lines if it can be read."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        text = ""
+    return "\n".join([f"see {log}", *text.rstrip().splitlines()[-lines:]])

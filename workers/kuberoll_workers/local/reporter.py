@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 from kuberoll_workers.data.failure_causes import FailureCause
 from kuberoll_workers.rollouts.drop_report import DropReport
 from kuberoll_workers.worker import Progress
+
+if TYPE_CHECKING:
+    from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +101,3 @@ class Reporter(Protocol):
     def close(self) -> None:
         """Restore the terminal; also called if there is no result."""
         ...
-
-
-def clock(seconds: float) -> str:
-    """`h:mm:ss`, or `m:ss` below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import hashlib
 import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
-from dataclasses import dataclass, fields
+from contextlib import AsyncExitStack, suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import External
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_workers.data.record import RecordError
 from kuberoll_workers.data.shards import share
-from kuberoll_workers.dataset.inputs import repeats_of
+from kuberoll_workers.local.early_start import EarlyStart
+from kuberoll_workers.local.errors import describe_error
 from kuberoll_workers.local.generation import (
     HOST_PATIENCE_SECONDS,
     REFRESH_SECONDS,
+    Engine,
     EngineHost,
+    KeptEngine,
     PolicyEndpoint,
     RunFailed,
     ServedEndpoint,
@@ -39,26 +38,28 @@ from kuberoll_workers.local.generation import (
     served_ready,
     simulated_endpoint,
     simulated_shares,
+    while_serving,
     write_secret,
 )
 from kuberoll_workers.local.metrics import serve_metrics
+from kuberoll_workers.local.options import RunOptions, import_directories
+from kuberoll_workers.local.outages import OutageNotes
+from kuberoll_workers.local.outcome import outcome
 from kuberoll_workers.local.preflight import JobRefused, Preflight, check
-from kuberoll_workers.local.processes import Child
-from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult, clock
-from kuberoll_workers.local.scratch import scratch_directory
-from kuberoll_workers.local.watchdog import run_variables, watchdog
+from kuberoll_workers.local.processes import Child, see_log
+from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
+from kuberoll_workers.local.run_output import check_output, local_directory, open_run, storage_of
+from kuberoll_workers.local.watchdog import watchdog
+from kuberoll_workers.local.worker_setup import WorkerSetup
 from kuberoll_workers.output.records import FAILURES
 from kuberoll_workers.output.run_directory import (
     RunDirectory,
     RunRefused,
-    check_contents,
-    new_manifest,
 )
-from kuberoll_workers.output.run_files import NotARun, RunFiles
-from kuberoll_workers.output.run_state import read_state
-from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageError, open_storage
-from kuberoll_workers.run_end import RunEnd, end_run
-from kuberoll_workers.worker import Progress, WorkerConfig, planned_trajectories
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.policy.readiness import waiting_text
+from kuberoll_workers.worker import Progress, planned_trajectories
 
 if TYPE_CHECKING:
     from kuberoll_workers.local.engine_load import EngineLoad
@@ -73,31 +74,7 @@ WORKER_PATIENCE_SECONDS = 5.0
 _NOTABLE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of the command line.
-
-    Attributes:
-        base: The manifest's directory, where its relative paths start.
-        output: The run's directory or URI.
-        force: Continue the run there even if its dataset or settings have changed.
-        metrics_port: Where `/metrics` is served; 0: any free port.
-        monitor: Run a local Prometheus, which ends with the run.
-        serve: Put a Simulated engine behind Ray Serve, as real ones are, instead of into the workers.
-        endpoint: As in `generation.served_endpoint`.
-    """
-
-    base: Path
-    output: str
-    resume: bool = False
-    force: bool = False
-    metrics_port: int = 0
-    monitor: bool = False
-    serve: bool = False
-    endpoint: str | None = None
-
-
-def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
+def run(job: RolloutJob, options: RunOptions, reporter: Reporter, early: EarlyStart) -> RunResult:
     """Run a job to its end.
 
     Raises:
@@ -107,14 +84,14 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
     # The module of an entrypoint may be next to the manifest or in the working directory.
     sys.path[:0] = import_directories(options.base)
     shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
-    storage = _storage(options.output)
-    _check_output(storage, options)
+    storage = storage_of(options.output)
+    check_output(storage, options)
     preflight = check(job, base=options.base)
     args = serve_args(job, preflight.source)
     served = served_endpoint(job, args, options.endpoint)
     directory = RunDirectory(storage)
     try:
-        resumed = _open_run(directory, job, options, preflight, shards)
+        resumed = open_run(directory, job, options, preflight, shards)
         for note in preflight.notes:
             reporter.note(note)
         if resumed:
@@ -122,57 +99,12 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter) -> RunResult:
         elif options.resume:
             reporter.note(f"{options.output} contains no run yet: starting one")
         reporter.phase("checks", time.perf_counter() - started)
-        result = _LocalRun(job, options, storage, preflight, args, served, shards, reporter).execute(started)
+        result = _LocalRun(job, options, storage, preflight, args, served, shards, reporter, early).execute(started)
     except RunRefused as error:
         raise JobRefused(str(error)) from error
     finally:
         directory.close()
     return result
-
-
-def _check_output(storage: Storage, options: RunOptions) -> None:
-    """Check the output before everything that takes longer; it is checked again when it is locked.
-
-    Raises:
-        JobRefused: It contains a run, which must not be resumed, or something else.
-    """
-    try:
-        check_contents(storage, resume=options.resume)
-    except (RunRefused, StorageError, OSError) as error:
-        raise JobRefused(describe_error(error)) from error
-    except Exception as error:
-        # Every object store's library raises its own exceptions.
-        raise JobRefused(f"--output {options.output}: {type(error).__name__}: {error}") from error
-
-
-def _open_run(directory: RunDirectory, job: RolloutJob, options: RunOptions, preflight: Preflight, shards: int) -> bool:
-    """Open the run's directory and check that what is stored can be continued; True if there is an earlier part.
-
-    Raises:
-        JobRefused: It cannot be used.
-    """
-    inputs = preflight.inputs
-    try:
-        resumed = directory.open(
-            new_manifest(job, shards=shards, inputs=inputs.as_json()), resume=options.resume, force=options.force
-        )
-        if resumed:
-            # The workers check this too, but only after the engine has started.
-            read_state(
-                directory.storage,
-                shards=range(shards),
-                shard_count=shards,
-                repeats=repeats_of(job),
-                logs={},
-                tasks=None if options.force else inputs.tasks,
-                rollouts=None if options.force else inputs.rollouts,
-            )
-    except (RunRefused, RecordError, StorageError, OSError) as error:
-        raise JobRefused(describe_error(error)) from error
-    except Exception as error:
-        # Every object store's library raises its own exceptions.
-        raise JobRefused(f"--output {options.output}: {type(error).__name__}: {error}") from error
-    return resumed
 
 
 class _LocalRun:
@@ -186,14 +118,15 @@ class _LocalRun:
         served: ServedEndpoint | None,
         shards: int,
         reporter: Reporter,
+        early: EarlyStart,
     ) -> None:
         self._job = job
         self._options = options
         self._storage = storage
         self._preflight = preflight
-        self._shards = shards
         self._reporter = reporter
         self._local = local_directory(job, storage)
+        self._early = early
         self._logs = self._local / "logs"
         self._interrupts = 0
         self._workers: list[Child] = []
@@ -202,24 +135,26 @@ class _LocalRun:
         self._seconds: dict[str, float] = {}
         self._args = args
         self._served = served
+        self._setup = WorkerSetup(
+            job=job, options=options, storage=storage, preflight=preflight, shards=shards, directory=self._local,
+            early=early, endpoint=self._has_endpoint,
+        )  # fmt: skip
         self._clock = StartClock(reporter, self._seconds)
         self._parts = AsyncExitStack()
         self._load: EngineLoad | None = None
         self._workers_started = 0.0
         self._problems: list[str] = []
+        self._outages = OutageNotes(reporter)
 
     def execute(self, started: float) -> RunResult:
         self._logs.mkdir(parents=True, exist_ok=True)
         if self._local != Path(self._options.output):
             self._reporter.note(f"logs: {self._logs}")
-        run_id = uuid.uuid4().hex
-        with ExitStack() as stack:
-            scratch = stack.enter_context(scratch_directory())
-            stack.enter_context(watchdog(run_id, scratch))
+        early = self._early
+        with watchdog(early.run_id, early.scratch):
             self._seconds["checks"] = time.perf_counter() - started
-            runner = stack.enter_context(asyncio.Runner())
             try:
-                runner.run(self._supervise(run_id, scratch))
+                early.runner.run(self._supervise())
                 # The engine shuts down meanwhile.
                 result = self._result(started)
                 self._reporter.finish(result)
@@ -227,18 +162,18 @@ class _LocalRun:
                 stopping = time.perf_counter()
                 with suppress(KeyboardInterrupt):
                     # The watchdog ends the remaining processes.
-                    runner.run(self._parts.aclose())
+                    early.runner.run(self._parts.aclose())
         if (seconds := time.perf_counter() - stopping) >= _NOTABLE_SECONDS:
             self._reporter.phase("shutdown", seconds)
         return result
 
-    async def _supervise(self, run_id: str, scratch: Path) -> None:
+    async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
         self._main = asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
         try:
-            await self._run(run_id, scratch)
+            await self._run()
         except RunFailed as error:
             self._problems.append(str(error))
         except asyncio.CancelledError:
@@ -259,27 +194,25 @@ class _LocalRun:
         else:
             self._main.cancel()
 
-    async def _run(self, run_id: str, scratch: Path) -> None:
-        metrics_directory = scratch / "metrics"
-        metrics_directory.mkdir()
-        environment = run_variables(run_id)
+    async def _run(self) -> None:
+        scratch, environment = self._early.scratch, self._early.variables
         stack = self._parts
-        port = stack.enter_context(serve_metrics(metrics_directory, self._options.metrics_port))
+        port = stack.enter_context(serve_metrics(self._early.metrics, self._options.metrics_port))
         self._reporter.note(f"metrics: http://127.0.0.1:{port}/metrics")
-        assignment = self._assignment()
+        assignment = self._setup.assignment()
         workers: list[Child] = []
         host: EngineHost | None = None
         try:
             # They initialize while the engine starts.
             for number in range(len(assignment)):
-                worker = await self._start_worker(number, metrics_directory, environment)
+                worker = await self._setup.start(number)
                 workers.append(worker)
             if self._needs_host:
                 host = await EngineHost.start(
                     self._job, self._args, scratch=scratch, log=self._logs / "generation.log",
                     environment=environment,
                 )  # fmt: skip
-                stack.push_async_callback(self._stop, host.child, HOST_PATIENCE_SECONDS)
+                stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
             endpoint = await self._started(host, scratch)
             if self._options.monitor:
                 await self._start_monitor(environment, port, endpoint.metrics_port)
@@ -290,23 +223,36 @@ class _LocalRun:
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Metrics of workers are summed, so each gets its share.
                 planned = share(self._planned, number, len(assignment))
-                config = self._worker_config(endpoint, shards, planned, engines[number])
+                config = self._setup.config(endpoint, shards, planned, engines[number])
                 await worker.send_line(config.encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
-            await self._watch(None if host is None else host.child, endpoint)
+            await self._watch(host or self._kept_engine, endpoint)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
         finally:
             await self._stop_workers(workers)
             if host is not None:
-                host.child.signal(signal.SIGTERM)
+                host.terminate()
+
+    @property
+    def _kept_engine(self) -> KeptEngine | None:
+        return None if self._served is None else self._served.engine
+
+    @property
+    def _generates_elsewhere(self) -> bool:
+        return self._job.spec.generation.external is not None or self._served is not None
+
+    @property
+    def _has_endpoint(self) -> bool:
+        """False if the workers simulate the engine."""
+        simulated = self._job.spec.generation.engine == "Simulated" and not self._options.serve
+        # Workers that simulate the engine themselves have no endpoint for environments.
+        asked = any(spec.uses_policy for spec in self._job.spec.environments)
+        return self._generates_elsewhere or asked or not simulated
 
     @property
     def _needs_host(self) -> bool:
-        generation = self._job.spec.generation
-        if generation.external is not None or self._served is not None:
-            return False
-        return generation.engine != "Simulated" or self._options.serve
+        return self._has_endpoint and not self._generates_elsewhere
 
     async def _started(self, host: EngineHost | None, scratch: Path) -> PolicyEndpoint:
         """Wait until the job's engine can generate.
@@ -316,7 +262,7 @@ class _LocalRun:
         """
         external = self._job.spec.generation.external
         deadline = float(self._job.spec.startup_deadline_seconds)
-        if external is not None or self._served is not None:
+        if self._generates_elsewhere:
             async with self._clock.ticking():
                 return await self._elsewhere(external, deadline)
         if host is None:
@@ -331,8 +277,7 @@ class _LocalRun:
         self._clock.begin("endpoint")
 
         def report(trouble: str) -> None:
-            left = clock(max(0.0, deadline - self._clock.elapsed))
-            self._reporter.note(f"waiting for the endpoint, {left} left: {trouble}")
+            self._reporter.note(waiting_text(trouble, deadline - self._clock.elapsed))
 
         if external is not None:
             endpoint = await external_endpoint(
@@ -346,36 +291,23 @@ class _LocalRun:
             assert self._served is not None
             self._reporter.note(f"engine: {self._served.description}")
             weights = self._job.spec.weights
-            endpoint = await served_ready(
+            ready = served_ready(
                 self._served,
                 version=None if weights is None else weights.version,
                 deadline=deadline,
                 trouble=report,
             )
+            endpoint = await while_serving(self._kept_engine, ready)
         self._clock.finish("endpoint", self._clock.elapsed)
         return endpoint
-
-    async def _start_worker(self, number: int, metrics: Path, environment: Mapping[str, str]) -> Child:
-        """Start a worker without its configuration: it initializes while the engine starts."""
-        return await Child.start(
-            "kuberoll_workers.worker",
-            ["--tokenizer", self._preflight.source.tokenizer],
-            log=self._logs / f"worker-{number}.log",
-            environment={
-                **environment,
-                "PROMETHEUS_MULTIPROC_DIR": str(metrics),
-                **self._python_path(),
-                **literal_variables(self._job.spec.workers.env),
-            },
-        )
 
     async def _stop_workers(self, workers: Sequence[Child]) -> None:
         for worker in workers:
             await self._stop(worker, WORKER_PATIENCE_SECONDS)
 
-    async def _stop(self, child: Child, patience: float) -> None:
+    async def _stop(self, part: Child | EngineHost, patience: float) -> None:
         # After a second Ctrl-C do not wait; the watchdog ends the remaining processes.
-        await child.stop(patience if self._interrupts < 2 else 0.0)
+        await part.stop(patience if self._interrupts < 2 else 0.0)
 
     async def _start_monitor(self, environment: Mapping[str, str], port: int, engine_port: int | None) -> None:
         from kuberoll_workers.monitor.prometheus import PrometheusUnavailable, Target, graph_url, prometheus
@@ -395,66 +327,20 @@ class _LocalRun:
         self._reporter.link("graphs", graph_url(url))
         self._reporter.note(f"alerts: {url}/alerts")
 
-    def _assignment(self) -> list[list[int]]:
-        """Shards by worker process; a shard's results do not depend on its process."""
-        workers = max(1, min(self._job.spec.workers.replicas, self._shards))
-        return [list(range(number, self._shards, workers)) for number in range(workers)]
-
-    def _worker_config(
-        self, endpoint: PolicyEndpoint, shards: list[int], planned: int, engine: ServeArgs | None
-    ) -> WorkerConfig:
-        return WorkerConfig(
-            job=self._job,
-            base=str(self._options.base.resolve()),
-            tokenizer=self._preflight.source.tokenizer,
-            endpoint=endpoint.url,
-            max_model_len=endpoint.max_model_len,
-            output=self._output_location(),
-            turns=str(self._local.resolve()) if self._job.spec.rollout.journal_turns else None,
-            shards=shards,
-            shard_count=self._shards,
-            # With --force, stored trajectories may be from a longer dataset.
-            tasks=None if self._options.force else self._preflight.inputs.tasks,
-            rollouts=None if self._options.force else self._preflight.inputs.rollouts,
-            blocks=list(self._preflight.inputs.blocks),
-            planned=planned,
-            token=endpoint.token,
-            simulated=engine,
-        )
-
-    def _output_location(self) -> str:
-        # Workers may have another working directory.
-        return (
-            str(self._storage.path.resolve()) if isinstance(self._storage, DirectoryStorage) else self._options.output
-        )
-
-    def _python_path(self) -> dict[str, str]:
-        given = os.environ.get("PYTHONPATH")
-        return {"PYTHONPATH": os.pathsep.join([*import_directories(self._options.base), *([given] if given else [])])}
-
-    async def _watch(self, host: Child | None, endpoint: PolicyEndpoint) -> None:
+    async def _watch(self, engine: Engine | None, endpoint: PolicyEndpoint) -> None:
         """Wait until all workers have ended.
 
         Raises:
-            RunFailed: Generation ended first; workers cannot continue without it.
+            RunFailed: The engine ended first; workers cannot continue without it.
         """
         readers = asyncio.gather(*(self._follow(number) for number in range(len(self._workers))))
-        host_end = asyncio.create_task(host.wait()) if host is not None else None
         refresh = asyncio.create_task(self._refresh())
         load = self._poll_load(endpoint)
         try:
-            waiting: set[asyncio.Future[Any]] = {readers}
-            if host_end is not None:
-                waiting.add(host_end)
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not readers.done() and host is not None:
-                raise RunFailed(
-                    f"generation ended unexpectedly (exit code {host.returncode}); see {host.log}\n{host.log_tail()}"
-                )
-            await readers
+            await while_serving(engine, readers)
             self._reporter.progress(self._totals())
         finally:
-            ending = [task for task in (readers, refresh, host_end, load) if task is not None]
+            ending = [task for task in (refresh, load) if task is not None]
             for task in ending:
                 task.cancel()
             # Their results have been read or no longer matter.
@@ -475,6 +361,8 @@ class _LocalRun:
         async for report in worker.reports():
             if "problem" in report:
                 problem = str(report["problem"])
+            elif "waiting" in report:
+                self._outages.add(number, report["waiting"], report["seconds"])
             else:
                 self._progress[number] = msgspec.convert(report, Progress)
         code = await worker.wait()
@@ -485,9 +373,7 @@ class _LocalRun:
             if problem not in self._problems:
                 self._problems.append(problem)
         elif code != 0 or not self._progress[number].done:
-            self._problems.append(
-                f"worker {number} ended unexpectedly (exit code {code}); see {worker.log}\n{worker.log_tail()}"
-            )
+            self._problems.append(f"worker {number} ended unexpectedly (exit code {code}); {see_log(worker.log)}")
 
     async def _refresh(self) -> None:
         while True:
@@ -507,6 +393,9 @@ class _LocalRun:
         )
 
     def _result(self, started: float) -> RunResult:
+        # Not before the first trajectory: aggregates and report are a tenth of all imports.
+        from kuberoll_workers.run_end import RunEnd, end_run
+
         result = RunResult(seconds=self._seconds, location=self._options.output)
         end = RunEnd(planned=self._planned, wanted=self._job.spec.rollout.groups.wanted)
         if self._workers:
@@ -533,7 +422,15 @@ class _LocalRun:
             # Every object store's library raises its own exceptions.
             failed_steps.append(f"files: {describe_error(error)}")
         self._seconds["total"] = time.perf_counter() - started
-        result.exit_code, result.problem = self._outcome(end)
+        result.exit_code, result.problem = outcome(
+            end,
+            location=self._options.output,
+            failures=self._storage.where(FAILURES),
+            max_failed_fraction=self._job.spec.rollout.max_failed_fraction,
+            problems=self._problems,
+            interrupted=self._interrupts > 0,
+            counted=sum(progress.trajectories + progress.resumed for progress in self._progress),
+        )
         if failed_steps:
             problem = result.problem or "all trajectories are stored, but not everything could be made from them:"
             result.exit_code = result.exit_code or EXIT_POSTPROCESSING
@@ -545,65 +442,3 @@ class _LocalRun:
         """Number of trajectories that the run should finish."""
         wanted = self._job.spec.rollout.groups.wanted
         return planned_trajectories(self._job, self._preflight.inputs.trajectories, wanted=wanted)
-
-    def _outcome(self, end: RunEnd) -> tuple[int, str | None]:
-        """The exit code, and why it is not 0."""
-        stored, missing, failed = 0, end.missing, 0
-        if end.aggregates is not None:
-            stored, failed = end.aggregates.trajectories, end.aggregates.failed
-        elif self._workers:
-            # Without aggregates, only the workers have counts.
-            stored = sum(progress.trajectories + progress.resumed for progress in self._progress)
-            missing = max(0, end.planned - stored)
-        resume = f"continue with --resume --output {self._options.output}"
-        words = f"{stored} of {end.planned} trajectories are stored; {resume}"
-        if self._problems:
-            return 1, "\n".join([*self._problems, words])
-        if self._interrupts and missing:
-            return 130, f"interrupted: {words}"
-        if missing:
-            # Resuming does not help if the dataset has no more groups.
-            return 1, (None if end.wanted is None else end.problem()) or f"only {words}"
-        budget = self._job.spec.rollout.max_failed_fraction
-        if failed > budget * end.planned:
-            return 1, (
-                f"{failed} of {end.planned} trajectories failed, more than rollout.maxFailedFraction ({budget:g}) "
-                f"allows; their causes are in {self._storage.where(FAILURES)}. To retry them, {resume}; "
-                "add --force if you have changed code or data"
-            )
-        return 0, None
-
-
-def describe_error(error: BaseException) -> str:
-    """Text of an error for the user; with the exception's type unless its message is written for users."""
-    words = str(error).strip() or type(error).__name__
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{words}: free some space there first"
-    for_users = isinstance(error, RecordError | RunRefused | StorageError | NotARun | OSError)
-    return words if for_users else f"{type(error).__name__}: {words}"
-
-
-def import_directories(base: Path) -> list[str]:
-    """Directories in which modules of entrypoints are searched, besides installed packages."""
-    return list(dict.fromkeys([str(base.resolve()), str(Path.cwd())]))
-
-
-def local_directory(job: RolloutJob, storage: Storage) -> Path:
-    """Local directory of a run for logs and turn journals: its output, if that is a directory."""
-    if isinstance(storage, DirectoryStorage):
-        return storage.path
-    place = hashlib.blake2b(storage.location.encode(), digest_size=4).hexdigest()
-    return Path("runs") / f"{job.metadata.name}-{place}"
-
-
-def _storage(output: str) -> Storage:
-    if output.startswith("pvc:"):
-        raise JobRefused(
-            f"--output {output}: this is a volume of a cluster; give a directory or an object store with --output"
-        )
-    if output.startswith("memory:"):
-        raise JobRefused(f"--output {output}: memory belongs to one process, and a run has several: give a directory")
-    try:
-        return open_storage(output)
-    except StorageError as error:
-        raise JobRefused(f"--output {error}") from error

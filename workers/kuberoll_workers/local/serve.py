@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import uuid
 from collections.abc import Callable
@@ -20,14 +21,19 @@ from kuberoll_workers.local.generation import (
     HOST_PATIENCE_SECONDS,
     EngineHost,
     PolicyEndpoint,
-    RunFailed,
     StartClock,
     serve_args,
+    while_serving,
+    write_secret,
 )
 from kuberoll_workers.local.preflight import JobRefused, check_model
 from kuberoll_workers.local.reporter import Reporter
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables, watchdog
+
+
+class StartInterrupted(Exception):
+    """SIGINT or SIGTERM came before the engine was ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,7 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
     Raises:
         JobRefused: The engine cannot be served here; nothing was started.
         RunFailed: It has failed.
+        StartInterrupted: It was interrupted before it was ready.
     """
     if job.spec.generation.external is not None:
         raise JobRefused("spec.generation.external: this engine is managed elsewhere; there is nothing to serve here")
@@ -65,6 +72,8 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
             raise JobRefused(str(error)) from error
         log = file.with_suffix(".log")
         log.unlink(missing_ok=True)
+        header = file.with_suffix(".header")
+        stack.callback(header.unlink, missing_ok=True)
         scratch = stack.enter_context(scratch_directory())
         stack.enter_context(watchdog(run_id, scratch))
         runner = stack.enter_context(asyncio.Runner())
@@ -77,10 +86,12 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
                 pid=os.getpid(),
                 tokens=host.tokens,
                 args=msgspec.to_builtins(args),
+                log=str(log),
             )
+            write_secret(header, f"Authorization: Bearer {engine.tokens.read}\n".encode())
             engines.publish(file, engine)
             reporter.close()
-            for line in introduction(engine, file, options.manifest):
+            for line in introduction(engine, file, header, options.manifest):
                 reporter.note(line)
 
         async def main() -> None:
@@ -90,18 +101,25 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
             try:
                 await _serve(host, float(job.spec.startup_deadline_seconds), reporter, ready)
             finally:
+                # The engine may take a while to end, and cannot be used any more.
+                engines.withdraw(file)
                 reporter.close()
-                await host.child.stop(HOST_PATIENCE_SECONDS)
+                await host.stop(HOST_PATIENCE_SECONDS)
 
         runner.run(main())
 
 
-def introduction(engine: ServedEngine, file: Path, manifest: Path) -> list[str]:
-    """Lines that say how to use the engine."""
+def introduction(engine: ServedEngine, file: Path, header: Path, manifest: Path) -> list[str]:
+    """Lines that say how to use the engine.
+
+    Args:
+        file: Of its tokens.
+        header: Of the HTTP header with the token for reading.
+    """
     return [
         f"policy: {engine.url} (OpenAI-compatible: {engine.url}/v1)",
         f"tokens: {file}",
-        f"""try: curl -H "Authorization: Bearer $(jq -r .tokens.read {file})" {engine.url}/v1/models""",
+        f"try: curl -H {shlex.quote(f'@{header}')} {engine.url}/v1/models",
         f"run: kuberoll run {manifest} finds this engine by the job's name",
         "Ctrl-C ends it",
     ]
@@ -115,21 +133,17 @@ async def _serve(
         loop.add_signal_handler(number, stopped.set)
     stop = asyncio.create_task(stopped.wait())
     starting = asyncio.create_task(host.ready(StartClock(reporter, {}), deadline=deadline))
-    end: asyncio.Task[int] | None = None
     try:
         await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            return
+            reporter.note("ending what was started; press Ctrl-C again to end it at once")
+            raise StartInterrupted
         ready(starting.result(), host)
-        end = asyncio.create_task(host.child.wait())
-        await asyncio.wait({end, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if end.done():
-            raise RunFailed(
-                f"generation ended unexpectedly (exit code {end.result()}); see {host.child.log}\n"
-                f"{host.child.log_tail()}"
-            )
+        await while_serving(host, stop)
+        reporter.note("ending the engine; press Ctrl-C again to end it at once")
     finally:
-        tasks = [task for task in (stop, starting, end) if task is not None]
-        for task in tasks:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        for task in (stop, starting):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(stop, starting, return_exceptions=True)

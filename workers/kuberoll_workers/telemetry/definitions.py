@@ -66,6 +66,24 @@ RESUMED_TURNS: Final = Counter(
     labels=_ENVIRONMENT,
     help="Turns of resumed trajectories from before the interruption.",
 )
+EPISODES: Final = Counter(
+    name="kuberoll_episodes_total",
+    unit="episodes",
+    labels=_ENVIRONMENT,
+    help="Episodes begun, of environments with `reset` or `close`.",
+)
+EPISODES_CLOSED: Final = Counter(
+    name="kuberoll_episodes_closed_total",
+    unit="episodes",
+    labels=(*_ENVIRONMENT, "result"),
+    help="Episodes closed at the end of their trajectory; `failed`: the environment's `close` failed.",
+)
+EPISODE_RECOVERIES: Final = Counter(
+    name="kuberoll_episode_recoveries_total",
+    unit="recoveries",
+    labels=(*_ENVIRONMENT, "recovery"),
+    help="Episodes whose state was lost, or unknown after a failure: replayed, or their trajectory restarted.",
+)
 DROPPED_TRAJECTORIES: Final = Counter(
     name="kuberoll_dropped_trajectories_total",
     unit="trajectories",
@@ -216,6 +234,9 @@ GROUPS: Final = (
             TRAJECTORY_SECONDS,
             TRAJECTORY_TURNS,
             RESUMED_TURNS,
+            EPISODES,
+            EPISODES_CLOSED,
+            EPISODE_RECOVERIES,
             DROPPED_TRAJECTORIES,
             DROPPED_TOKENS,
         ),

@@ -87,6 +87,9 @@ class RolloutMetrics:
         self._trajectory_seconds = histogram(metrics.TRAJECTORY_SECONDS, registry)
         self._trajectory_turns = histogram(metrics.TRAJECTORY_TURNS, registry)
         self._resumed_turns = counter(metrics.RESUMED_TURNS, registry)
+        self._episodes = counter(metrics.EPISODES, registry)
+        self._episodes_closed = counter(metrics.EPISODES_CLOSED, registry)
+        self._episode_recoveries = counter(metrics.EPISODE_RECOVERIES, registry)
         self._dropped = counter(metrics.DROPPED_TRAJECTORIES, registry)
         self._dropped_tokens = counter(metrics.DROPPED_TOKENS, registry)
         self._turns = counter(metrics.TURNS, registry)
@@ -300,6 +303,18 @@ class EnvironmentMetrics:
     def record_resume(self, turns: int) -> None:
         """Count the turns of a resumed trajectory from before the interruption."""
         self._rollouts._resumed_turns.labels(*self._labels).inc(turns)
+
+    def record_episode(self) -> None:
+        """Count an episode that began."""
+        self._rollouts._episodes.labels(*self._labels).inc()
+
+    def record_close(self, done: bool) -> None:
+        """Count the `close` of an episode; `done` is False if it failed."""
+        self._rollouts._episodes_closed.labels(*self._labels, "closed" if done else "failed").inc()
+
+    def record_recovery(self, recovery: str) -> None:
+        """Count the loss of an episode."""
+        self._rollouts._episode_recoveries.labels(*self._labels, recovery).inc()
 
     def record_retry(self, stage: str) -> None:
         """Count a retry."""
