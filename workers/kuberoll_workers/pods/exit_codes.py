@@ -5,10 +5,12 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from kuberoll_api.contract import EXIT_FAILED, EXIT_REFUSED
-from kuberoll_workers.data.observations import TemplateRefused
+from kuberoll_workers.data.lasting import is_lasting
 from kuberoll_workers.data.record import RecordError
+from kuberoll_workers.data.tokenizer import TemplateRefused
 from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.rows import DatasetError
+from kuberoll_workers.environments.outcome import StepInvalid
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.output.run_directory import RunRefused
 from kuberoll_workers.output.run_files import NotARun
@@ -27,24 +29,6 @@ _REFUSALS = (
     UnusableEnvironment,
     ValidationError,
 )
-# Causes that a retry does not change; any other cause of a refusal may be temporary.
-_LASTING = (
-    *_REFUSALS,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    FileNotFoundError,
-    ImportError,
-    IsADirectoryError,
-    LookupError,
-    NotADirectoryError,
-    NotImplementedError,
-    PermissionError,
-    PolicyRefused,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 
 
 def is_permanent(error: BaseException) -> bool:
@@ -52,14 +36,8 @@ def is_permanent(error: BaseException) -> bool:
 
     The chain of causes decides: a DatasetError may also mean that a server did not respond.
     """
-    if not isinstance(error, _REFUSALS):
-        return False
-    cause: BaseException | None = error
-    while cause is not None:
-        if not isinstance(cause, _LASTING):
-            return False
-        cause = cause.__cause__
-    return True
+    # A child process of an environment says which of its faults are lasting: those are StepInvalid.
+    return isinstance(error, _REFUSALS) and is_lasting(error, *_REFUSALS, PolicyRefused, StepInvalid)
 
 
 def exit_status(error: BaseException) -> tuple[int, str]:

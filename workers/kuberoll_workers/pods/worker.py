@@ -27,6 +27,7 @@ from typing import TypeVar
 import orjson
 
 from kuberoll_api.contract import (
+    DATASET_DIRECTORY,
     EXIT_DRAINED,
     EXIT_FAILED,
     FAILURE_CHARACTERS,
@@ -39,6 +40,7 @@ from kuberoll_api.http_server import metrics_route, serving
 from kuberoll_api.logs import log_to_stderr
 from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.paths import format_path
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
 from kuberoll_workers.data.tracebacks import attached_traceback
@@ -69,16 +71,19 @@ from kuberoll_workers.policy.auth import take_token
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.endpoints import external_client
 from kuberoll_workers.policy.interface import PolicyRefused
+from kuberoll_workers.policy.readiness import answering_text, waiting_text
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import (
     Progress,
     WorkerConfig,
+    is_elsewhere,
     isolated_environment_factory,
     local_paths,
     part_limits,
     planned_trajectories,
+    remote_digests,
     run_worker,
     tune_garbage_collector,
 )
@@ -126,6 +131,7 @@ class ShardPod:
         self._failures = FailureLog()
         self._drain = Drain()
         self._give_up = asyncio.Event()
+        self._waiting = ""
         self._metrics = RolloutMetrics(self._job.metadata.name)
 
     def progress(self) -> PodProgress:
@@ -142,6 +148,7 @@ class ShardPod:
             generating=self._metrics.generating,
             policy_version=self._metrics.routing.policy_version,
             failure="" if failure is None else failure.headline(FAILURE_CHARACTERS),
+            waiting=self._waiting[:FAILURE_CHARACTERS],
         )
 
     def message(self, cause: str) -> bytes:
@@ -248,7 +255,9 @@ class ShardPod:
         if isinstance(storage, DirectoryStorage):
             storage.path.mkdir(parents=True, exist_ok=True)
         inputs = scan(job, base=self._base, environment=environment)
-        claim_output(storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json()))
+        claim_output(
+            storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json(), code=remote_digests(job))
+        )
         self._inputs = inputs
         return storage
 
@@ -307,7 +316,12 @@ class ShardPod:
         )
         working = asyncio.create_task(
             run_worker(
-                settings, metrics=self._metrics, drain=self._drain, progress=self._progress, failures=self._failures
+                settings,
+                metrics=self._metrics,
+                drain=self._drain,
+                progress=self._progress,
+                failures=self._failures,
+                trouble=self._note_outage,
             )
         )
         giving_up = asyncio.create_task(self._give_up.wait())
@@ -317,6 +331,10 @@ class ShardPod:
             working.cancel()
             await asyncio.wait({working})
         return not working.cancelled() and working.result()
+
+    def _note_outage(self, reason: str | None, seconds: float) -> None:
+        self._waiting = reason or ""
+        _log.warning("%s", answering_text(seconds) if reason is None else waiting_text(reason, seconds))
 
     @property
     def _tokenizer(self) -> str:
@@ -363,16 +381,26 @@ def _in_thread(call: Callable[[], _Value]) -> asyncio.Future[_Value]:
 
 
 def with_mounted_dataset(job: RolloutJob) -> RolloutJob:
-    """The job with a dataset in a ConfigMap or on a volume read as a file, from where it is mounted."""
-    source = job.spec.dataset.source
-    if source.config_map is not None:
-        file = source.config_map.key
-    elif source.pvc is not None:
-        file = source.pvc.path.lstrip("/")
+    """The job with datasets in ConfigMaps or on volumes read as files, from where they are mounted."""
+    dataset = job.spec.dataset
+    if dataset.source is not None:
+        changed = dataset.model_copy(update={"source": _mounted(dataset.source)})
     else:
-        return job
-    dataset = job.spec.dataset.model_copy(update={"source": DatasetSource(uri=file)})
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"dataset": dataset})})
+        # Absolute paths, because other sources may be files beside the manifest.
+        parts = [
+            part.model_copy(update={"source": _mounted(part.source, f"{DATASET_DIRECTORY}/{number}/")})
+            for number, part in enumerate(dataset.sources)
+        ]
+        changed = dataset.model_copy(update={"sources": parts})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"dataset": changed})})
+
+
+def _mounted(source: DatasetSource, directory: str = "") -> DatasetSource:
+    if source.config_map is not None:
+        return DatasetSource(uri=directory + source.config_map.key)
+    if source.pvc is not None:
+        return DatasetSource(uri=directory + source.pvc.path.lstrip("/"))
+    return source
 
 
 def check_files(job: RolloutJob, base: Path) -> None:
@@ -385,20 +413,23 @@ def check_files(job: RolloutJob, base: Path) -> None:
         ConfigRefused: It has not; the message says how it gets there.
     """
     for number, spec in enumerate(job.spec.environments):
+        if is_elsewhere(spec):
+            continue
         module = (spec.entrypoint or "").partition(":")[0].partition(".")[0]
         if module and importlib.util.find_spec(module) is None:
             raise ConfigRefused(
                 f"spec.environments[{number}].entrypoint: {spec.entrypoint}: there is no module {module!r} in this "
                 f"pod: {_SHIP} (spec.workers.files), or install it in the workers' image (spec.workers.image)"
             )
-    uri = job.spec.dataset.source.uri
-    if uri is None or "://" in uri or uri.startswith(("/", "~")) or any(letter in uri for letter in "*?["):
-        return
-    if not (base / uri).exists():
-        raise ConfigRefused(
-            f"spec.dataset.source.uri: there is no {base / uri} in this pod: {_SHIP} (spec.workers.files), or name an "
-            "object store (s3://bucket/rows.jsonl), a ConfigMap or a volume"
-        )
+    for path, source in job.spec.dataset.located_sources():
+        uri = source.uri
+        if uri is None or "://" in uri or uri.startswith(("/", "~")) or any(letter in uri for letter in "*?["):
+            continue
+        if not (base / uri).exists():
+            raise ConfigRefused(
+                f"{format_path(path)}.uri: there is no {base / uri} in this pod: {_SHIP} (spec.workers.files), or name "
+                "an object store (s3://bucket/rows.jsonl), a ConfigMap or a volume"
+            )
 
 
 def check_model_path(source: str) -> None:
