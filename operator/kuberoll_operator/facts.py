@@ -23,6 +23,7 @@ from kuberoll_operator.backends.pods import (
     last_exit,
     pods_of,
     redact,
+    refusal,
     shard_of,
 )
 from kuberoll_operator.deadlines import active_deadline, startup_deadlines
@@ -30,6 +31,7 @@ from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
+from kuberoll_operator.render.servers import served
 from kuberoll_operator.settings import Settings
 
 FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
@@ -215,6 +217,12 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
         output_of(job.spec.output.uri)
     except InvalidOutput as error:
         return str(error)
+    for number, spec in served(job):
+        if spec.uses_policy:
+            return (
+                f"spec.environments[{number}].isolation: the servers of environment {spec.name} do not reach the "
+                "policy, which it uses; use Process or Inline"
+            )
     return BACKENDS[backend].problem(job, settings)
 
 
@@ -293,6 +301,9 @@ def _failure(
         return None
     if not shards.done and generation.refused is not None:
         return Cause(Reason.REFUSED, redact(f"generation: {generation.refused}"))
+    refused = refusal(pods_of(observed.pods, names.ENVIRONMENT), "environment")
+    if not shards.done and refused is not None:
+        return Cause(Reason.REFUSED, redact(f"environment: {refused}"))
     deadline = active_deadline(job, status)
     if deadline is not None and now >= deadline:
         return Cause(
@@ -361,6 +372,13 @@ def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
         Ref("batch/v1", "Job", names.finish(name)),
         workload_ref(job),
     ]
+    for number, _ in served(job):
+        refs += [
+            Ref("apps/v1", "Deployment", names.environment(name, number)),
+            Ref("networking.k8s.io/v1", "NetworkPolicy", names.environment(name, number)),
+            Ref("v1", "ConfigMap", names.environment(name, number)),
+            Ref("v1", "Service", names.environment(name, number)),
+        ]
     if backend.in_job:
         refs += [
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.generation(name)),

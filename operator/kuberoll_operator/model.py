@@ -89,6 +89,7 @@ class Observed:
         served: Weights of replicas that answered, by replica id.
         errors: Failed writes of this reconcile, by kind and name.
         quota: Cluster-wide objects that its Workload refers to.
+        unmountable: What is missing of the ConfigMaps that pods wait for; empty while no pod waits for volumes.
     """
 
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class Observed:
     served: Mapping[str, ServedWeights] = field(default_factory=dict)
     errors: Mapping[tuple[str, str], WriteError] = field(default_factory=dict)
     quota: ClusterQuota = field(default_factory=ClusterQuota)
+    unmountable: Sequence[str] = ()
 
     def get(self, kind: str, name: str) -> Object | None:
         """The child of this kind and name; None if it does not exist."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kuberoll_api.contract import GENERATION_PORT
+from kuberoll_api.contract import ENVIRONMENT_PORT, GENERATION_PORT
 
 MANAGED_BY: Final = "kuberoll.io/operator"
 """Value of `spec.managedBy` that means this operator, as does its absence."""
@@ -26,6 +26,9 @@ WORKER_INDEX_LABEL: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 PRIORITY_LABEL: Final = "kueue.x-k8s.io/priority-class"
 """Kueue's label on a RolloutJob: its WorkloadPriorityClass."""
 
+ENVIRONMENT_LABEL: Final = "kuberoll.io/environment"
+"""Label of an environment's server pods: the environment's name."""
+
 DIGEST: Final = "kuberoll.io/digest"
 """Annotation of a child: digest of the object as it was rendered."""
 
@@ -43,6 +46,8 @@ TOKENS: Final = "tokens"
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
 CHECK: Final = "check"
+ENVIRONMENT: Final = "environment"
+"""Component of the server pods of environments with isolation Remote, and of what belongs to them."""
 READER: Final = "reader"
 """Component of the pods that `kuberoll get` creates."""
 FINISH: Final = "finish"
@@ -72,6 +77,29 @@ def files(job: str, digest: str) -> str:
 def tokens(job: str, digest: str) -> str:
     """Name of the Secret with the policy's tokens; it contains a digest of them."""
     return f"{job}-tokens-{digest[:10]}"
+
+
+def environment(job: str, number: int) -> str:
+    """Name of the Deployment of an environment's servers, and of its ConfigMap, Service and NetworkPolicy.
+
+    The number is the environment's in the job: its name may have characters that names of objects must not have.
+    """
+    return f"{job}-env-{number}"
+
+
+def environment_tokens(job: str, digest: str) -> str:
+    """Name of the Secret with the tokens of the environments' servers; it contains a digest of them."""
+    return f"{job}-env-tokens-{digest[:10]}"
+
+
+def environment_selector(job: str, name: str) -> dict[str, str]:
+    """Labels that select an environment's server pods."""
+    return {**selector(job, ENVIRONMENT), ENVIRONMENT_LABEL: name}
+
+
+def environment_url(job: str, number: int, namespace: str) -> str:
+    """URL of an environment's servers: each address of its host is one of them."""
+    return f"http://{environment(job, number)}.{namespace}.svc:{ENVIRONMENT_PORT}"
 
 
 def generation(job: str) -> str:

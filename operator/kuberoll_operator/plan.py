@@ -32,17 +32,20 @@ from kuberoll_operator.facts import (
 from kuberoll_operator.model import Object, Observed, Plan, Ref, StatusPatch, condition, is_true, status_of
 from kuberoll_operator.render import RenderContext
 from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
+from kuberoll_operator.render.environments import MUTABLE as MUTABLE_SERVERS
+from kuberoll_operator.render.environments import pod_set
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
+from kuberoll_operator.render.servers import served
 from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
+from kuberoll_operator.servers import deployments, server_states, unready
 
 
 def plan(facts: Facts) -> Plan:
     """Decide which objects to write and delete now.
 
     `apply` always holds all objects that are wanted at this stage, each with its digest, so that unchanged ones need
-    not
-    be written again.
+    not be written again.
     """
     job, raw, observed = facts.job, facts.raw, facts.observed
     if facts.stage is Stage.UNMANAGED:
@@ -56,15 +59,17 @@ def plan(facts: Facts) -> Plan:
         stopped, unstoppable = _suspended_jobs(facts)
         return Plan(
             apply=tuple(render.seal(child) for child in stopped),
-            delete=_deletable([*_engine_refs(job), *unstoppable], facts),
+            delete=_deletable([*_engine_refs(job), *deployments(job, observed), *unstoppable], facts),
         )
     engines = _engine_refs(job)
     if facts.stage is Stage.CLEARING:
-        return Plan(delete=_deletable(engines, facts))
+        return Plan(delete=_deletable([*engines, *deployments(job, observed)], facts))
     apply: list[Object] = []
     # Trajectories in flight in a draining worker need their engine until they end, or they fail.
     draining = facts.stage in STOPPED and any_active(pods_of(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or facts.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
+    if facts.stage in STOPPED and not draining:
+        delete += deployments(job, observed)
     if facts.stage is not Stage.CHECKING and (
         facts.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
     ):
@@ -95,6 +100,9 @@ def render_context(facts: Facts) -> RenderContext:
         shards=facts.shards.count,
         assignments=facts.quota.assignments,
         tokens={scope: settings.token_of(raw["metadata"]["uid"], scope) for scope in contract.SCOPES},
+        environment_tokens={
+            spec.name: settings.token_of(raw["metadata"]["uid"], f"environment/{spec.name}") for _, spec in served(job)
+        },
     )
 
 
@@ -111,25 +119,36 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
     children = [
         # First: others refer to it.
         *render.build_token_secrets(context),
+        *render.build_environment_secret(context),
         render.build_config(context),
+        *render.build_environment_fixtures(context),
         *render.build_network_policies(context),
         *backend.fixtures(context),
         render.build_workers_service(context),
     ]
     outdated: list[Ref] = []
+    if facts.stage not in STOPPED:
+        children += [
+            keep_shape(wanted, observed.get("Deployment", wanted["metadata"]["name"]), MUTABLE_SERVERS)
+            for wanted in render.build_environment_deployments(context)
+        ]
     if facts.stage in {Stage.STARTING, Stage.RUNNING}:
         children += backend.engines(context, observed, now)
         outdated += backend.outdated(job, observed)
     if facts.stage is Stage.CHECKING:
         live = observed.get("Job", names.check(context.name))
-        children += [] if is_dying(live) else [keep_shape(render.build_check_job(context), live, MUTABLE_CHECK)]
+        # The check creates the environments, so it needs their servers.
+        waiting = live is None and unready(server_states(job, observed)) is not None
+        if not is_dying(live) and not waiting:
+            children.append(keep_shape(render.build_check_job(context), live, MUTABLE_CHECK))
     if not facts.shards.done:
         live = observed.get("Job", names.workers(context.name))
         wanted = render.build_workers_job(context, suspend=facts.stage is not Stage.RUNNING)
         # Two pods of one shard would write to the same files: no new Job while pods of an old one exist.
         settled = not any_active(pods_of(observed.pods, names.WORKERS))
         if live is None:
-            children += [wanted] if facts.stage is Stage.RUNNING and settled else []
+            served_now = unready(server_states(job, observed)) is None
+            children += [wanted] if facts.stage is Stage.RUNNING and settled and served_now else []
         elif (
             # Without quota it is not known on which nodes the pods will run.
             facts.quota.granted
@@ -148,7 +167,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         children.append(
             render.build_workload(
                 context,
-                backend.pod_sets(context),
+                [*backend.pod_sets(context), *render.environment_pod_sets(context)],
                 queue=facts.quota.queue,
                 priority=_priority(job, observed),
             )
@@ -190,11 +209,12 @@ def _workload_patches(facts: Facts) -> tuple[StatusPatch, ...]:
 
 
 def _reclaimable_pods(live: Object, facts: Facts) -> dict[str, int]:
-    """Pods whose quota is no longer needed: once all shards are done, all but the one that aggregates."""
+    """Pods whose quota is no longer needed: once all shards are done, all but the one that aggregates, and servers."""
     if facts.stage is not Stage.FINISHING or not facts.generation.released:
         return {}
     counts = {item["name"]: int(item.get("count", 1)) for item in live.get("spec", {}).get("podSets") or ()}
-    return {name: count - (name == names.WORKERS) for name, count in counts.items()}
+    kept = {names.WORKERS: 1, **{pod_set(number): counts.get(pod_set(number), 0) for number, _ in served(facts.job)}}
+    return {name: count - kept.get(name, 0) for name, count in counts.items()}
 
 
 def _engine_refs(job: RolloutJob) -> list[Ref]:

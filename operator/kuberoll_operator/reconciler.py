@@ -39,6 +39,7 @@ from kuberoll_operator.kube.quota import QuotaReader
 from kuberoll_operator.kube.resources import ROLLOUT_JOBS, resource_of, resource_of_object
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object, Observed, Plan, WriteError, is_true, status_of
+from kuberoll_operator.mounts import awaits_volumes, config_map_uses
 from kuberoll_operator.observe import observe
 from kuberoll_operator.plan import plan
 from kuberoll_operator.polling import ReportPoller
@@ -96,6 +97,7 @@ class Reconciler:
         except ValidationError as error:
             return await self._reject(raw, error)
         observed = await self._with_quota(job, observe(self._cache, key, raw, self._progress.latest))
+        observed = await self._with_unmountable(key, job, observed)
         for name in missing_secrets(observed.pods):
             self._applier.mark_missing(key, name)
         planned = plan(compute_facts(job, raw, observed, self._settings, self._now()))
@@ -118,7 +120,8 @@ class Reconciler:
             return 0.0
         due = next_deadline(job, new, now, interval=self._settings.progress_seconds)
         # Some things that a queued job waits for are not watched, such as its priority class.
-        waits = [SLOW_SECONDS] if observed.errors or new.get("phase") == "Queued" else []
+        missing = observed.errors or observed.unmountable
+        waits = [SLOW_SECONDS] if missing or new.get("phase") == "Queued" else []
         if job.spec.generation.autoscaling is not None and new.get("phase") == "Running":
             # Autoscaling depends on how long a change has been called for: no event tells that.
             waits.append(self._settings.progress_seconds)
@@ -130,6 +133,19 @@ class Reconciler:
             return observed
         flavors = queueing.flavors_of(observed.get("Workload", names.workload(job.metadata.name)))
         return replace(observed, quota=await self._quota.read(flavors, queueing.priority_class_of(job)))
+
+    async def _with_unmountable(self, key: Key, job: RolloutJob, observed: Observed) -> Observed:
+        """The observation with what is missing of the ConfigMaps that pods wait for.
+
+        They are not the operator's, and so not watched; they are only read while a pod waits for its volumes.
+        """
+        if not awaits_volumes(observed.pods):
+            return observed
+        config_maps = resource_of("v1", "ConfigMap")
+        problems = [
+            use.problem(await self._client.get(config_maps, key.namespace, use.name)) for use in config_map_uses(job)
+        ]
+        return replace(observed, unmountable=[problem for problem in problems if problem is not None])
 
     async def _existing_children(self, key: Key, planned: Plan, observed: Observed) -> dict[tuple[str, str], Object]:
         """Existing objects with the names of children that are about to be created.
@@ -222,8 +238,7 @@ class Reconciler:
         """Handle an object that the API server accepted and the model rejects.
 
         A job that has not started fails. A job that has started was valid then: this operator is older or newer than
-        the
-        one that started it, and does not end a run for that.
+        the one that started it, and does not end a run for that.
         """
         old = status_of(raw)
         mistakes = "; ".join(f"{format_path(path)}: {message}" for path, message in explain(error, raw))

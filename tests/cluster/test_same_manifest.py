@@ -18,7 +18,7 @@ from kuberoll_workers.worker import isolated_environment_factory
 from tests.cluster.api import Api, ApiError, Object, is_true
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.jobs import ANSWERS, CLAIM, TINY, contents, light_engine, read_output
-from tests.cluster.test_lifecycle import Cluster, cluster, complete, installed, message
+from tests.cluster.test_lifecycle import Cluster, cluster, complete, installed, message, reason
 from tests.cluster.test_reading import Person, person
 from tests.test_docs import blocks
 
@@ -52,7 +52,7 @@ def documented_rules() -> list[Object]:
 def write_manifest(directory: Path) -> Path:
     """The README's manifest, with its environment as docs/environments.md has it, and rows for both environments."""
     (text,) = blocks("README.md", "yaml")
-    (code,) = blocks("docs/environments.md", "python")
+    code, *_ = blocks("docs/environments.md", "python")
     file = directory / "my-job.yaml"
     file.write_text(text)
     (directory / "guessing.py").write_text(f"import rewards\n{code}")
@@ -218,3 +218,21 @@ async def test_kubectl_apply_alone_says_what_is_missing(cluster: Cluster, author
     failed = await cluster.job(complete, JOB)
     assert "spec.environments[1].entrypoint" in message(failed, "Failed")
     assert "kuberoll apply" in message(failed, "Failed")
+
+
+async def test_files_that_are_not_there_are_named_at_once(cluster: Cluster, author: Person) -> None:
+    """The same manifest by `kubectl apply`, with a ConfigMap of another name; then that is created."""
+    cluster.operator()
+    job = load_job(author.directory / "my-job.yaml", OVERRIDES)
+    given = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    given["metadata"]["namespace"] = cluster.namespace
+    given["spec"]["output"] = {"uri": f"pvc://{CLAIM}/{JOB}"}
+    given["spec"]["workers"] = {**given["spec"].get("workers", {}), "files": {"configMap": {"name": "typo"}}}
+    await cluster.create(given)
+    waiting = await cluster.job(reason("WorkersChecked", "PodConfigError"), JOB)
+    assert "ConfigMap typo does not exist (spec.workers.files)" in message(waiting, "WorkersChecked")
+    files = {path.name: path.read_text() for path in author.directory.iterdir() if path.suffix in {".py", ".jsonl"}}
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "typo"}, "data": files}
+    config_map["metadata"]["namespace"] = cluster.namespace  # type: ignore[index]
+    await cluster.create(config_map)
+    await cluster.job(reason("WorkersChecked", "Checked"), JOB)

@@ -7,17 +7,22 @@ from pathlib import Path
 import pytest
 
 from kuberoll_api import contract
+from kuberoll_api.manifest.loading import load_job
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
+from kuberoll_operator.mounts import config_map_uses
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
+from kuberoll_workers.pods.environment import read_config as read_environment
+from kuberoll_workers.pods.environment import serving_of
 from kuberoll_workers.pods.files import read_config
-from tests.operator.test_render import CASES, children
+from kuberoll_workers.pods.worker import with_mounted_dataset
+from tests.operator.test_render import CASES, GOLDEN, children
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> None:
     rendered = children(case)
-    [config] = [child for child in rendered if child["kind"] == "ConfigMap"]
+    [config] = [child for child in rendered if child["metadata"]["name"].endswith("-config")]
     path = tmp_path / "job.json"
     path.write_text(config["data"]["job.json"])
     found = read_config(path)
@@ -36,5 +41,34 @@ def test_the_pods_read_what_the_operator_renders(case: str, tmp_path: Path) -> N
     for place in [*places, TEMPORARY_DIRECTORY]:
         assert any(place.startswith(mount) and name in writable for mount, name in mounts.items())
     source, files = job.spec.dataset.source, mounts.get("/opt/kuberoll-files")
-    assert (found.base in mounts) == (source.config_map is not None or source.pvc is not None or files is not None)
+    mounted = source is not None and (source.config_map is not None or source.pvc is not None)
+    assert (found.base in mounts) == (mounted or files is not None)
+    parts = [source for _, source in with_mounted_dataset(job).spec.dataset.located_sources()]
+    for mount in mounts:
+        assert not mount.startswith("/etc/kuberoll-dataset/") or any(
+            str(part.uri).startswith(f"{mount}/") for part in parts
+        )
     assert found.modules == (None if files is None else "/opt/kuberoll-files")
+
+
+def test_the_servers_of_environments_read_what_the_operator_renders(tmp_path: Path) -> None:
+    rendered = children("remote")
+    found = {}
+    for child in rendered:
+        if child["kind"] == "ConfigMap" and "environment.json" in child["data"]:
+            path = tmp_path / child["metadata"]["name"]
+            path.write_text(child["data"]["environment.json"])
+            found[path.name] = serving_of(read_environment(path), token="t", host="127.0.0.1")
+    assert list(found) == ["remote-env-0", "remote-env-2"]
+    guess, puzzle = found.values()
+    assert (guess.spec.entrypoint, guess.spec.config, guess.processes) == ("guessing:Guess", {"limit": 5}, 4)
+    assert guess.sandbox.variables == ["JUDGE_API_KEY"]
+    assert guess.sandbox.readable == ["/opt/corpus"]
+    assert (puzzle.spec.type, puzzle.spec.entrypoint) == ("sliding_puzzle", None)
+
+
+def test_config_maps_of_all_sources_are_looked_for() -> None:
+    job = load_job(GOLDEN / "mixture" / "input.yaml")
+    assert [(use.field, use.name, use.keys) for use in config_map_uses(job)] == [
+        ("spec.dataset.sources[1].source.configMap", "prompts", ["rows.jsonl"])
+    ]

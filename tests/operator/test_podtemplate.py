@@ -8,7 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_operator.commands.render import children_of
 from kuberoll_operator.podtemplate import merge, rename_container
+from kuberoll_operator.settings import Settings
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(0, 9) | st.sampled_from("abc"),
@@ -91,3 +94,40 @@ def test_merging_changes_neither_and_twice_is_once(base: dict[str, Any], over: d
             assert key not in merged
         elif isinstance(value, str | int):
             assert merged[key] == value
+
+
+def test_workers_run_under_a_seccomp_profile_and_a_runtime_class_of_the_users() -> None:
+    job = RolloutJob.model_validate(
+        {
+            "apiVersion": "kuberoll.io/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "code", "namespace": "rollouts"},
+            "spec": {
+                "generation": {"model": {"source": "Qwen/Qwen2.5-0.5B-Instruct"}},
+                "environments": [{"name": "code", "type": "code_execution"}],
+                "dataset": {"source": {"generator": {"count": 1}}},
+                "workers": {
+                    "runtimeClassName": "kata",
+                    "podTemplate": {
+                        "spec": {
+                            "securityContext": {"seccompProfile": {"type": "Localhost", "localhostProfile": "p.json"}}
+                        }
+                    },
+                },
+                "output": {"uri": "pvc://store/code"},
+            },
+        }
+    )
+    settings = Settings(token_key="tests")  # type: ignore[arg-type]
+    children = [child for _, child in children_of(job, "rollouts", settings)]
+    [template] = [
+        child["spec"]["template"]["spec"]
+        for child in children
+        if child["kind"] == "Job" and child["metadata"]["name"].endswith("-workers")
+    ]
+    assert template["runtimeClassName"] == "kata"
+    assert template["securityContext"]["seccompProfile"] == {"type": "Localhost", "localhostProfile": "p.json"}
+    # The rest stays as restricted as it is.
+    assert template["securityContext"]["runAsNonRoot"] is True
+    assert template["automountServiceAccountToken"] is False
+    assert template["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}

@@ -406,3 +406,44 @@ def test_a_pool_that_must_stop_does() -> None:
         return asyncio.get_running_loop().time()
 
     assert in_virtual_time(main()) == pytest.approx(21)
+
+
+async def test_a_config_map_that_a_pod_waits_for(tmp_path: Path) -> None:
+    files = {"configMap": {"name": "code", "items": [{"key": "a.py", "path": "a.py"}]}}
+    rows = {"generator": None, "configMap": {"name": "rows"}}
+    async with bench(tmp_path, workers={"files": files}, dataset={"source": rows}) as it:
+        it.server.put({**it.job, "status": {}})
+        await it.settle()
+        assert checked(it)["reason"] == "Checking"
+        asked = len(it.server.requests)
+        check = pod("check", phase="Pending", container=waiting("ContainerCreating"))
+        check["metadata"] |= {"namespace": NAMESPACE, "uid": "check-uid"}
+        check["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+        it.server.put({"apiVersion": "v1", "kind": "Pod", **check})
+        again = await it.settle()
+        assert again is not None, "nothing tells that it was created"
+        assert again <= 60
+        found = checked(it)
+        assert (found["status"], found["reason"]) == ("False", "PodConfigError")
+        assert "ConfigMap code does not exist (spec.workers.files); `kuberoll apply` makes it" in found["message"]
+        assert "ConfigMap rows does not exist (spec.dataset.source.configMap)" in found["message"]
+        read = {item.path.rpartition("/")[2] for item in it.server.requests[asked:] if item.plural == "configmaps"}
+        assert {"code", "rows"} <= read
+
+        for name, data in (("code", {"b.py": ""}), ("rows", {"dataset.jsonl": ""})):
+            metadata = {"name": name, "namespace": NAMESPACE}
+            it.server.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+        # Messages are written at most every progressSeconds.
+        it.now += timedelta(seconds=20)
+        await it.settle()
+        assert checked(it)["message"].startswith("ConfigMap code has no key a.py (spec.workers.files)")
+
+        metadata = {"name": "code", "namespace": NAMESPACE}
+        it.server.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": {"a.py": ""}})
+        await it.settle()
+        assert checked(it)["reason"] == "Checking"
+
+
+def checked(it: Bench) -> Object:
+    """The condition of the workers' check."""
+    return dict(condition(it.job["status"], conditions.WORKERS_CHECKED))

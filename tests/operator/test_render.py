@@ -65,6 +65,9 @@ def context(backend: str = "Native", **spec: Any) -> RenderContext:
         hosting=BACKENDS[backend].hosting(job, support.NAMESPACE, support.SETTINGS),
         shards=4,
         tokens={scope: support.SETTINGS.token_of(UID, scope) for scope in contract.SCOPES},
+        environment_tokens={
+            spec.name: support.SETTINGS.token_of(UID, f"environment/{spec.name}") for spec in job.spec.environments
+        },
     )
 
 
@@ -126,7 +129,8 @@ def test_pods_are_restricted_whoever_runs_in_them(case: str) -> None:
             main = pod["containers"][0]["securityContext"]
             assert main["allowPrivilegeEscalation"] is False
             assert main["capabilities"] == {"drop": ["ALL"]}
-            assert main.get("readOnlyRootFilesystem", False) is (child["kind"] == "Job")
+            servers = child["metadata"]["labels"][names.COMPONENT_LABEL] == names.ENVIRONMENT
+            assert main.get("readOnlyRootFilesystem", False) is (child["kind"] == "Job" or servers)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -287,6 +291,14 @@ def test_workers_can_be_kept_from_the_cluster_s_own_networks() -> None:
     # It may be in the cluster.
     assert named["ports"] == [{"protocol": "TCP", "port": 9000}]
     assert {"namespaceSelector": {}} in named["to"]
+    validate(policy)
+
+
+def test_workers_reach_the_server_of_an_environment() -> None:
+    judge = {"name": "judge", "type": "judge", "config": {"url": "http://judge:8123/v1"}}
+    other = {"name": "other", "entrypoint": "a:B", "config": {"url": 5}}
+    policy = render.build_network_policies(context(environments=[judge, other]))[0]
+    assert {"protocol": "TCP", "port": 8123} in policy["spec"]["egress"][-1]["ports"]
     validate(policy)
 
 

@@ -615,6 +615,19 @@ ROWS = [
         WITH_WORKERS,
     ),
     Row(
+        "workers wait for the policy",
+        observed(
+            deployment(2),
+            workers_job(active=1),
+            pods=[pod("workers", shard=2)],
+            progress={2: PodProgress(shard=2, waiting="http://p:8000: connection refused")},
+        ),
+        "Running",
+        ["WorkersReady=True/Running"],
+        "shard 2 waits for its policy: http://p:8000: connection refused",
+        WITH_WORKERS,
+    ),
+    Row(
         "failing until what it holds is gone",
         observed(pods=[pod("workers", shard=0)]),
         "Failed",

@@ -94,6 +94,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         hosting=backend.hosting(job, namespace, settings),
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
         tokens=dict.fromkeys(contract.SCOPES, TOKEN),
+        environment_tokens={spec.name: TOKEN for spec in job.spec.environments},
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
     first = "created before the engines, and whenever the job is resumed; deleted when its pod has succeeded"
@@ -102,24 +103,27 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         engine, checks = "", []
     else:
         checks = [(first, built.build_check_job(context))]
+    servers = "created at once; deleted when the job is suspended, done or failed"
     worker = "created when generation is ready; suspended with the job, or when it fails"
     last = "created when all shards are done"
+    pod_sets = [*backend.pod_sets(context), *built.environment_pod_sets(context)]
     queue, priority_class = queue_of(job, settings), priority_class_of(job)
     # Only the cluster knows the value of a priority class.
     priority = None if priority_class is None else built.Priority(priority_class, 0)
     waiting = "created at once; once admitted, engines and workers follow on the nodes of its quota"
     quota = (
-        []
-        if queue is None
-        else [(waiting, built.build_workload(context, backend.pod_sets(context), queue=queue, priority=priority))]
+        [] if queue is None else [(waiting, built.build_workload(context, pod_sets, queue=queue, priority=priority))]
     )
     found = [
         *quota,
         *((at_once, child) for child in built.build_token_secrets(context)),
+        *((at_once, child) for child in built.build_environment_secret(context)),
         (at_once, built.build_config(context)),
+        *((at_once, child) for child in built.build_environment_fixtures(context)),
         *((at_once, child) for child in built.build_network_policies(context)),
         *((at_once, child) for child in backend.fixtures(context)),
         (at_once, built.build_workers_service(context)),
+        *((servers, child) for child in built.build_environment_deployments(context)),
         *checks,
         *((engine, child) for child in backend.engines(context, Observed(), datetime.now(UTC))),
         (worker, built.build_workers_job(context, suspend=False)),

@@ -3,6 +3,11 @@
 from kuberoll_operator.render.check import build_check_job
 from kuberoll_operator.render.config import build_config
 from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.environments import (
+    build_environment_deployments,
+    build_environment_fixtures,
+    environment_pod_sets,
+)
 from kuberoll_operator.render.finish import build_finish_job
 from kuberoll_operator.render.generation import (
     build_generation_deployment,
@@ -12,6 +17,7 @@ from kuberoll_operator.render.generation import (
 from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.rayservice import build_rayservice
+from kuberoll_operator.render.servers import build_environment_secret
 from kuberoll_operator.render.tokens import build_token_secrets
 from kuberoll_operator.render.workers import build_workers_job, build_workers_service
 from kuberoll_operator.render.workload import Priority, build_workload
@@ -21,6 +27,9 @@ __all__ = [
     "RenderContext",
     "build_check_job",
     "build_config",
+    "build_environment_deployments",
+    "build_environment_fixtures",
+    "build_environment_secret",
     "build_finish_job",
     "build_generation_deployment",
     "build_generation_groups",
@@ -31,5 +40,6 @@ __all__ = [
     "build_workers_job",
     "build_workers_service",
     "build_workload",
+    "environment_pod_sets",
     "seal",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any, Final
 
-from kuberoll_api.contract import PodConfig
+from kuberoll_api.contract import DATASET_DIRECTORY, PodConfig
 from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJobSpec
 from kuberoll_api.model.traits import Traits
@@ -14,10 +14,10 @@ from kuberoll_api.output_location import output_of
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.servers import located
 
 CONFIG_DIRECTORY: Final = "/etc/kuberoll"
 CONFIG_FILE: Final = f"{CONFIG_DIRECTORY}/{names.CONFIG_KEY}"
-DATASET_DIRECTORY: Final = "/etc/kuberoll-dataset"
 FILES_DIRECTORY: Final = "/opt/kuberoll-files"
 """Directory of `workers.files`; not below /etc/kuberoll*, which processes of environments cannot read."""
 
@@ -48,7 +48,7 @@ def pod_config(context: RenderContext) -> PodConfig:
     # Pods are not restarted in place, so turns are only written to a volume that outlives them.
     kept = output.claim is not None and context.job.spec.rollout.journal_turns
     source, files = context.job.spec.dataset.source, context.job.spec.workers.files
-    mounted = source.config_map is not None or source.pvc is not None
+    mounted = source is not None and (source.config_map is not None or source.pvc is not None)
     return PodConfig(
         job=_for_pods(context),
         base=DATASET_DIRECTORY if mounted or files is None else FILES_DIRECTORY,
@@ -66,4 +66,4 @@ def pod_config(context: RenderContext) -> PodConfig:
 def _for_pods(context: RenderContext) -> dict[str, Any]:
     given = context.job.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"status", "metadata"})
     spec = traits.without(given["spec"], RolloutJobSpec, lambda field: field.reader == "Operator", Traits())
-    return {**given, "metadata": {"name": context.name}, "spec": spec}
+    return {**given, "metadata": {"name": context.name}, "spec": located(context, spec)}

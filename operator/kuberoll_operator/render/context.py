@@ -41,6 +41,7 @@ class RenderContext:
         hosting: How the policy is hosted.
         shards: Number of shards of the dataset.
         tokens: Bearer tokens of the policy, by scope.
+        environment_tokens: Bearer tokens of environments' servers, by the environment's name.
         assignments: Constraints from the admission, by pod set; empty without a queue.
     """
 
@@ -51,6 +52,7 @@ class RenderContext:
     hosting: Hosting
     shards: int
     tokens: Mapping[str, str]
+    environment_tokens: Mapping[str, str] = field(default_factory=dict)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property

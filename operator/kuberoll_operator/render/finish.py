@@ -11,6 +11,7 @@ from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import container, data_volumes, pod_template
+from kuberoll_operator.render.servers import environment_token_variables
 from kuberoll_operator.render.workers import failure_policy
 
 MUTABLE: Final = frozenset({"suspend"})
@@ -35,6 +36,7 @@ def build_finish_job(context: RenderContext, *, suspend: bool = False) -> Object
         env=[
             {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
             {"name": "HOME", "value": STATE_DIRECTORY},
+            *environment_token_variables(context),
         ],
         volumes=volumes,
         read_only=True,

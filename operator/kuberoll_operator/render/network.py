@@ -7,10 +7,12 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kuberoll_api import contract
+from kuberoll_api.model.environments import Environment
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
+from kuberoll_operator.render.servers import served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
 # Link-local addresses: a cloud's credentials are served there.
@@ -21,12 +23,21 @@ _DNS: Final[Object] = {
     "to": [*_ANYWHERE_INSIDE, {"ipBlock": {"cidr": "169.254.20.10/32"}}],
 }
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_WITH_ENVIRONMENTS: Final = [names.CHECK, names.FINISH, names.WORKERS]
 _OF_THE_WORKERS: Final = [names.CHECK, names.FINISH, names.READER, names.WORKERS]
 
 
 def build_network_policies(context: RenderContext) -> list[Object]:
-    """NetworkPolicy <job>-workers for all pods with the workers' options, and <job>-generation for our own policy."""
-    return [_workers(context), *([_generation(context)] if context.hosting.in_job else [])]
+    """The job's NetworkPolicies.
+
+    <job>-workers for all pods with the workers' options, <job>-generation for our own policy, and <job>-env-<number>
+    for the server pods of each environment that has some.
+    """
+    return [
+        _workers(context),
+        *([_generation(context)] if context.hosting.in_job else []),
+        *(_environment(context, number, spec) for number, spec in served(context.job)),
+    ]
 
 
 def _workers(context: RenderContext) -> Object:
@@ -34,6 +45,9 @@ def _workers(context: RenderContext) -> Object:
     if context.hosting.in_job:
         pods = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
         egress.append({"ports": _policy_ports(context), "to": [pods]})
+    if any(True for _ in served(context.job)):
+        servers = {"podSelector": {"matchLabels": names.selector(context.name, names.ENVIRONMENT)}}
+        egress.append({"ports": [tcp(contract.ENVIRONMENT_PORT)], "to": [servers]})
     ports, named = {*context.settings.egress_ports}, _ports_of(context)
     without = context.settings.egress_except
     if without:
@@ -72,6 +86,28 @@ def _generation(context: RenderContext) -> Object:
     return _policy(context, names.generation(context.name), names.GENERATION, spec)
 
 
+def _environment(context: RenderContext, number: int, spec: Environment) -> Object:
+    """Server pods: only the job's workers may enter, and DNS is all that they reach by default."""
+    peers = {
+        "podSelector": {
+            "matchExpressions": [{"key": names.COMPONENT_LABEL, "operator": "In", "values": _WITH_ENVIRONMENTS}],
+            "matchLabels": {names.JOB_LABEL: context.name},
+        }
+    }
+    egress: list[Object] = [{"to": [*_ANYWHERE_INSIDE, *_anywhere(())]}] if servers_of(spec).allow_egress else []
+    return _policy(
+        context,
+        names.environment(context.name, number),
+        names.ENVIRONMENT,
+        {
+            "podSelector": {"matchLabels": names.environment_selector(context.name, spec.name)},
+            "policyTypes": ["Egress", "Ingress"],
+            "egress": [_DNS, *egress],
+            "ingress": [{"ports": [tcp(contract.ENVIRONMENT_PORT)], "from": [peers]}],
+        },
+    )
+
+
 def _anywhere(without: Collection[str]) -> list[Object]:
     """All addresses but link-local ones and these networks."""
     return [
@@ -91,13 +127,15 @@ def _policy(context: RenderContext, name: str, component: str, spec: dict[str, A
 
 
 def _ports_of(context: RenderContext) -> set[int]:
-    """Ports that the job itself names: of its dataset, trackers, endpoint and object store."""
+    """Ports that the job itself names: of its dataset, trackers, endpoint, object store, and environments' servers."""
     spec = context.job.spec
     tracking, external = spec.output.tracking, spec.generation.external
     urls = [
         *((external.url, *external.urls) if external else ()),
-        spec.dataset.source.uri,
+        *(url for item in spec.environments if item.remote is not None for url in item.remote.located),
+        *(source.uri for _, source in spec.dataset.located_sources()),
         tracking.mlflow.tracking_uri if tracking and tracking.mlflow else None,
+        *(url for item in spec.environments if isinstance(url := item.config.get("url"), str)),
         *(str(item.get("value")) for item in spec.workers.env if str(item.get("name")).startswith("AWS_ENDPOINT_URL")),
     ]
     return {port for url in urls if url and (port := _port(url)) is not None}

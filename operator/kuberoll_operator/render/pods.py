@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kuberoll_api.contract import DATASET_DIRECTORY
+from kuberoll_api.model.dataset import DatasetSource
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.output_location import OUTPUT_DIRECTORY, output_of
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge, merge_named
-from kuberoll_operator.render.config import CONFIG_DIRECTORY, DATASET_DIRECTORY, FILES_DIRECTORY, STATE_DIRECTORY
+from kuberoll_operator.render.config import CONFIG_DIRECTORY, FILES_DIRECTORY, STATE_DIRECTORY
 from kuberoll_operator.render.context import Assignment, RenderContext
 
 TEMPORARY_DIRECTORY: Final = "/tmp"
@@ -47,16 +49,23 @@ def data_volumes(context: RenderContext) -> Volumes:
     if (files := context.job.spec.workers.files) is not None:
         named = files.config_map.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         volumes.add("files", FILES_DIRECTORY, {"configMap": named}, read_only=True)
-    source = context.job.spec.dataset.source
-    if source.config_map is not None:
-        named = {"configMap": {"name": source.config_map.name}}
-        volumes.add("dataset", DATASET_DIRECTORY, named, read_only=True)
-    if source.pvc is not None:
-        claim = {"persistentVolumeClaim": {"claimName": source.pvc.claim_name, "readOnly": True}}
-        volumes.add("dataset", DATASET_DIRECTORY, claim, read_only=True)
+    dataset = context.job.spec.dataset
+    if dataset.source is not None:
+        _add_dataset(volumes, dataset.source, "dataset", DATASET_DIRECTORY)
+    for number, part in enumerate(dataset.sources):
+        _add_dataset(volumes, part.source, f"dataset-{number}", f"{DATASET_DIRECTORY}/{number}")
     if (output := output_of(context.job.spec.output.uri)).claim is not None:
         volumes.add("output", OUTPUT_DIRECTORY, {"persistentVolumeClaim": {"claimName": output.claim}})
     return volumes
+
+
+def _add_dataset(volumes: Volumes, source: DatasetSource, name: str, path: str) -> None:
+    """Add the volume of a source of rows, if it is one."""
+    if source.config_map is not None:
+        volumes.add(name, path, {"configMap": {"name": source.config_map.name}}, read_only=True)
+    if source.pvc is not None:
+        claim = {"persistentVolumeClaim": {"claimName": source.pvc.claim_name, "readOnly": True}}
+        volumes.add(name, path, claim, read_only=True)
 
 
 def container(

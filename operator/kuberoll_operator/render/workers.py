@@ -12,6 +12,7 @@ from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, container, data_volumes, pod_template
+from kuberoll_operator.render.servers import environment_token_variables
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"parallelism", "suspend"})
@@ -41,6 +42,7 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
             {"name": "HOME", "value": STATE_DIRECTORY},
             POD_IP,
             *token_variables(context, "generate"),
+            *environment_token_variables(context),
         ],
         volumes=volumes,
         read_only=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kuberoll_api import conditions, contract
@@ -19,7 +19,10 @@ from kuberoll_operator.backends.pods import (
     redact,
 )
 from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, is_ours
-from kuberoll_operator.model import Observed, condition, is_true, status_of
+from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
+from kuberoll_operator.mounts import awaits_volumes
+from kuberoll_operator.render.servers import served
+from kuberoll_operator.servers import first_problem, server_states, unready
 
 Json = dict[str, Any]
 
@@ -90,11 +93,13 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
     if facts.stage is Stage.CHECKING:
         blocked = facts.name_conflict or _error(observed, job, names.config, names.check)
         living = [pod for pod in pods_of(observed.pods, names.CHECK) if any_active([pod])]
-        problem = diagnose(living, "worker")
+        problem = _problem(observed, living, "worker")
         if blocked is not None:
             return False, blocked.reason, blocked.message
         if problem is not None:
             return False, *_stable_message(problem, before)
+        if (waiting := _waits_for_servers(facts, before)) is not None:
+            return waiting
         return False, Reason.CHECKING, "a pod is checking the workers' inputs; engines start after that"
     if facts.stage is Stage.FAILING:
         if facts.check.problem is not None:
@@ -107,6 +112,19 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
         "" if facts.check.planned is None else f": {facts.check.planned} trajectories in {facts.shards.count} shards"
     )
     return True, Reason.CHECKED, f"the workers' inputs are in order{count}"
+
+
+def _waits_for_servers(facts: Facts, before: Mapping[str, Any]) -> Verdict | None:
+    """The state of the first environment without a server that is ready; None if all have one."""
+    parts = [lambda job, number=number: names.environment(job, number) for number, _ in served(facts.job)]
+    if (error := _error(facts.observed, facts.job, *parts)) is not None and parts:
+        return False, error.reason, error.message
+    state = unready(server_states(facts.job, facts.observed))
+    if state is None:
+        return None
+    if state.problem is None:
+        return False, Reason.STARTING, state.text
+    return False, *_stable_message(state.problem._replace(message=state.text), before)
 
 
 def _generation_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
@@ -189,6 +207,8 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     blocked = facts.name_conflict or _error(observed, job, *parts)
     if blocked and not shards.active:
         return False, blocked.reason, blocked.message
+    if facts.ready and (unserved := _waits_for_servers(facts, before)) is not None and not shards.started:
+        return unserved
     if not shards.started:
         text = "the workers start next" if facts.ready else "workers start when generation is ready"
         return False, Reason.WAITING_FOR_GENERATION, text
@@ -200,8 +220,12 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     last = f"; shard {max(bad)[1]} was retried after: {describe_exit(shards.exits[max(bad)[1]])}" if bad else ""
     failures = [(shard, item.failure) for shard, item in sorted(observed.progress.items()) if item.failure]
     failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
-    text = redact(f"{running} workers are running, {count}{last}{failing}")
-    problem = diagnose(living, "worker")
+    outages = [(shard, item.waiting) for shard, item in sorted(observed.progress.items()) if item.waiting]
+    waiting = "; shard {} waits for its policy: {}".format(*outages[0]) if outages else ""
+    without = first_problem(server_states(job, observed))
+    servers = "" if without is None else f"; {without.text}"
+    text = redact(f"{running} workers are running, {count}{last}{failing}{waiting}{servers}")
+    problem = _problem(observed, living, "worker")
     if running or (before.get("status") == "True" and problem is None):
         return True, Reason.RUNNING, text
     if problem is not None:
@@ -213,7 +237,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
 
 def _finishing(facts: Facts) -> Verdict:
     job, observed = facts.job, facts.observed
-    problem = diagnose(pods_of(observed.pods, names.FINISH), "finish")
+    problem = _problem(observed, pods_of(observed.pods, names.FINISH), "finish")
     found = facts.name_conflict or _error(observed, job, names.config, names.finish) or problem
     return (
         (False, found.reason, found.message)
@@ -230,6 +254,14 @@ def _stopped(before: Mapping[str, Any], facts: Facts, *, gone: bool) -> Verdict:
     if before["status"] == "True" and gone:
         return False, reason, "stopped: the job failed"
     return before["status"] == "True", before["reason"], before.get("message", "")
+
+
+def _problem(observed: Observed, pods: Sequence[Object], container: str) -> PodProblem | None:
+    """The problem that keeps these pods from being ready; None if there is none."""
+    found = diagnose(pods, container)
+    if found is None and observed.unmountable and awaits_volumes(pods):
+        return PodProblem(Reason.POD_CONFIG, redact("; ".join(observed.unmountable)))
+    return found
 
 
 def _stable_message(problem: PodProblem, before: Mapping[str, Any]) -> tuple[str, str]:

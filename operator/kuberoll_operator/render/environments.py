@@ -1,0 +1,151 @@
+"""Server pods of environments with isolation Remote: a Deployment, a headless Service, a ConfigMap and a NetworkPolicy.
+
+Workers call the pods one by one, because an episode with state of its own stays with the server that has reset it: the
+addresses of the Service are the pods that are ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Final
+
+from kuberoll_api import contract
+from kuberoll_api.contract import EnvironmentPodConfig
+from kuberoll_api.model.environments import Environment
+from kuberoll_operator import names
+from kuberoll_operator.model import Object
+from kuberoll_operator.podtemplate import merge
+from kuberoll_operator.render.config import FILES_DIRECTORY, STATE_DIRECTORY
+from kuberoll_operator.render.context import RenderContext
+from kuberoll_operator.render.objects import shaped
+from kuberoll_operator.render.pods import POD_IP, TEMPORARY_DIRECTORY, Volumes, container, pod_template
+from kuberoll_operator.render.servers import served, server_token_variable, servers_of
+from kuberoll_operator.render.workload import PodSet
+
+MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
+"""Fields of a Deployment that may change without restarting its pods."""
+
+CONFIG_DIRECTORY: Final = "/etc/kuberoll-environment"
+CONFIG_KEY: Final = "environment.json"
+GRACE_SECONDS: Final = 40
+_PROBE_SECONDS: Final = 5
+
+
+def build_environment_fixtures(context: RenderContext) -> list[Object]:
+    """ConfigMap and Service <job>-env-<number> of each environment with server pods."""
+    found: list[Object] = []
+    for number, spec in served(context.job):
+        name = names.environment(context.name, number)
+        text = json.dumps(_config(context, spec), sort_keys=True, indent=1, ensure_ascii=False)
+        child = context.child("v1", "ConfigMap", name, names.ENVIRONMENT)
+        found.append({**child, "data": {CONFIG_KEY: f"{text}\n"}})
+        child = context.child("v1", "Service", name, names.ENVIRONMENT)
+        child["spec"] = {
+            "clusterIP": "None",
+            "ports": [{"name": "http", "port": contract.ENVIRONMENT_PORT, "targetPort": "http"}],
+            "selector": names.environment_selector(context.name, spec.name),
+        }
+        found.append(child)
+    return found
+
+
+def build_environment_deployments(context: RenderContext) -> list[Object]:
+    """Deployment <job>-env-<number> of each environment with server pods."""
+    return [_deployment(context, number, spec) for number, spec in served(context.job)]
+
+
+def environment_pod_sets(context: RenderContext) -> list[PodSet]:
+    """Pod sets of the server pods."""
+    return [
+        PodSet(pod_set(number), servers_of(spec).replicas, _template(context, number, spec))
+        for number, spec in served(context.job)
+    ]
+
+
+def pod_set(number: int) -> str:
+    """Name of the pod set of an environment's server pods."""
+    return f"{names.ENVIRONMENT}-{number}"
+
+
+def _config(context: RenderContext, spec: Environment) -> dict[str, Any]:
+    config = EnvironmentPodConfig(
+        job=context.name,
+        name=spec.name,
+        type=spec.type,
+        entrypoint=spec.entrypoint,
+        config=spec.config,
+        processes=spec.processes,
+        spare_processes=spec.spare_processes,
+        step_timeout_seconds=spec.step_timeout_seconds,
+        modules=None if context.job.spec.workers.files is None else FILES_DIRECTORY,
+        variables=spec.access.variables,
+        readable_paths=spec.access.readable_paths,
+        writable_paths=spec.access.writable_paths,
+    )
+    return {key: value for key, value in dataclasses.asdict(config).items() if value not in (None, [])}
+
+
+def _deployment(context: RenderContext, number: int, spec: Environment) -> Object:
+    name = names.environment(context.name, number)
+    assignment = context.assignments.get(pod_set(number))
+    paid_for = None if assignment is None else assignment.count
+    replicas = servers_of(spec).replicas
+    child = context.child("apps/v1", "Deployment", name, names.ENVIRONMENT)
+    child["spec"] = {
+        "progressDeadlineSeconds": context.job.spec.startup_deadline_seconds,
+        "replicas": replicas if paid_for is None else min(replicas, paid_for),
+        "revisionHistoryLimit": 0,
+        "selector": {"matchLabels": names.environment_selector(context.name, spec.name)},
+        "template": _template(context, number, spec),
+    }
+    return shaped(child, MUTABLE)
+
+
+def _template(context: RenderContext, number: int, spec: Environment) -> Object:
+    servers = servers_of(spec)
+    options = servers.pod_options()
+    volumes = Volumes()
+    config = {"configMap": {"name": names.environment(context.name, number)}}
+    volumes.add("config", CONFIG_DIRECTORY, config, read_only=True)
+    volumes.add("state", STATE_DIRECTORY, {"emptyDir": {}})
+    volumes.add("tmp", TEMPORARY_DIRECTORY, {"emptyDir": {}})
+    if (files := context.job.spec.workers.files) is not None:
+        named = files.config_map.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        volumes.add("files", FILES_DIRECTORY, {"configMap": named}, read_only=True)
+    probe = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 5, "periodSeconds": _PROBE_SECONDS}
+    main = container(
+        context,
+        options,
+        name="environment",
+        module=None,
+        image=context.settings.worker_image,
+        env=[
+            {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
+            {"name": "HOME", "value": STATE_DIRECTORY},
+            POD_IP,
+            server_token_variable(context, contract.ENVIRONMENT_TOKEN, number),
+        ],
+        volumes=volumes,
+        read_only=True,
+        command=["python", "-m", "kuberoll_workers.pods.environment", "--config", f"{CONFIG_DIRECTORY}/{CONFIG_KEY}"],
+        ports=[{"name": "http", "containerPort": contract.ENVIRONMENT_PORT}],
+        # Requests are answered when the environment has been created.
+        startupProbe={**probe, "failureThreshold": -(-context.job.spec.startup_deadline_seconds // _PROBE_SECONDS)},
+        readinessProbe={**probe, "failureThreshold": 2},
+        # A server that drains is not ready, but alive.
+        livenessProbe={"tcpSocket": {"port": "http"}, "timeoutSeconds": 5, "periodSeconds": 10, "failureThreshold": 6},
+    )
+    template = pod_template(
+        context,
+        options,
+        component=names.ENVIRONMENT,
+        container=main,
+        volumes=volumes,
+        grace_seconds=GRACE_SECONDS,
+        restart_policy="Always",
+        over=options.pod_template,
+        pod_set=pod_set(number),
+    )
+    labelled: Object = merge(template, {"metadata": {"labels": {names.ENVIRONMENT_LABEL: spec.name}}})
+    return labelled
