@@ -1,0 +1,90 @@
+"""Chat messages as items of OpenAI's Responses API, as NeMo Gym has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kuberoll_workers.data.tools import Tool
+from kuberoll_workers.environments.interface import ChatMessage
+
+_OPENED, _CLOSED = "<think>", "</think>"
+
+
+def input_items(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Input items of a prompt."""
+    items: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            items.append(_output(message))
+            continue
+        if message["content"] or not message.get("tool_calls"):
+            items.append({"type": "message", "role": message["role"], "content": message["content"]})
+        items.extend(map(_call, message.get("tool_calls") or ()))
+    return items
+
+
+def output_items(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Output items of a policy's turns: reasoning, messages, function calls, and the answers of tools.
+
+    Text up to `</think>` is reasoning, also if the prompt has opened it.
+    """
+    return list(_outputs(messages))
+
+
+def _outputs(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
+    for number, message in enumerate(messages):
+        if message["role"] == "tool":
+            yield _output(message)
+        if message["role"] != "assistant":
+            continue
+        before, closed, text = message["content"].rpartition(_CLOSED)
+        if closed:
+            thought = before.strip().removeprefix(_OPENED).strip()
+            summary = [{"type": "summary_text", "text": thought}]
+            yield {"type": "reasoning", "id": f"rs_{number}", "summary": summary}
+        calls = message.get("tool_calls") or ()
+        if text.strip() or not calls:
+            content = [{"type": "output_text", "text": text.lstrip() if closed else text, "annotations": []}]
+            yield {
+                "type": "message",
+                "id": f"msg_{number}",
+                "role": "assistant",
+                "status": "completed",
+                "content": content,
+            }
+        yield from map(_call, calls)
+
+
+def response_of(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A complete response with these output items."""
+    return {
+        "id": "resp_0",
+        "object": "response",
+        "created_at": 0,
+        "model": "policy",
+        "status": "completed",
+        "output": list(output),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def tool_items(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools in the form of the Responses API, whose function has no object of its own."""
+    return [{"type": "function", "parameters": {}, "strict": False, **tool["function"]} for tool in tools]
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "type": "function_call",
+        "call_id": call.get("id"),
+        "name": function["name"],
+        "arguments": function["arguments"],
+    }
+
+
+def _output(message: ChatMessage) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": message["content"]}
