@@ -51,8 +51,8 @@ class Instant:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         return GenerationResult(token_ids=token_array([1]), logprobs=array("f", [0]), finish_reason="stop")
 
-    async def healthy(self) -> bool:
-        return True
+    async def check_health(self) -> None:
+        return None
 
     async def info(self) -> EngineInfo:
         return EngineInfo(model="", engine="", max_model_len=1, vocab_size=1, policy_version="0")
