@@ -32,17 +32,17 @@ API_NEEDS = {
 
 # Dataclasses that are filled or changed after they are made; all others are values, which tasks and threads share.
 STATE = {
-    "DroppedRecord", "EnvironmentSummary", "FailureCause", "FailureCauses", "FailureRecord",
+    "DroppedRecord", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses", "FailureRecord",
     "GroupResult", "Message", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
     "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
-    "_Form", "_Segment", "_Server",
+    "_Form", "_Segment", "_Server", "_Turn",
 }  # fmt: skip
 
 # Dataclasses of many fields that may be made without naming these: they are read from lines, or made in one place.
 POSITIONAL = {
-    "DroppedRecord", "FailureRecord", "Message", "RescoreCounts", "StepOutcome", "TrajectoryRecord", "Turn",
-    "TurnRecord", "_Frame",
+    "DroppedRecord", "ExtendedMessage", "FailureRecord", "Message", "RescoreCounts", "StepOutcome", "TrajectoryRecord",
+    "Turn", "TurnRecord", "_Frame",
 }  # fmt: skip
 
 

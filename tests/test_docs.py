@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,15 @@ from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.environments import GroupMember, GroupScore
+from kuberoll_workers.environments.builtin.code.execution import CodeExecutionConfig
+from kuberoll_workers.environments.builtin.config import parse_config
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.policy.interface import GenerationRequest
+from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
+from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.telemetry import RolloutMetrics
+from tests.environments.calling import Shop
 from tests.rollouts.fakes import CharacterTokenizer, CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,15 +58,84 @@ def test_the_readme_s_manifest_is_valid() -> None:
     assert RolloutJob.model_validate(document.value).metadata.name == "my-job"
 
 
+async def test_the_episodes_of_the_docs_can_be_played() -> None:
+    _, code, *_ = blocks("docs/environments.md", "python")
+    module = types.ModuleType("walking")
+    exec(code, module.__dict__)
+    environment = module.__dict__["Walk"]({})
+    async with runners({"env": environment}) as made:
+        results: list[Any] = []
+
+        async def sink(result: Any) -> None:
+            results.append(result)
+
+        policy = ScriptedPolicy(lambda request: "walk")
+        await run_rollout(rollout_of(made, policy=policy), [sample(n, metadata={}) for n in range(3)], sink)
+    assert [(record.stop_reason, record.total_reward) for record in results] == [("terminated", 1.0)] * 3
+    assert environment.left == {}
+
+
+def test_the_group_of_the_docs_can_be_scored() -> None:
+    *_, code, _ = blocks("docs/environments.md", "python")
+    module = types.ModuleType("ranking")
+    exec(code, module.__dict__)
+
+    def member(number: int, text: str, reward: float) -> GroupMember:
+        messages = [{"role": "assistant", "content": text}, {"role": "environment", "content": ""}]
+        return GroupMember(
+            id=str(number), messages=messages, metadata={"n": number}, reward=reward, stop_reason="terminated"
+        )
+
+    members = [member(0, "long", 1.0), member(1, "no", 0.0), member(2, "x", 1.0)]
+    long, wrong, short = module.__dict__["Shortest"]().score_group(members)
+    assert (long, wrong, short) == (
+        GroupScore(reward=0.5, metadata={"n": 0, "rank": 1}), 0.0, GroupScore(reward=1.0, metadata={"n": 2, "rank": 0}),
+    )  # fmt: skip
+
+
+async def test_the_tools_of_the_docs_can_be_called() -> None:
+    *_, code = blocks("docs/environments.md", "python")
+    module = types.ModuleType("shopping")
+    # Its annotations are read from the module.
+    sys.modules["shopping"] = module
+    try:
+        exec(code, module.__dict__)
+        shop = module.__dict__["Shop"]({})
+    finally:
+        del sys.modules["shopping"]
+    assert [tool.schema for tool in shop.functions.values()] == [tool.schema for tool in Shop({}).functions.values()]
+    manifest = next(text for text in blocks("docs/environments.md", "yaml") if "toolCallParser" in text)
+    document = parse_documents(manifest)[0].value
+    assert Environment.model_validate(document["environments"][0]).entrypoint == "shopping:Shop"
+    assert document["generation"]["toolCallParser"] == "hermes"
+    call = {"name": "buy", "arguments": {"item": "pear", "count": 2}}
+    policy = ScriptedPolicy(
+        lambda request: f"<tool_call>{json.dumps(call)}</tool_call>" if "-1-0" in request.request_id else "Done."
+    )
+    async with runners({"env": shop}) as made:
+        results: list[Any] = []
+
+        async def sink(result: Any) -> None:
+            results.append(result)
+
+        rollout = rollout_of(made, policy=policy, sampling=SamplingParameters(max_tokens=200))
+        await run_rollout(rollout, [sample(0, metadata={"wanted": {"pear": 2}})], sink)
+    assert [(record.stop_reason, record.total_reward) for record in results] == [("terminated", 1.0)]
+
+
 async def test_the_environment_of_the_docs_can_be_played() -> None:
-    (code,) = blocks("docs/environments.md", "python")
+    code, *_ = blocks("docs/environments.md", "python")
     module = types.ModuleType("guessing")
     exec(code, module.__dict__)
-    manifest, access = blocks("docs/environments.md", "yaml")
+    manifest, _, access, remote, code_execution = blocks("docs/environments.md", "yaml")
     (given,) = parse_documents(manifest)[0].value["environments"]
     spec = Environment.model_validate(given)
     (judge,) = parse_documents(access)[0].value["environments"]
     assert Environment.model_validate(judge).access.variables == ["JUDGE_API_KEY"]
+    for served in parse_documents(remote)[0].value["environments"]:
+        assert Environment.model_validate(served).isolation == "Remote"
+    (graded,) = parse_documents(code_execution)[0].value["environments"]
+    assert parse_config(CodeExecutionConfig, Environment.model_validate(graded).config).parallel == 8
     environment = module.__dict__[str(spec.entrypoint).partition(":")[2]](spec.config)
     rows = environment.generate_dataset(4, 6)
     runner = EnvironmentRunner(
@@ -86,7 +161,7 @@ def test_the_documented_trajectory_has_the_record_s_fields() -> None:
     (text,) = blocks("docs/trajectories.md", "json")
     example = json.loads(text.replace("…, ", "").replace(", …", "").replace("[…]", "[]"))
     # Left out where it says what is usual.
-    assert set(example) == set(TrajectoryRecord.__dataclass_fields__) - {"token_source"}
+    assert set(example) == set(TrajectoryRecord.__dataclass_fields__) - {"token_source", "tools"}
 
 
 async def test_the_loop_can_be_used_as_the_docs_show() -> None:
