@@ -80,15 +80,16 @@ class Builder:
         self._base: str | None = None
 
     def buildah(self, *arguments: str, folder: Path = ROOT) -> str:
-        """Runs buildah.
+        """Runs buildah, while no other process uses the storage: the end of one unmounts what another one builds in.
 
         Raises:
             RuntimeError: It failed; with the end of what it wrote.
         """
         command = ["buildah", *self._storage(), *arguments]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS, env=_environment()
-        )
+        with self._lock:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS, env=_environment()
+            )
         if done.returncode:
             said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}: {said}")
@@ -183,9 +184,10 @@ class Builder:
         """Gives an image to containerd, under a name."""
         # Uncompressed, and through a pipe: of what is large there is one copy less to write.
         command = ["buildah", *self._storage(), "push", image, f"docker-archive:/dev/stdout:{name}"]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
-        ) as archive:
+        with (
+            self._lock,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()) as archive,
+        ):
             containerd.load(archive)
         if archive.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {archive.returncode}")
