@@ -99,20 +99,20 @@ check: install-dev lint ## Check style, types and imports, and run the quick tes
 	$(BIN)/pytest $(PARALLEL) --quick
 
 test: install-dev lint ## Check and test everything.
-	$(BIN)/pytest $(PARALLEL) --durations 25
+	$(BIN)/pytest $(PARALLEL) --durations 10
 
 # `make test` in parts, for machines side by side: each test is in one of these.
 test-units: install-dev lint ## Check style, types and imports, and run all tests that start nothing large.
-	$(BIN)/pytest $(PARALLEL) --durations 25 -m "not (browser or cluster or engine or images or processes or ray)"
+	$(BIN)/pytest $(PARALLEL) --durations 10 -m "not (browser or cluster or engine or images or processes or ray)"
 
 test-ray: install-dev ## Run the tests that start Ray or vLLM.
-	$(BIN)/pytest $(PARALLEL) --durations 25 -m "engine or ray"
+	$(BIN)/pytest $(PARALLEL) --durations 10 -m "engine or ray"
 
 test-processes: install-dev ## Run the tests that start processes of KubeRoll, Prometheus or Chromium.
-	$(BIN)/pytest $(PARALLEL) --durations 25 -m "(browser or processes) and not (engine or ray)"
+	$(BIN)/pytest $(PARALLEL) --durations 10 -m "(browser or processes) and not (engine or ray)"
 
 test-cluster: install-dev ## Run the tests that need an API server or containers.
-	$(BIN)/pytest $(PARALLEL) --durations 25 -m "(cluster or images) and not (browser or engine or processes or ray)"
+	$(BIN)/pytest $(PARALLEL) --durations 10 -m "(cluster or images) and not (browser or engine or processes or ray)"
 
 test-long: install-dev ## The tests that take a minute or more, too: half an hour and more.
 	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long

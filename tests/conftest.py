@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import summary
 from tests.environments.local_ray import local_ray
 from tests.examples import QUICK_EXAMPLES
 
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Before test modules are imported: what they ask for is scaled to the profile (tests/examples.py).
     settings.load_profile("quick" if config.getoption("--quick") else "kuberoll")
+    config.pluginmanager.register(summary)
 
 
 TESTS = Path(__file__).parent

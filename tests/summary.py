@@ -1,0 +1,67 @@
+"""What a run of the tests says at its end.
+
+CI keeps only the last kilobytes of the output, or those around pytest's summary: what failed comes first and last
+there, with its reason, and tests that are skipped for one reason take one line, however many they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+LONGEST_REASON = 400
+"""Characters of a reason that are shown; where a test failed, its traceback above has them all."""
+
+MOST_AT_THE_END = 15
+"""Failures that are repeated at the end."""
+
+# pytest-xdist adds the group of a test to its id; pytest would not find it by that.
+_GROUP = re.compile(r"@[^\]]*$")
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Write what failed and what was skipped, before and after what others write (the slowest tests)."""
+    failed = list(failures(terminalreporter.stats))
+    skipped = list(skips(terminalreporter.stats.get("skipped", [])))
+    _write(terminalreporter, "failed", failed)
+    _write(terminalreporter, "skipped", skipped)
+    yield
+    more = len(failed) - MOST_AT_THE_END
+    _write(terminalreporter, "failed", failed[:MOST_AT_THE_END] + [f"and {more} more, above"] * (more > 0))
+
+
+def failures(stats: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """A line for each failed test: its place and the reason."""
+    for kind, reports in (("FAILED", stats.get("failed", [])), ("ERROR", stats.get("error", []))):
+        for report in reports:
+            yield f"{kind} {_GROUP.sub('', report.nodeid)} - {_reason(report)}"
+
+
+def skips(reports: Iterable[Any]) -> Iterator[str]:
+    """A line for each reason to skip tests, with their number, the most frequent first."""
+    for reason, count in Counter(_reason(report) for report in reports).most_common():
+        yield f"SKIPPED [{count}] {reason}"
+
+
+def _reason(report: Any) -> str:
+    found = report.longrepr
+    if isinstance(found, tuple):
+        text = str(found[2]).removeprefix("Skipped: ")
+    elif (crash := getattr(found, "reprcrash", None)) is not None:
+        text = crash.message
+    else:
+        text = str(found)
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " …"
+
+
+def _write(reporter: pytest.TerminalReporter, title: str, lines: list[str]) -> None:
+    if lines:
+        reporter.section(title)
+        for line in lines:
+            reporter.write_line(line)
