@@ -94,25 +94,27 @@ wheel: install-dev ## Build the wheel and the source distribution into dist/.
 
 # As many processes as there are cores; tests that start the same heavy parts stay in one of them (tests/conftest.py).
 PARALLEL := --numprocesses logical --dist loadgroup --no-loadscope-reorder
+# Where tests start real processes, engines and containers: tests/second_chance.py.
+WHOLE := $(PARALLEL) --second-chance --durations 10
 
 check: install-dev lint ## Check style, types and imports, and run the quick tests: about a minute.
 	$(BIN)/pytest $(PARALLEL) --quick
 
 test: install-dev lint ## Check and test everything.
-	$(BIN)/pytest $(PARALLEL) --durations 10
+	$(BIN)/pytest $(WHOLE)
 
 # `make test` in parts, for machines side by side: each test is in one of these.
 test-units: install-dev lint ## Check style, types and imports, and run all tests that start nothing large.
-	$(BIN)/pytest $(PARALLEL) --durations 10 -m "not (browser or cluster or engine or images or processes or ray)"
+	$(BIN)/pytest $(WHOLE) -m "not (browser or cluster or engine or images or processes or ray)"
 
 test-ray: install-dev ## Run the tests that start Ray or vLLM.
-	$(BIN)/pytest $(PARALLEL) --durations 10 -m "engine or ray"
+	$(BIN)/pytest $(WHOLE) -m "engine or ray"
 
 test-processes: install-dev ## Run the tests that start processes of KubeRoll, Prometheus or Chromium.
-	$(BIN)/pytest $(PARALLEL) --durations 10 -m "(browser or processes) and not (engine or ray)"
+	$(BIN)/pytest $(WHOLE) -m "(browser or processes) and not (engine or ray)"
 
 test-cluster: install-dev ## Run the tests that need an API server or containers.
-	$(BIN)/pytest $(PARALLEL) --durations 10 -m "(cluster or images) and not (browser or engine or processes or ray)"
+	$(BIN)/pytest $(WHOLE) -m "(cluster or images) and not (browser or engine or processes or ray)"
 
 test-long: install-dev ## The tests that take a minute or more, too: half an hour and more.
 	KUBEROLL_KILLS=100 $(BIN)/pytest $(PARALLEL) --long

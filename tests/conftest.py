@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import summary
+from tests import second_chance, summary
 from tests.environments.local_ray import local_ray
 from tests.examples import QUICK_EXAMPLES
 
@@ -34,6 +34,7 @@ settings.register_profile("quick", settings.get_profile("kuberoll"), max_example
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    second_chance.add_option(parser)
     parser.addoption("--long", action="store_true", help="Run the tests that take a minute or more, too.")
     parser.addoption(
         "--quick",
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before test modules are imported: what they ask for is scaled to the profile (tests/examples.py).
     settings.load_profile("quick" if config.getoption("--quick") else "kuberoll")
     config.pluginmanager.register(summary)
+    config.pluginmanager.register(second_chance)
 
 
 TESTS = Path(__file__).parent
@@ -88,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("engine"):
             item.add_marker("ray")
         item.add_marker(pytest.mark.xdist_group(_group(item)))
+    second_chance.offer(config, items)
     if config.getoption("--quick"):
         slow = {item for item in items if SLOW_MARKS.intersection(mark.name for mark in item.iter_markers())}
         config.hook.pytest_deselected(items=[item for item in items if item in slow])

@@ -26,11 +26,14 @@ _GROUP = re.compile(r"@[^\]]*$")
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Write what failed and what was skipped, before and after what others write (the slowest tests)."""
+    repeated = list(repetitions(terminalreporter.stats.get("rerun", [])))
     failed = list(failures(terminalreporter.stats))
     skipped = list(skips(terminalreporter.stats.get("skipped", [])))
+    _write(terminalreporter, "failed at first", repeated)
     _write(terminalreporter, "failed", failed)
     _write(terminalreporter, "skipped", skipped)
     yield
+    _write(terminalreporter, "failed at first", repeated)
     more = len(failed) - MOST_AT_THE_END
     _write(terminalreporter, "failed", failed[:MOST_AT_THE_END] + [f"and {more} more, above"] * (more > 0))
 
@@ -39,13 +42,23 @@ def failures(stats: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """A line for each failed test: its place and the reason."""
     for kind, reports in (("FAILED", stats.get("failed", [])), ("ERROR", stats.get("error", []))):
         for report in reports:
-            yield f"{kind} {_GROUP.sub('', report.nodeid)} - {_reason(report)}"
+            yield f"{kind} {_place(report)} - {_reason(report)}"
+
+
+def repetitions(reports: Iterable[Any]) -> Iterator[str]:
+    """A line for each failure whose test was repeated (`second_chance.py`): its place and the reason."""
+    for report in reports:
+        yield f"RERUN {_place(report)} - {_reason(report)}"
 
 
 def skips(reports: Iterable[Any]) -> Iterator[str]:
     """A line for each reason to skip tests, with their number, the most frequent first."""
     for reason, count in Counter(_reason(report) for report in reports).most_common():
         yield f"SKIPPED [{count}] {reason}"
+
+
+def _place(report: Any) -> str:
+    return _GROUP.sub("", report.nodeid)
 
 
 def _reason(report: Any) -> str:
