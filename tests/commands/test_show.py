@@ -205,7 +205,7 @@ def test_colours_on_a_terminal(run: str, colourless: bool) -> None:
     }
     code = "from kuberoll_workers.commands.show import show; show()"
     done = subprocess.run(
-        [sys.executable, "-c", code, run, "--task", "3"], env=environment, stdout=side, check=False, timeout=50
+        [sys.executable, "-c", code, run, "--task", "3"], env=environment, stdout=side, check=False, timeout=240
     )
     os.close(side)
     printed = b""

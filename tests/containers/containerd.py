@@ -95,7 +95,7 @@ class Containerd:
         config = self.directory / "config.toml"
         config.write_text(self._config())
         self._process = ServerProcess(["containerd", "--config", str(config)], self.directory / "containerd.log")
-        self._process.wait_until(self.socket.exists, 60)
+        self._process.wait_until(self.socket.exists, 240)
 
     def _config(self) -> str:
         return f"""

@@ -12,7 +12,7 @@ from tests.containers.images import IMAGES, ROOT, builder, tag_of
 from tests.containers.node import ContainerNode, phase
 from tests.containers.test_runtime import pod
 
-pytestmark = pytest.mark.timeout(300, func_only=True)
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 MODULES = {
     "operator": "kuberoll_operator",
@@ -38,10 +38,10 @@ async def test_an_image_holds_what_runs_and_no_tools(node: ContainerNode, built:
     role, image = built
     # As a pod whose spec says nothing of users.
     home = node.run(pod(role, "", image=image, command=["sleep", "infinity"]))
-    await node.until(role, lambda item: phase(item) == "Running", 60)
+    await node.until(role, lambda item: phase(item) == "Running", 240)
 
     async def run(*command: str) -> tuple[int, str]:
-        return await home.execute("main", command, 120)
+        return await home.execute("main", command, 300)
 
     code, text = await run("python", "-m", MODULES[role], "--help")
     assert code == 0, text

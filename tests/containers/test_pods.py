@@ -37,7 +37,7 @@ NAMESPACE = "rollouts"
 MODEL = "/opt/kuberoll/models/tiny-policy"
 ANSWERS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
 VLLM = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
-SECONDS = 90.0
+SECONDS = 240.0
 ENGINE_SECONDS = 300.0
 """Until an engine is ready: of a machine that has other things to do."""
 
@@ -299,7 +299,7 @@ def _put(url: str, body: bytes, token: str) -> bool:
     headers = {"Content-Type": "application/json", "x-ray-authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, data=body, method="PUT", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

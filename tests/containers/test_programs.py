@@ -24,7 +24,7 @@ print(asyncio.run(environment.step(logs, states)).rewards)
 environment.shutdown()
 """
 
-pytestmark = pytest.mark.timeout(600, func_only=True)
+pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 @pytest.mark.parametrize("signals", ["scoped", pytest.param("supervised", marks=pytest.mark.long)])
@@ -46,14 +46,14 @@ async def test_attacks_on_the_sandbox_fail_in_a_worker_s_pod(
     container.pop("args", None)
     node.runtime.folders["/attacks/tests"] = ROOT / "tests"
     home = node.run(pod)
-    await node.until(pod["metadata"]["name"], lambda item: home.is_running(container["name"]), 90)
+    await node.until(pod["metadata"]["name"], lambda item: home.is_running(container["name"]), 240)
     option = ["supervise-signals"] if signals == "supervised" else []
     command = ["env", "PYTHONPATH=/attacks", "python", "-m", "tests.environments.attack_here", *option]
-    code, text = await home.execute(container["name"], command, 300)
+    code, text = await home.execute(container["name"], command, 600)
     assert code == 0, text[-4000:]
     found = json.loads(text.splitlines()[-1])
     assert found["user"] == 65532
     assert found["faults"] == [], found
     assert found["outcomes"].keys() == {*REACHING, *WITHOUT_EFFECT, *LIMITED}
-    code, text = await home.execute(container["name"], ["python", "-c", _GRADE], 120)
+    code, text = await home.execute(container["name"], ["python", "-c", _GRADE], 240)
     assert (code, text.split()) == (0, ["[1.0,", "1.0,", "1.0,", "0.0,", "0.0,", "0.0]"]), text[-4000:]

@@ -14,8 +14,8 @@ from tests.containers.node import ContainerNode, ended, is_ready, phase, pod_of,
 
 Object = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(120, func_only=True)
-SECONDS = 60.0
+pytestmark = pytest.mark.timeout(300, func_only=True)
+SECONDS = 240.0
 
 RESTRICTED = {
     "runAsNonRoot": True,

@@ -252,9 +252,9 @@ def kinds_of(name: str) -> tuple[str, ...]:
 
 
 def limits_of(name: str) -> Limits:
-    """Limits for an attack: the elapsed time is short where it is what ends the program, else long on a busy machine."""
+    """Limits for an attack: times are short where they are what ends the program, else long on a busy machine."""
     return Limits(
-        cpu_seconds=1,
+        cpu_seconds=1 if "cpu_time" in kinds_of(name) else 20,
         wall_seconds=3 if "wall_time" in kinds_of(name) else 60,
         memory=128 * MIB,
         processes=12,

@@ -194,7 +194,8 @@ async def test_a_coroutine_actor_that_hangs_is_cancelled(ray: Any) -> None:
 
     environment = ray.remote(Patient).options(num_cpus=0).remote()
     await environment.ready.remote()
-    async with running(environment, seconds=0.2) as runner:
+    # Long enough for the call to begin in the actor: one that has not begun has nothing to cancel.
+    async with running(environment, seconds=3.0) as runner:
         with pytest.raises(StepTimedOut):
             await runner.step([], {})
         assert await environment.cancelled.remote() == 1

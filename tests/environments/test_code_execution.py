@@ -387,13 +387,13 @@ async def test_code_is_executed_by_an_environment_in_a_process() -> None:
 async def test_responses_that_wait_for_their_turn_do_not_time_out() -> None:
     # Before, a call had all that waited: one that hangs took the others with it.
     spec = PlainSpec(
-        name="code", type="code_execution", entrypoint=None, config={"cpuSeconds": 60, "wallSeconds": 3, "parallel": 1}
+        name="code", type="code_execution", entrypoint=None, config={"cpuSeconds": 60, "wallSeconds": 6, "parallel": 1}
     )
     runner = EnvironmentRunner(make_executor(spec, isolation="Inline", processes=1, timeout=15), max_batch=256)
     hanging = [{"role": "assistant", "content": fenced("import time\ndef f(x): time.sleep(100)")}]
     right = [{"role": "assistant", "content": fenced("def f(x): return x")}]
     try:
-        outcomes = await runner.step_batch([*[hanging] * 6, right], [{"tests": ["assert f(1) == 1"]}] * 7)
+        outcomes = await runner.step_batch([*[hanging] * 3, right], [{"tests": ["assert f(1) == 1"]}] * 4)
     finally:
         await runner.close()
-    assert [getattr(outcome, "reward", outcome) for outcome in outcomes] == [0.0] * 6 + [1.0]
+    assert [getattr(outcome, "reward", outcome) for outcome in outcomes] == [0.0] * 3 + [1.0]

@@ -127,7 +127,7 @@ def test_only_the_end_of_a_response_is_read() -> None:
     "text",
     ["$9^{9^{9^{9}}}$", "$9^9^9$", "9**99999", "9 ** (99999)", "100000!", "(9!)!", "$9^{2\\cdot 9^9}$", "9^{9!}"],
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_towers_of_powers_are_refused_before_they_are_tried(text: str) -> None:
     assert is_explosive(text)
     assert list(step_one(MATH, text, {"ground_truth": "1"}).rewards) == [0.0]
@@ -219,7 +219,7 @@ LONG_COMPUTATION = "\\sum_{k=1}^{9999} \\sum_{m=1}^{9999} \\sin(k^2 m + \\sqrt{k
 
 @pytest.mark.slow
 def test_an_answer_that_needs_too_much_processor_time_is_worth_nothing_and_is_marked() -> None:
-    math = MathAnswersEnvironment({"cpuSeconds": 0.3})
+    math = MathAnswersEnvironment({"cpuSeconds": 1.0})
     hard = step_one(math, f"\\boxed{{{LONG_COMPUTATION}}}", {"ground_truth": "\\sqrt{2} + 1"})
     assert list(hard.rewards) == [0.0]
     assert hard.metadata[0] == {"ground_truth": "\\sqrt{2} + 1", "correct": False, "grading": "limit"}
@@ -231,7 +231,7 @@ def test_an_answer_that_needs_too_much_processor_time_is_worth_nothing_and_is_ma
 
 @pytest.mark.slow
 def test_algebra_within_a_computation_of_c_is_ended_too() -> None:
-    with AlgebraProcess(cpu_seconds=0.3) as algebra:
+    with AlgebraProcess(cpu_seconds=1.0) as algebra:
         # One power of integers: no Python code runs while it is computed.
         with pytest.raises(LimitExceeded):
             algebra.ask("equal", "7^{9999999} - 7^{9999998}", "7^{7777777} + 1")

@@ -11,7 +11,8 @@ from tests.local.support import manifest
 
 REPEATS = 4
 ROWS = 24
-STEP_SECONDS = 2
+HANG_SECONDS = 5
+"""Time limit of a step where some hang; all others of that environment must end within it."""
 NOTED = ("calm", "crashing", "hanging")
 
 
@@ -32,7 +33,7 @@ def mixed_job(directory: Path, *, faults: bool) -> Path:
             "entrypoint": "faulty:Faulty",
             "config": {"directory": str(notes), **(config if faults else {})},
             "access": {"writablePaths": [str(notes)]},
-            "stepTimeoutSeconds": STEP_SECONDS,
+            "stepTimeoutSeconds": HANG_SECONDS if config.get("fault") == "hang" else 120,
         }
 
     environments: list[dict[str, Any]] = [

@@ -255,7 +255,7 @@ def wait_for_trajectories(run: Run, output: Path, more_than: int) -> None:
 def wait_for_metric(run: Run, url: str, name: str) -> None:
     """Wait until the run's metrics endpoint knows a metric."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while name not in urllib.request.urlopen(url, timeout=10).read().decode():
+    while name not in urllib.request.urlopen(url, timeout=240).read().decode():
         run.assert_runs()
         assert time.monotonic() < deadline, run.printed()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -266,7 +266,7 @@ def wait_until_none_is_left(run_id: str) -> None:
     """Wait until no process of a run lives; it must be soon."""
     from kuberoll_workers.local.watchdog import processes_of
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (left := list(processes_of(run_id))) and time.monotonic() < deadline:
         psutil.wait_procs(left, timeout=1)
     assert not left, [process.cmdline() for process in left]

@@ -45,9 +45,9 @@ def test_a_run_says_what_it_waits_for_and_goes_on_when_the_endpoint_is_back(trou
         if trouble == "killed":
             process.kill()
             process.wait()
-            run.until(rf"^waiting for the endpoint, (20:00|19:5\d) left: {url}: connection refused$")
+            run.until(rf"^waiting for the endpoint, (20:00|1\d:\d\d) left: {url}: connection refused$")
             # And again while it lasts.
-            run.until(rf"^waiting for the endpoint, 19:\d\d left: {url}: connection refused$")
+            run.until(rf"^waiting for the endpoint, 1\d:\d\d left: {url}: connection refused$")
             with endpoint_process(port, refusals=refusals):
                 assert run.finish() == 0, run.lines
         elif trouble == "hung":
@@ -70,7 +70,7 @@ def test_a_run_says_what_it_waits_for_and_goes_on_when_the_endpoint_is_back(trou
 def test_a_run_ends_when_the_endpoint_does_not_come_back_in_time(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     url, refusals, output = f"http://127.0.0.1:{port}", tmp_path / "refuse", tmp_path / "out"
-    job = external_job(tmp_path / "job.yaml", port, attempts=2, seconds=2)
+    job = external_job(tmp_path / "job.yaml", port, attempts=2, seconds=5)
     with endpoint_process(port, refusals=refusals) as process:
         with running(job, "--output", output, "--metrics-port", "0") as run:
             wait_for_trajectories(run, output, 10)
@@ -78,7 +78,7 @@ def test_a_run_ends_when_the_endpoint_does_not_come_back_in_time(tmp_path: Path)
             assert run.finish() == 1, run.lines
         text = "\n".join(run.lines)
     assert (
-        "the endpoint did not answer for 4 s (spec.rollout: retries.generationAttempts times "
+        "the endpoint did not answer for 10 s (spec.rollout: retries.generationAttempts times "
         f"timeouts.generationSeconds): {url}: connection refused"
     ) in text
     stored = len(trajectories(output))

@@ -33,7 +33,7 @@ def test_they_are_shown_together(tmp_path: Path) -> None:
     workers = [subprocess.Popen([sys.executable, "-c", WORKER, str(number)], env=environment) for number in (1, 2)]
     assert [worker.wait(60) for worker in workers] == [0, 0]
     with serve_metrics(tmp_path, 0) as port:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240).read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     values = {(one.name, one.labels.get("le")): one.value for family in families.values() for one in family.samples}
     # No worker counts the part of another.

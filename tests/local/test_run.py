@@ -74,7 +74,7 @@ def test_a_run_from_start_to_end(options: list[str], tmp_path: Path) -> None:
     with running(job, "--output", output, "--metrics-port", "0", *options) as run:
         url = run.until(r"metrics: (http://\S+)")[1]
         wait_for_trajectories(run, output, 2)
-        metrics = urllib.request.urlopen(url, timeout=10).read().decode()
+        metrics = urllib.request.urlopen(url, timeout=240).read().decode()
         assert run.finish() == 0, run.lines
     records = trajectories(output)
     assert len({record.key for record in records}) == len(records) == 32

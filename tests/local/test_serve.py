@@ -58,7 +58,7 @@ def call(served: Run, path: str, scope: str, body: object = None) -> Any:
         data=None if body is None else json.dumps(body).encode(),
         headers={"authorization": f"Bearer {engine['tokens'][scope]}"},
     )
-    return json.loads(urllib.request.urlopen(request, timeout=30).read())
+    return json.loads(urllib.request.urlopen(request, timeout=240).read())
 
 
 def test_a_run_uses_the_engine_of_its_name_and_starts_no_other(served: Run, job: Path, tmp_path: Path) -> None:

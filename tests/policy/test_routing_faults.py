@@ -28,7 +28,7 @@ from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.serving.ray_settings import free_ports
 from tests.rollouts.fakes import until
 
-PATIENCE = 30.0
+PATIENCE = 240.0
 
 
 class Replica:

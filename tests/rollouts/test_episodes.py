@@ -263,7 +263,7 @@ async def test_a_fault_costs_no_trajectory(tmp_path: Path, name: str, fault: str
         reply=reply,
         isolation="Process",
         processes=1,
-        seconds=3.0,
+        seconds=5.0 if fault == "hang-once" else 60.0,
         metrics=metrics,
     )
     for record in results.values():

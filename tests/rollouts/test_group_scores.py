@@ -170,7 +170,7 @@ async def test_a_failure_hits_that_group_only(
 )
 async def test_a_process_that_hangs_or_dies_while_it_scores(tmp_path: Path, trouble: str, cause: str) -> None:
     groups = [group(0, 2), group(1, 2, trouble=trouble)]
-    results = await play(tmp_path, groups, isolation="Process", seconds=2.0)
+    results = await play(tmp_path, groups, isolation="Process", seconds=3.0 if trouble == "hang" else 60.0)
     assert [type(results[0, n]) for n in range(2)] == [TrajectoryRecord] * 2
     assert all(results[1, n].cause.startswith(cause) and results[1, n].tries == 2 for n in range(2))
 

@@ -215,7 +215,7 @@ class Reader(RuleBasedStateMachine):
         self.policy.at_once = True
         while self.policy.waiting:
             self.policy.answer(0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             self.seen.extend([item async for item in self.stream])
         await self.opened.__aexit__(None, None, None)
         await self.entered.__aexit__(None, None, None)

@@ -127,7 +127,7 @@ class Replica:
 
     async def serves(self, version: str) -> None:
         await self.follower.follow()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await until(lambda: self.live.served_version == version)
 
 
@@ -182,12 +182,12 @@ async def test_news_that_come_while_the_log_is_read_are_not_missed() -> None:
 
     store.get = slow  # type: ignore[method-assign]
     replica.follower.follow_soon()
-    await asyncio.to_thread(reading.wait, 60)
+    await asyncio.to_thread(reading.wait, 240)
     store.get = get  # type: ignore[method-assign]
     log.publish(weights("1"))
     replica.follower.follow_soon()
     released.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await until(lambda: replica.live.served_version == "1")
     await replica.follower.stop()
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments.builtin.reward_model import RewardModelEnvironment
+from kuberoll_workers.serving.ray_settings import free_ports
 
 pytestmark = pytest.mark.engine
 
@@ -62,9 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     log = tmp_path_factory.mktemp("log") / "server.log"
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--runner", "pooling"),

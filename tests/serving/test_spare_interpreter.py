@@ -16,7 +16,7 @@ from kuberoll_workers.serving.engines.spare_interpreter import SpareInterpreter
 from tests.serving import spawned
 
 SPAWN = multiprocessing.get_context("spawn")
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 
 
 def test_the_next_process_is_the_one_that_has_imported_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

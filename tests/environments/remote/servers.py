@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,20 +14,16 @@ from typing import Any
 
 import aiohttp
 
+from kuberoll_workers.serving.ray_settings import free_ports
+
 KUBEROLL = [sys.executable, "-c", "from kuberoll_api.cli import main; main()"]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class ServerProcess:
     """`kuberoll env serve` at one port, which may be killed and started again."""
 
     def __init__(self, target: str, *options: str, variables: dict[str, str] | None = None) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [*KUBEROLL, "env", "serve", target, "--port", str(self.port), *options]
         self._variables = {**os.environ, **(variables or {})}
