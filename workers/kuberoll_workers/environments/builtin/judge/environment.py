@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
 from kuberoll_workers.data.plain import unicode_text
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.judge import prompts
-from kuberoll_workers.environments.builtin.judge.asking import NoVerdict, ask
-from kuberoll_workers.environments.builtin.judge.texts import question_of, reference_of, shortened
-from kuberoll_workers.environments.builtin.judge.verdicts import JsonLabels, Labels, Scale, VerdictForm
+from kuberoll_workers.environments.builtin.judge.asking import Ask, AskingConfig, Judge, Label, NoVerdict, Text
+from kuberoll_workers.environments.builtin.judge.texts import shortened
+from kuberoll_workers.environments.builtin.judge.verdicts import Scale, VerdictForm
 from kuberoll_workers.environments.builtin.responses import after_thoughts
-from kuberoll_workers.environments.builtin.servers import Server, ServerConfig
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -25,10 +24,7 @@ from kuberoll_workers.environments.interface import (
     Metadata,
     ScoringCase,
 )
-from kuberoll_workers.environments.model_client import ModelClient
 
-_Text = Annotated[str, StringConstraints(min_length=1, max_length=65536)]
-_Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _Score = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 _LABELS: Final = {"[[A=B]]": 1.0, "[[A!=B]]": 0.0}
@@ -41,7 +37,7 @@ EMPTY: Final = "empty"
 class ScaleConfig(EnvironmentConfig):
     """A number as the verdict."""
 
-    pattern: _Text = Field(description="Regular expression with one group, the number; its last match counts.")
+    pattern: Text = Field(description="Regular expression with one group, the number; its last match counts.")
     minimum: float = Field(description="The number whose score is 0.")
     maximum: float = Field(description="The number whose score is 1.")
 
@@ -60,24 +56,18 @@ class ScaleConfig(EnvironmentConfig):
         return self
 
 
-class JudgeConfig(ServerConfig):
+class JudgeConfig(AskingConfig):
     """The judge, its prompt, and the scores of its verdicts."""
 
-    system: Annotated[str, StringConstraints(max_length=65536)] = Field(
-        default=prompts.SYSTEM, description="System message; empty: none."
-    )
-    prompt: _Text = Field(
+    prompt: Text = Field(
         default=prompts.PROMPT,
         description="User message. {question}, {reference} and {response} are replaced by fenced texts, {first} and "
         "{second} by the reference and the response, in the order of the swap; {verdict} by the form of the verdict.",
     )
-    labels: dict[_Label, _Score] | None = Field(
+    labels: dict[Label, _Score] | None = Field(
         default=None, min_length=1, max_length=64, description="Scores of the verdicts that the prompt defines."
     )
     scale: ScaleConfig | None = Field(default=None, description="A number as the verdict, in place of labels.")
-    form: Literal["Text", "JSON"] = Field(
-        default="Text", description="Text: the last label counts. JSON: an object, by structured outputs of the server."
-    )
     swap: bool = Field(
         default=False, description="Ask twice, with the two answers swapped; the verdicts must be the same."
     )
@@ -86,18 +76,10 @@ class JudgeConfig(ServerConfig):
         default=None, description="Score if a verdict cannot be read; absent: the trajectory fails."
     )
     empty: _Score = Field(default=0.0, description="Score of a response without text, about which nobody is asked.")
-    max_tokens: int = Field(default=1024, ge=1, le=1 << 20, description="Length of a judge's answer.")
-    temperature: float = Field(default=0.0, ge=0, le=100, description="Temperature of the judge.")
-    max_characters: int = Field(
-        default=50_000, ge=1, le=1 << 22, description="Characters of a response, or a reference, that are shown to it."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        try:
-            names = prompts.placeholders(self.prompt)
-        except prompts.TemplateInvalid as error:
-            raise ValueError(f"prompt: {error}") from error
+        names = prompts.placeholders(self.prompt)
         pair = {"first", "second"}
         if not ("response" in names or pair <= names):
             raise ValueError("prompt: it has no {response}, nor {first} and {second}: the judge would see no response")
@@ -117,7 +99,7 @@ class JudgeConfig(ServerConfig):
         """Form of its verdicts."""
         if self.scale is not None:
             return Scale(self.scale.pattern, self.scale.minimum, self.scale.maximum)
-        return (Labels if self.form == "Text" else JsonLabels)(self.labels or _LABELS)
+        return self.labelled(self.labels or _LABELS)
 
 
 class JudgeEnvironment(EnvironmentInterface):
@@ -140,10 +122,9 @@ class JudgeEnvironment(EnvironmentInterface):
             UnusableEnvironment: The config is invalid; the message names the key.
         """
         self._config = parse_config(JudgeConfig, config)
-        self._server = Server(self._config)
-        self._form = self._config.verdicts
         names = prompts.placeholders(self._config.prompt)
-        self._has_reference = bool(names & {"reference", "first", "second"})
+        has_reference = bool(names & {"reference", "first", "second"})
+        self._judge = Judge(self._config, self._config.verdicts, has_reference=has_reference)
         # Of coroutine steps, which those that wait are not on a time limit.
         self.parallel_steps = self._config.parallel
 
@@ -161,53 +142,37 @@ class JudgeEnvironment(EnvironmentInterface):
         items = [(log, reply_of(log), state) for log, state in zip(message_log_batch, states, strict=True)]
         if not any(after_thoughts(reply).strip() for _, reply, _ in items):
             return batch_of([self._turn(state, EMPTY, self._config.empty, []) for _, _, state in items])
-        async with self._server.opened() as (client, model):
-            judging = (self._judged(client, model, *item) for item in items)
-            return batch_of(await asyncio.gather(*judging))
+        async with self._judge.opened() as (ask, model):
+            return batch_of(await asyncio.gather(*(self._judged(ask, model, *item) for item in items)))
 
     def check_row(self, metadata: Metadata) -> None:
         """See `EnvironmentInterface.check_row`."""
-        state = metadata or {}
-        question_of([], state)
-        if self._has_reference:
-            reference_of(state)
+        self._judge.texts_of([], metadata or {})
 
     async def _judged(
-        self, client: ModelClient, model: str, log: Sequence[ChatMessage], reply: str, state: Mapping[str, Any]
+        self, ask: Ask, model: str, log: Sequence[ChatMessage], reply: str, state: Mapping[str, Any]
     ) -> Turn:
         response = after_thoughts(reply).strip()
         if not response:
             return self._turn(state, EMPTY, self._config.empty, [])
-        parts = {"question": question_of(log, state), "response": response}
-        if self._has_reference:
-            parts["reference"] = reference_of(state)
-        parts = {name: shortened(unicode_text(text, name), self._config.max_characters) for name, text in parts.items()}
+        texts = self._judge.texts_of(log, state, response=response)
+        texts = {name: shortened(unicode_text(text, name), self._config.max_characters) for name, text in texts.items()}
         orders = (("reference", "response"), ("response", "reference"))[: 2 if self._config.swap else 1]
-        calls = await asyncio.gather(*(self._asked(client, model, parts, order) for order in orders))
+        calls = await asyncio.gather(*(self._asked(ask, texts, order) for order in orders))
         if any(call["verdict"] is None for call in calls):
             if self._config.unparsed is None:
                 text = next(call["text"] for call in calls if call["verdict"] is None)
-                raise NoVerdict(
-                    f"the judge's answer has no verdict: …{text[-300:]!r}. Set config.unparsed to a score for that, "
-                    "or change the prompt, maxTokens or form (JSON)"
-                )
+                raise NoVerdict.of(text, "a score for that")
             return self._turn(state, UNPARSED, self._config.unparsed, calls, model)
         if len({call["verdict"] for call in calls}) > 1:
             return self._turn(state, DISAGREEMENT, self._config.disagreement, calls, model)
         return self._turn(state, calls[0]["verdict"], calls[0]["score"], calls, model)
 
-    async def _asked(
-        self, client: ModelClient, model: str, parts: Mapping[str, str], order: tuple[str, str]
-    ) -> dict[str, Any]:
-        config = self._config
-        texts = dict(parts)
-        if "reference" in parts:
-            texts |= {"first": parts[order[0]], "second": parts[order[1]]}
-        content = prompts.filled(config.prompt, texts, self._form.request)
-        messages = [{"role": "system", "content": config.system}] if config.system else []
-        fields = {"max_tokens": config.max_tokens, "temperature": config.temperature, **config.request}
-        said = await ask(client, model, [*messages, {"role": "user", "content": content}], self._form, fields)
-        return {"first": order[0], **said} if config.swap else said
+    async def _asked(self, ask: Ask, texts: Mapping[str, str], order: tuple[str, str]) -> dict[str, Any]:
+        first, second = order
+        pair = {"first": texts[first], "second": texts[second]} if "reference" in texts else {}
+        said = await ask({**texts, **pair})
+        return {"first": first, **said} if self._config.swap else said
 
     @staticmethod
     def _turn(

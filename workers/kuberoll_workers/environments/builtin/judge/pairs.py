@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
 from kuberoll_workers.data.plain import unicode_text
 from kuberoll_workers.environments.builtin.config import parse_config
 from kuberoll_workers.environments.builtin.judge import prompts
-from kuberoll_workers.environments.builtin.judge.asking import NoVerdict, ask
-from kuberoll_workers.environments.builtin.judge.texts import question_of, reference_of, shortened
-from kuberoll_workers.environments.builtin.judge.verdicts import JsonLabels, Labels, VerdictForm
+from kuberoll_workers.environments.builtin.judge.asking import Ask, AskingConfig, Judge, Label, NoVerdict, Text
+from kuberoll_workers.environments.builtin.judge.texts import shortened
 from kuberoll_workers.environments.builtin.responses import after_thoughts
-from kuberoll_workers.environments.builtin.servers import Server, ServerConfig
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, mean
 from kuberoll_workers.environments.interface import (
     ChatMessage,
@@ -26,10 +24,7 @@ from kuberoll_workers.environments.interface import (
     GroupScore,
     Metadata,
 )
-from kuberoll_workers.environments.model_client import ModelClient
 
-_Text = Annotated[str, StringConstraints(min_length=1, max_length=65536)]
-_Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Outcome = Literal["first", "second", "tie"]
 
 PROMPT: Final = """Question:
@@ -52,22 +47,16 @@ _OTHER: Final[Mapping[Outcome, Outcome]] = {"first": "second", "second": "first"
 _REQUESTS_OF_A_GROUP: Final = 4
 
 
-class JudgePairsConfig(ServerConfig):
+class JudgePairsConfig(AskingConfig):
     """The judge, its prompt, and which pairs it is shown."""
 
-    system: Annotated[str, StringConstraints(max_length=65536)] = Field(
-        default=prompts.SYSTEM, description="System message; empty: none."
-    )
-    prompt: _Text = Field(
+    prompt: Text = Field(
         default=PROMPT,
         description="User message. {question}, {first}, {second} and {reference} are replaced by fenced texts, "
         "{verdict} by the form of the verdict.",
     )
-    labels: dict[_Label, Outcome] | None = Field(
+    labels: dict[Label, Outcome] | None = Field(
         default=None, min_length=2, max_length=64, description="The verdicts that the prompt defines: who is better."
-    )
-    form: Literal["Text", "JSON"] = Field(
-        default="Text", description="Text: the last label counts. JSON: an object, by structured outputs of the server."
     )
     pairs: Literal["All", "Ring"] = Field(
         default="All", description="All: each response meets each other one. Ring: only the next one."
@@ -78,18 +67,10 @@ class JudgePairsConfig(ServerConfig):
     unparsed: Literal["Fail", "Tie"] = Field(
         default="Fail", description="A verdict that cannot be read: the group fails, or the pair is a tie."
     )
-    max_tokens: int = Field(default=1024, ge=1, le=1 << 20, description="Length of a judge's answer.")
-    temperature: float = Field(default=0.0, ge=0, le=100, description="Temperature of the judge.")
-    max_characters: int = Field(
-        default=50_000, ge=1, le=1 << 22, description="Characters of a response that are shown to it."
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        try:
-            names = prompts.placeholders(self.prompt)
-        except prompts.TemplateInvalid as error:
-            raise ValueError(f"prompt: {error}") from error
+        names = prompts.placeholders(self.prompt)
         if not {"first", "second"} <= names or "response" in names:
             raise ValueError("prompt: it must have {first} and {second}, the two responses, and no {response}")
         if self.prompt == PROMPT and self.labels not in (None, _LABELS):
@@ -118,13 +99,11 @@ class JudgePairsEnvironment(EnvironmentInterface):
             UnusableEnvironment: The config is invalid; the message names the key.
         """
         self._config = parse_config(JudgePairsConfig, config)
-        self._server = Server(self._config)
         self._labels = self._config.labels or _LABELS
         # Scores of labels are of no interest here.
-        self._form: VerdictForm = (Labels if self._config.form == "Text" else JsonLabels)(
-            dict.fromkeys(self._labels, 0.0)
-        )
-        self._has_reference = "reference" in prompts.placeholders(self._config.prompt)
+        form = self._config.labelled(dict.fromkeys(self._labels, 0.0))
+        has_reference = "reference" in prompts.placeholders(self._config.prompt)
+        self._judge = Judge(self._config, form, has_reference=has_reference)
         # Groups at the same time; those that wait are not on a time limit.
         self.parallel_steps = max(1, self._config.parallel // _REQUESTS_OF_A_GROUP)
 
@@ -140,10 +119,7 @@ class JudgePairsEnvironment(EnvironmentInterface):
 
     def check_row(self, metadata: Metadata) -> None:
         """See `EnvironmentInterface.check_row`."""
-        state = metadata or {}
-        question_of([], state)
-        if self._has_reference:
-            reference_of(state)
+        self._judge.texts_of([], metadata or {})
 
     async def score_group(self, members: list[GroupMember]) -> list[GroupScore]:  # type: ignore[override]
         """Compare the members' last responses.
@@ -158,8 +134,8 @@ class JudgePairsEnvironment(EnvironmentInterface):
         pairs = [
             pair for pair in pairs_of(len(members), ring=self._config.pairs == "Ring") if new[pair[0]] or new[pair[1]]
         ]
-        async with self._server.opened() as (client, model):
-            compared = await asyncio.gather(*(self._compared(client, model, members, texts, *pair) for pair in pairs))
+        async with self._judge.opened() as (ask, _):
+            compared = await asyncio.gather(*(self._compared(ask, members, texts, *pair) for pair in pairs))
         points: list[list[float]] = [[] for _ in members]
         kept: list[list[dict[str, Any]]] = [[] for _ in members]
         for (one, other), (outcome, calls) in zip(pairs, compared, strict=True):
@@ -185,13 +161,7 @@ class JudgePairsEnvironment(EnvironmentInterface):
         return shortened(unicode_text(text, "response"), self._config.max_characters)
 
     async def _compared(
-        self,
-        client: ModelClient,
-        model: str,
-        members: Sequence[GroupMember],
-        texts: Sequence[str],
-        one: int,
-        other: int,
+        self, ask: Ask, members: Sequence[GroupMember], texts: Sequence[str], one: int, other: int
     ) -> tuple[Outcome, list[dict[str, Any]]]:
         """The outcome for the first of two members, and what the judge wrote."""
         if texts[one] == texts[other]:
@@ -202,7 +172,7 @@ class JudgePairsEnvironment(EnvironmentInterface):
         orders = [(one, other), (other, one)]
         orders = orders if self._config.swap else [orders[(one + other) % 2]]
         calls = await asyncio.gather(
-            *(self._asked(client, model, members[one], texts[first], texts[second]) for first, second in orders)
+            *(self._asked(ask, members[one], texts[first], texts[second]) for first, second in orders)
         )
         outcomes: list[Outcome] = []
         for (first, _), call in zip(orders, calls, strict=True):
@@ -214,23 +184,12 @@ class JudgePairsEnvironment(EnvironmentInterface):
         ]
         return (outcomes[0] if len(set(outcomes)) == 1 else "tie"), kept
 
-    async def _asked(
-        self, client: ModelClient, model: str, member: GroupMember, first: str, second: str
-    ) -> dict[str, Any]:
-        config, state = self._config, member.metadata or {}
+    async def _asked(self, ask: Ask, member: GroupMember, first: str, second: str) -> dict[str, Any]:
         last = max(number for number, message in enumerate(member.messages) if message["role"] == "assistant")
-        parts = {"question": question_of(member.messages[: last + 1], state), "first": first, "second": second}
-        if self._has_reference:
-            parts["reference"] = reference_of(state)
-        content = prompts.filled(config.prompt, parts, self._form.request)
-        messages = [{"role": "system", "content": config.system}] if config.system else []
-        fields = {"max_tokens": config.max_tokens, "temperature": config.temperature, **config.request}
-        said = await ask(client, model, [*messages, {"role": "user", "content": content}], self._form, fields)
-        if said["verdict"] is None and config.unparsed == "Fail":
-            raise NoVerdict(
-                f"the judge's answer has no verdict: …{said['text'][-300:]!r}. Set config.unparsed to Tie, or "
-                "change the prompt, maxTokens or form (JSON)"
-            )
+        log = member.messages[: last + 1]
+        said = await ask(self._judge.texts_of(log, member.metadata or {}, first=first, second=second))
+        if said["verdict"] is None and self._config.unparsed == "Fail":
+            raise NoVerdict.of(said["text"], "Tie")
         return said
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
