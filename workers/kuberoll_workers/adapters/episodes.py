@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -13,7 +14,8 @@ from kuberoll_workers.environments.builtin.turn import Turn, TurnEnvironment, me
 from kuberoll_workers.environments.interface import Episode, EpisodeEnd, EpisodeStart, UnusableRow
 
 _EPISODE = "episode"
-_MAX_SEED = (1 << 63) - 1
+# The libraries take no larger one.
+_MAX_SEED = (1 << 31) - 1
 
 _Game = TypeVar("_Game")
 
@@ -107,18 +109,33 @@ def reward_metrics(batch: Any) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def seed_of(episode: Episode, limit: int = _MAX_SEED) -> int:
-    """Seed of an episode: `seed` of the row's metadata, else that of the episode.
-
-    Args:
-        limit: Largest seed that the library takes.
+def seed_of(episode: Episode) -> int:
+    """Seed of an episode, from 0 to 2³¹−1: `seed` of the row's metadata, else from that of the episode.
 
     Raises:
         UnusableRow: The row's is none.
     """
     given = (episode.metadata or {}).get("seed")
     if given is None:
-        return episode.seed % (limit + 1)
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= limit:
-        raise UnusableRow(f"metadata.seed: found {given!r}; it must be a whole number from 0 to {limit}")
+        return episode.seed % (_MAX_SEED + 1)
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= _MAX_SEED:
+        raise UnusableRow(f"metadata.seed: found {given!r}; it must be a whole number from 0 to {_MAX_SEED}")
     return given
+
+
+def seeded_rows(prompt: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Rows with a system message, and seeds for `seed_of`; a longer dataset of the same seed starts with the shorter.
+
+    Args:
+        count: Number of rows.
+        seed: Of the dataset.
+    """
+    draw = random.Random(seed)
+    return [
+        {
+            "messages": [{"role": "system", "content": prompt}],
+            "metadata": {"seed": draw.randint(0, _MAX_SEED)},
+            "idx": index,
+        }
+        for index in range(count)
+    ]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start, seed_of
+from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start, seed_of, seeded_rows
 from kuberoll_workers.adapters.functions import function_of
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
@@ -23,7 +22,6 @@ VALUE, RENDER = "value", "render"
 
 _TAG = "action"
 _STOP_STRINGS = (f"</{_TAG}>",)
-_MAX_SEED = (1 << 31) - 1
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -155,7 +153,7 @@ class GymnasiumEnvironment(EpisodicEnvironment[Any]):
         options = (episode.metadata or {}).get("options")
         if options is not None and not isinstance(options, dict):
             raise UnusableRow(f"metadata.options: found {options!r}; they must be an object, or absent")
-        seed = seed_of(episode, _MAX_SEED)
+        seed = seed_of(episode)
         environment = self._make()
         try:
             observation, _ = environment.reset(seed=seed, options=options)
@@ -200,16 +198,8 @@ class GymnasiumEnvironment(EpisodicEnvironment[Any]):
         game.close()
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Rows with seeds; a longer dataset of the same seed starts with the shorter one."""
-        draw = random.Random(seed)
-        return [
-            {
-                "messages": [{"role": "system", "content": self._prompt()}],
-                "metadata": {"seed": draw.randint(0, _MAX_SEED)},
-                "idx": index,
-            }
-            for index in range(count)
-        ]
+        """Rows with seeds; see `seeded_rows`."""
+        return seeded_rows(self._prompt(), count, seed)
 
     def _prompt(self) -> str:
         if self._config.prompt is not None:

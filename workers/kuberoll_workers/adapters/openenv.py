@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,7 +12,7 @@ import aiohttp
 from pydantic import Field, JsonValue
 
 from kuberoll_workers.adapters.background import BackgroundLoop
-from kuberoll_workers.adapters.episodes import reward_metrics, seed_of
+from kuberoll_workers.adapters.episodes import reward_metrics, seed_of, seeded_rows
 from kuberoll_workers.adapters.functions import function_of
 from kuberoll_workers.adapters.http import ServerError, reason_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
@@ -33,7 +32,6 @@ from kuberoll_workers.environments.interface import (
 _EPISODE = "episode"
 _TAG = "action"
 _STOP_STRINGS = (f"</{_TAG}>",)
-_MAX_SEED = (1 << 31) - 1
 _CONNECT_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
 _MAX_MESSAGE = 64 << 20
@@ -206,7 +204,7 @@ class OpenEnvEnvironment(EnvironmentInterface):
         given = row.get("reset", {})
         if not isinstance(given, dict):
             raise UnusableRow(f"metadata.reset: found {given!r}; it must be an object, or absent")
-        seed = seed_of(episode, _MAX_SEED)
+        seed = seed_of(episode)
         await self._free(episode.id)
         connection = self._connections[episode.id] = await self._loop.run(_Connection.open(self._url))
         arguments = {**self._config.parameters, **given, "seed": seed, "episode_id": episode.id}
@@ -271,16 +269,8 @@ class OpenEnvEnvironment(EnvironmentInterface):
         return batch, reward_metrics(batch)
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Rows with seeds; a longer dataset of the same seed starts with the shorter one."""
-        draw = random.Random(seed)
-        return [
-            {
-                "messages": [{"role": "system", "content": self._prompt()}],
-                "metadata": {"seed": draw.randint(0, _MAX_SEED)},
-                "idx": index,
-            }
-            for index in range(count)
-        ]
+        """Rows with seeds; see `seeded_rows`."""
+        return seeded_rows(self._prompt(), count, seed)
 
     def _prompt(self) -> str:
         if self._config.prompt is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start, seed_of
+from kuberoll_workers.adapters.episodes import EpisodicEnvironment, Start, seed_of, seeded_rows
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.adapters.random_states import RandomStream
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
@@ -19,7 +18,6 @@ from kuberoll_workers.environments.interface import Episode, Recovery
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 _PLAYER = 0
-_MAX_SEED = (1 << 31) - 1
 
 # Games call `int` on digits of a move, and Python reads 4300 at most; the games refuse shorter numbers themselves.
 _LONG_NUMBER = re.compile(r"(\d{1000})\d+")
@@ -123,7 +121,7 @@ class TextArenaEnvironment(EpisodicEnvironment[Game]):
 
     def begin(self, episode: Episode) -> Start[Game]:
         """Make a game with the episode's seed; its rules are the observation."""
-        game = self._game(seed_of(episode, _MAX_SEED))
+        game = self._game(seed_of(episode))
         return Start(game, messages=[{"role": "user", "content": f"{_observed(game)}\n"}])
 
     def play(self, game: Game, reply: str, state: dict[str, Any]) -> Turn:
@@ -145,16 +143,8 @@ class TextArenaEnvironment(EpisodicEnvironment[Game]):
         )
 
     def generate_dataset(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Rows with seeds; a longer dataset of the same seed starts with the shorter one."""
-        draw = random.Random(seed)
-        return [
-            {
-                "messages": [{"role": "system", "content": self._config.prompt}],
-                "metadata": {"seed": draw.randint(0, _MAX_SEED)},
-                "idx": index,
-            }
-            for index in range(count)
-        ]
+        """Rows with seeds; see `seeded_rows`."""
+        return seeded_rows(self._config.prompt, count, seed)
 
 
 def _observed(game: Game) -> str:
