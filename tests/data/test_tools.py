@@ -134,6 +134,26 @@ def test_calls_between_tags(text: str, calls: Any) -> None:
     found = parse_tool_calls(text)
     assert names(found) == calls
     assert found.invalid == []
+    assert (found.text is None) == (not calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('Let me.\n<tool_call>{"name": "f"}</tool_call> Done.', "Let me.\n"),
+        ('<tool_call>{"name": "f"}</tool_call>', ""),
+        (
+            '<think>or <tool_call></think>\nSo:<tool_call>{"name": "g"}</tool_call>',
+            "<think>or <tool_call></think>\nSo:",
+        ),
+        ("Let me.<tool_call>{</tool_call>", None),
+    ],
+)
+def test_the_text_beside_calls_is_that_before_the_first(text: str, said: str | None) -> None:
+    """As vLLM's parser for these tags returns it; further text between or after calls is dropped."""
+    found = parse_tool_calls(text)
+    assert found.text == said
+    assert message_fields(found, 1).get("text") == said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kuberoll_workers.data.tool_calls import parse_tool_calls
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
@@ -50,6 +51,9 @@ requests = st.builds(
 )
 
 
+RESPONSES = ["3", 'So.<tool_call>{"name": "f"}</tool_call>', 'So.<tool_call>{"name": "f"}</tool_call><tool_call>{']
+
+
 @st.composite
 def results(draw: st.DrawFn) -> GenerationResult:
     ids = draw(st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=50))
@@ -64,6 +68,7 @@ def results(draw: st.DrawFn) -> GenerationResult:
         policy_versions=draw(
             st.lists(st.tuples(st.text(max_size=5), st.integers(0, 99), st.integers(0, 99)), max_size=2).map(tuple)
         ),
+        tool_calls=draw(st.none() | st.sampled_from(RESPONSES).map(parse_tool_calls)),
     )
 
 

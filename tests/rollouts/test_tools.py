@@ -136,6 +136,7 @@ async def test_the_record_has_the_calls_and_their_answers() -> None:
     assert isinstance(response, ExtendedMessage)
     assert response.content == f"Let me see. {PRICE}{BUY}"
     assert response.fields == {
+        "text": "Let me see. ",
         "tool_calls": [
             {"id": "call00101", "type": "function", "function": {"name": "price", "arguments": '{"item": "pear"}'}},
             {
@@ -143,7 +144,7 @@ async def test_the_record_has_the_calls_and_their_answers() -> None:
                 "type": "function",
                 "function": {"name": "buy", "arguments": '{"item": "pear", "count": 2}'},
             },
-        ]
+        ],
     }
     assert (first.fields, second.fields) == (
         {"tool_call_id": "call00101", "name": "price"},

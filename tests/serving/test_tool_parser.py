@@ -48,6 +48,19 @@ def test_calls_in_the_forms_of_several_families(name: str, text: str) -> None:
     assert "id" not in found.calls[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+        ("internlm", '<|action_start|><|plugin|>{"name": "add", "parameters": {"a": 1}}<|action_end|>'),
+    ],
+)
+def test_the_text_beside_calls_is_the_parsers(name: str, call: str) -> None:
+    assert parser(name).parse(f"I add.{call}", [ADD]).text == "I add."
+    assert parser(name).parse(f"<think>Hm.</think>I add.{call}", [ADD]).text == "<think>Hm.</think>I add."
+    assert parser(name).parse(call, [ADD]).text == ""
+
+
 def test_thoughts_call_nothing() -> None:
     text = '<think><tool_call>{"name": "add", "arguments": {}}</tool_call></think>3'
     assert parser("hermes").parse(text, [ADD]) == ToolCalls()

@@ -50,8 +50,8 @@ class ExtendedMessage(Message):
     """A message with further fields. Other messages do not store them.
 
     Attributes:
-        fields: Further fields of the chat message, under their names in chat APIs: `tool_calls` and
-            `invalid_tool_calls` of an assistant's, `tool_call_id` of a tool's, or others of the dataset's row.
+        fields: Further fields of the chat message, under their names in chat APIs: `tool_calls`, `text` beside them and
+            `invalid_tool_calls` of a response, `tool_call_id` of a tool's, or others of the dataset's row.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)

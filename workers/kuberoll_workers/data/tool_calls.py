@@ -46,10 +46,12 @@ class ToolCalls:
     Attributes:
         calls: Those that can be read, in their order; `id` only where the policy wrote it.
         invalid: The others.
+        text: What the response says beside its calls, with its thoughts; None: it calls nothing that can be read.
     """
 
     calls: list[ToolCall] = field(default_factory=list)
     invalid: list[UnreadableCall] = field(default_factory=list)
+    text: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.invalid)
@@ -62,12 +64,24 @@ def parse_tool_calls(text: str) -> ToolCalls:
     string or a special token ended the response. What the policy thinks, up to `</think>`, calls nothing.
     """
     found = ToolCalls()
-    for body, closed in _bodies(without_thoughts(text)):
+    said = without_thoughts(text)
+    for body, closed in _bodies(said):
         try:
             found.calls.append(_call(body, closed=closed))
         except InvalidCall as error:
             found.invalid.append(unreadable(body.strip(), str(error)))
-    return limited(found)
+    return limited(with_text(found, text, said.partition(_OPEN)[0]))
+
+
+def with_text(found: ToolCalls, text: str, said: str) -> ToolCalls:
+    """The calls with the text beside them.
+
+    Args:
+        text: The whole response.
+        said: What it says beside its calls after its thoughts.
+    """
+    thoughts = text[: len(text) - len(without_thoughts(text))]
+    return replace(found, text=thoughts + said) if found.calls else found
 
 
 def limited(found: ToolCalls) -> ToolCalls:
@@ -80,7 +94,7 @@ def limited(found: ToolCalls) -> ToolCalls:
         invalid.append(unreadable(json.dumps(found.calls[MAX_CALLS], ensure_ascii=False), error))
     else:
         invalid.append(replace(found.invalid[MAX_CALLS - 1], error=error))
-    return ToolCalls(found.calls[:MAX_CALLS], invalid)
+    return replace(found, calls=found.calls[:MAX_CALLS], invalid=invalid)
 
 
 def unreadable(text: str, error: str) -> UnreadableCall:
@@ -149,6 +163,8 @@ def message_fields(found: ToolCalls, turn: int) -> dict[str, Any]:
         fields["tool_calls"] = [
             {"id": identity(call.get("id")), "type": "function", "function": call["function"]} for call in found.calls
         ]
+        if found.text is not None:
+            fields["text"] = found.text
     if found.invalid:
         fields["invalid_tool_calls"] = [
             {"id": identity(), "text": call.text, "error": call.error} for call in found.invalid

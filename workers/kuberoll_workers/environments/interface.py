@@ -14,8 +14,8 @@ from kuberoll_workers.data.tools import Tool
 ChatMessage = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in chat APIs.
 
-A response that calls tools has `tool_calls`, and `invalid_tool_calls` for calls that cannot be read. An answer to a
-call has the role `tool` and its `tool_call_id`.
+A response that calls tools has `tool_calls`, `text`, what it says beside them, and `invalid_tool_calls` for calls that
+cannot be read. An answer to a call has the role `tool` and its `tool_call_id`.
 """
 
 Metadata = dict[str, Any] | None

@@ -43,6 +43,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class _Calls(msgspec.Struct, omit_defaults=True):
     calls: list[dict[str, Any]] = []
     invalid: list[UnreadableCall] = []
+    text: str | None = None
 
 
 class _Result(msgspec.Struct, kw_only=True):
@@ -130,7 +131,7 @@ def encode_result(result: GenerationResult, media: str = MSGPACK) -> bytes:
             "finish_reason": result.finish_reason,
             "cached_tokens": result.cached_tokens,
             "policy_versions": result.policy_versions,
-            **({} if calls is None else {"tool_calls": _Calls(calls.calls, calls.invalid)}),
+            **({} if calls is None else {"tool_calls": _Calls(calls.calls, calls.invalid, calls.text)}),
         }
     )
 
@@ -151,7 +152,7 @@ def decode_result(body: bytes, media: str = MSGPACK) -> GenerationResult:
         finish_reason=raw.finish_reason,
         cached_tokens=raw.cached_tokens,
         policy_versions=raw.policy_versions,
-        tool_calls=None if raw.tool_calls is None else ToolCalls(raw.tool_calls.calls, raw.tool_calls.invalid),
+        tool_calls=None if (found := raw.tool_calls) is None else ToolCalls(found.calls, found.invalid, found.text),
     )
 
 

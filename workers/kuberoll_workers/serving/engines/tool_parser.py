@@ -14,6 +14,7 @@ from kuberoll_workers.data.tool_calls import (
     limited,
     parse_tool_calls,
     unreadable,
+    with_text,
     without_thoughts,
 )
 from kuberoll_workers.data.tools import Tool
@@ -68,7 +69,7 @@ class ToolParser:
             text: With special tokens, but the one that ended it.
             tools: Those that the policy may call: some parsers read arguments by their schemas.
         """
-        text = without_thoughts(text)
+        whole, text = text, without_thoughts(text)
         try:
             found, content, beginnings = self._extract(text, tools)
         except Exception as error:
@@ -85,7 +86,7 @@ class ToolParser:
             # Random where the policy wrote none.
             calls.calls.append({**made, "id": call.id} if call.id and call.id in text else made)
         if found:
-            return limited(calls)
+            return limited(with_text(calls, whole, content or ""))
         begun = any(beginning in text for beginning in beginnings)
         if begun or (content or "").strip() != text.strip():
             calls.invalid.extend(_unread(text))
