@@ -39,6 +39,9 @@ PROGRESS_PORT: Final = 9464
 ENVIRONMENT_PORT: Final = 8700
 """Port of a server pod of an environment with isolation Remote."""
 
+SERVICE_PORT: Final = 8000
+"""Port of a pod of a service: vLLM's OpenAI-compatible server."""
+
 ENVIRONMENT_TOKEN: Final = "KUBEROLL_ENVIRONMENT_TOKEN"
 """Variable of such a pod, with the bearer token that its requests need."""
 
@@ -107,6 +110,21 @@ class PodConfig:
 def environment_token_variable(number: int) -> str:
     """Name of the variable of worker pods with the token of the environment of this number."""
     return f"KUBEROLL_TOKEN_ENVIRONMENT_{number}"
+
+
+def service_url_variable(name: str) -> str:
+    """Name of the variable with the base URL of a service's OpenAI-compatible API, for environments that use it."""
+    return f"{_service_variable(name)}_URL"
+
+
+def service_token_variable(name: str) -> str:
+    """Name of the variable with the API key of a service, for environments that use it."""
+    return f"{_service_variable(name)}_TOKEN"
+
+
+def _service_variable(name: str) -> str:
+    # DNS labels have no underscores, so that no two services have the same variables.
+    return f"KUBEROLL_SERVICE_{name.upper().replace('-', '_')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,30 @@ REFUSED: dict[str, Contradiction] = {
         },
         _TAKEN.format("environments[0].remote.env", "name"),
     ),
+    "GPUs of a service by two fields": Contradiction(
+        {
+            "spec.services": [
+                {
+                    "name": "grader",
+                    "model": {"source": "org/grader"},
+                    "gpusPerReplica": 2,
+                    "resources": {"limits": {"nvidia.com/gpu": "1"}},
+                }
+            ]
+        },
+        "spec.services[0].gpusPerReplica: Invalid value: resources.limits has another number of nvidia.com/gpu",
+    ),
+    "an environment with a service that does not exist": Contradiction(
+        {"spec.environments.0.access": {"services": ["grader"]}},
+        "spec.environments: Invalid value: each of access.services must be the name of one of the job's services",
+    ),
+    "two services of one name": Contradiction(
+        {"spec.services": [{"name": "same", "model": {"source": "a"}}, {"name": "same", "model": {"source": "b"}}]},
+        _TAKEN.format("services", "name"),
+    ),
+    "a service of no DNS label": Contradiction(
+        {"spec.services": [{"name": "Grader", "model": {"source": "a"}}]}, "spec.services[0].name: Invalid value"
+    ),
     "two environments of one name": Contradiction(
         {"spec.environments.0.name": "same", "spec.environments.1.name": "same"}, _TAKEN.format("environments", "name")
     ),
@@ -261,6 +285,20 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "spec.environments.1.entrypoint": None,
         "spec.environments.1.isolation": "Remote",
         "spec.environments.1.remote": {"url": "http://a", "urls": ["https://b"], "apiKeyVariable": "KEY"},
+    },
+    "a service": {
+        "spec.services": [
+            {
+                "name": "grader",
+                "model": {"source": "org/grader", "revision": "main"},
+                "engineArgs": {"runner": "pooling", "max_model_len": 8192},
+                "replicas": 2,
+                "gpusPerReplica": 1,
+                "resources": {"limits": {"cpu": "4", "nvidia.com/gpu": 1}},
+            }
+        ],
+        "spec.environments.0": {"name": "math", "type": "reward_model", "config": {"service": "grader"}},
+        "spec.environments.1.access": {"services": ["grader"]},
     },
     "the longest name": {"metadata.name": "a" + "-" * 38 + "1"},
     "weights": {"spec.weights": {"uri": "s3://bucket/step-100", "version": "step-100"}},

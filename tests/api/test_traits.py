@@ -56,6 +56,7 @@ def test_what_makes_a_run_another_run() -> None:
         "generation.model", "generation.engine", "generation.engineArgs", "generation.toolCallParser",
         "generation.simulated", "generation.sampling",
         "generation.external.api", "generation.external.model",
+        "services.name", "services.model", "services.engineArgs",
         "environments.name", "environments.type", "environments.entrypoint", "environments.config",
         "environments.repeats",
         "dataset.sources.name", "dataset.sources.weight", "dataset.sources.limit", "dataset.sources.environment",
@@ -67,7 +68,7 @@ def test_what_makes_a_run_another_run() -> None:
 
 
 def test_what_a_running_job_may_change() -> None:
-    assert ONLY_SUSPENDED == ("generation", "environments", "dataset", "rollout", "output")
+    assert ONLY_SUSPENDED == ("generation", "services", "environments", "dataset", "rollout", "output")
     assert WORKERS_AT_ANY_TIME == ("replicas",)
     assert list(paths(RolloutJobSpec, "spec", Traits(), "change", "Never")) == ["spec.managedBy"]
 

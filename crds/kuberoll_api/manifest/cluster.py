@@ -9,6 +9,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kuberoll_api.manifest.beside import FilesBeside, Finding, files_beside
+from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.output_location import InvalidOutput, output_of
 from kuberoll_api.paths import Path
@@ -74,7 +75,7 @@ def _missing_output(job: RolloutJob) -> Iterator[Finding]:
 
 def _model_problems(job: RolloutJob, base: FilePath) -> Iterator[Finding]:
     generation = job.spec.generation
-    for path, source in _model_sources(job):
+    for path, source in (*_model_sources(job), *_service_sources(job)):
         if _is_relative(source, base):
             # The engine's side reads object stores, the tokenizer's does not.
             where = "a hub id or a path in the pods" + ("" if path[-1] == "tokenizer" else ", or an s3:// or gs:// URI")
@@ -95,6 +96,14 @@ def _model_sources(job: RolloutJob) -> Iterator[tuple[Path, str]]:
         yield ("spec", "weights", "uri"), job.spec.weights.uri
 
 
+def _service_sources(job: RolloutJob) -> Iterator[tuple[Path, str]]:
+    for number, service in enumerate(job.spec.services):
+        path: Path = ("spec", "services", number, "model")
+        yield (*path, "source"), service.model.source
+        if service.model.tokenizer is not None:
+            yield (*path, "tokenizer"), service.model.tokenizer
+
+
 def _is_relative(source: str, base: FilePath) -> bool:
     """True for a path that starts at the manifest or in a home directory; a hub id has at most one slash."""
     if "://" in source or source.startswith("/"):
@@ -112,23 +121,43 @@ def _mounted_models(job: RolloutJob) -> Iterator[Finding]:
                 f"{source} must exist in the pods: in their images, or on a volume that both generation and workers "
                 "mount (volumes and volumeMounts of each)",
             )
+    for path, source in _service_sources(job):
+        _, _, number, *_ = path
+        mounted = [f"{str(mount['mountPath']).rstrip('/')}/" for mount in job.spec.services[int(number)].volume_mounts]
+        if source.startswith("/") and not f"{source}/".startswith((_IN_IMAGES, *mounted)):
+            yield Finding(
+                path,
+                f"{source} must exist in the service's pods: in their image, or on a volume that they mount (volumes "
+                "and volumeMounts of the service)",
+            )
 
 
 def _missing_gpus(job: RolloutJob) -> Iterator[Finding]:
     generation = job.spec.generation
+    for number, service in enumerate(job.spec.services):
+        if service.gpus_per_replica is None and not _has_accelerators(service):
+            yield Finding(
+                ("spec", "services", number, "gpusPerReplica"),
+                "absent, and no GPUs in resources.limits, so the service runs on CPUs, for which its image must be "
+                "made (make images ENGINE=cpu)",
+            )
     if generation.engine != "VLLM" or generation.backend == "External":
         return
-    template: Any = (generation.pod_template or {}).get("spec") or {}
-    limits = set(generation.resources.limits)
-    for container in template.get("containers") or ():
-        limits |= set((container.get("resources") or {}).get("limits") or ())
-    # Extended resources have a domain: nvidia.com/gpu, amd.com/gpu.
-    if not any("/" in name for name in limits):
+    if not _has_accelerators(generation):
         yield Finding(
             ("spec", "generation", "resources"),
             "no GPUs in limits, so the engine runs on CPUs, for which the generation image must be made "
             '(make images ENGINE=cpu); for GPUs set limits: {nvidia.com/gpu: "1"}',
         )
+
+
+def _has_accelerators(options: PodOptions) -> bool:
+    template: Any = (options.pod_template or {}).get("spec") or {}
+    limits = set(options.resources.limits)
+    for container in template.get("containers") or ():
+        limits |= set((container.get("resources") or {}).get("limits") or ())
+    # Extended resources have a domain: nvidia.com/gpu, amd.com/gpu.
+    return any("/" in name for name in limits)
 
 
 def _local_services(job: RolloutJob) -> Iterator[Finding]:

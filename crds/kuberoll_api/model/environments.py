@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pod_fields import EnvVar, PodTemplate, PullSecret, Toleration
 from kuberoll_api.model.pods import PodOptions, Resources
+from kuberoll_api.model.services import MAX_SERVICES
 from kuberoll_api.model.traits import IDENTITY, OPERATION, POD, POD_ANYWHERE
 from kuberoll_api.model.types import (
     ENTRYPOINT_PATTERN,
     VARIABLE_PATTERN,
+    DnsLabel,
     DnsName,
     JsonObject,
     Labels,
@@ -34,6 +36,13 @@ class EnvironmentAccess(Model):
         description="Access to the policy's own endpoint: the environment finds its OpenAI-compatible API in the "
         "variables KUBEROLL_POLICY_URL and KUBEROLL_POLICY_TOKEN; the token can only generate. A judge without a url "
         "has it anyway.",
+    )
+    services: list[DnsLabel] = Field(
+        default_factory=list,
+        max_length=MAX_SERVICES,
+        description="Names of services of the job that the environment may use: it finds the OpenAI-compatible API of "
+        "the service `grader` in KUBEROLL_SERVICE_GRADER_URL and KUBEROLL_SERVICE_GRADER_TOKEN. Built-in environments "
+        "have the one of config.service anyway.",
     )
     variables: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]] = Field(
         default_factory=list,
@@ -162,6 +171,9 @@ LibraryEnvironment = Literal[
 
 EnvironmentType = Literal[BuiltInEnvironment, LibraryEnvironment]
 
+_ASKING: Final = ("judge", "judge_pairs", "reward_model")
+"""Built-in environments that ask a served model."""
+
 
 class Environment(Model):
     """An environment, and the dataset rows that it answers (by `task_name`)."""
@@ -217,7 +229,20 @@ class Environment(Model):
     @property
     def uses_policy(self) -> bool:
         """True if it must be given the policy's own endpoint."""
-        return self.access.policy or (self.type in ("judge", "judge_pairs") and self.config.get("url") is None)
+        named = self.config.get("url") is not None or self.asked_service is not None
+        return self.access.policy or (self.type in ("judge", "judge_pairs") and not named)
+
+    @property
+    def asked_service(self) -> str | None:
+        """Name of the service that a built-in environment asks; None if it asks none."""
+        service = self.config.get("service")
+        return service if self.type in _ASKING and isinstance(service, str) else None
+
+    @property
+    def used_services(self) -> list[str]:
+        """Names of the services that it must be given."""
+        asked = [] if self.asked_service is None else [self.asked_service]
+        return list(dict.fromkeys([*asked, *self.access.services]))
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -228,4 +253,6 @@ class Environment(Model):
         if (self.type is None) == (self.entrypoint is None):
             found = "neither" if self.type is None else "both"
             raise contradiction(f"set one of type (a built-in) and entrypoint (package.module:Class); found {found}")
+        if self.asked_service is not None and self.config.get("url") is not None:
+            raise contradiction("is a server of the job, and config.url names another; remove one", "config", "service")
         return self

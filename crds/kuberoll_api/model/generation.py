@@ -22,8 +22,8 @@ from kuberoll_api.model.types import (
 )
 
 
-class ModelSource(Model):
-    """The model that generates."""
+class ModelFiles(Model):
+    """A model: the places of its weights and its tokenizer."""
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
         description="Hub id, local directory (relative to the manifest), or s3:// or gs:// URI."
@@ -34,6 +34,11 @@ class ModelSource(Model):
     revision: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = Field(
         default=None, description="Branch, tag or commit of a hub model."
     )
+
+
+class ModelSource(ModelFiles):
+    """The model that generates."""
+
     chat_template_kwargs: JsonObject = Field(
         default_factory=dict,
         description="Variables of the model's chat template, such as `enable_thinking: false`: for the job's prompts "

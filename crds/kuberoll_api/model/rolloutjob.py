@@ -6,6 +6,8 @@ reject unknown fields and convert nothing: `"4"` is not an integer, as in Kubern
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
@@ -16,6 +18,7 @@ from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.generation import Generation, Weights
 from kuberoll_api.model.output import Output
 from kuberoll_api.model.rollout import Rollout
+from kuberoll_api.model.services import MAX_SERVICES, ModelService
 from kuberoll_api.model.traits import OPERATION, Traits
 from kuberoll_api.model.types import (
     JOB_NAME_PATTERN,
@@ -86,6 +89,12 @@ class RolloutJobSpec(Model):
         default=None,
         description="Weights that replace the model's own; may change while the job runs.",
     )
+    services: Annotated[list[ModelService], _WORK] = Field(
+        default_factory=list,
+        max_length=MAX_SERVICES,
+        json_schema_extra=keyed_by("name"),
+        description="Further served models, which environments ask: judges and reward models.",
+    )
     environments: Annotated[list[Environment], _WORK] = Field(
         min_length=1, max_length=64, json_schema_extra=keyed_by("name"), description="The environments."
     )
@@ -102,6 +111,7 @@ class RolloutJobSpec(Model):
     def _consistent(self) -> Self:
         names = [environment.name for environment in self.environments]
         reject_duplicates(names, "environments", "name")
+        self._check_services()
         if self.rollout.groups.drop_equal_rewards:
             repeats = [item.repeats or self.dataset.repeats for item in self.environments]
             if 1 in repeats:
@@ -121,6 +131,27 @@ class RolloutJobSpec(Model):
             if part.environment is not None:
                 _check_environment(part.environment, names, "dataset", "sources", number, "environment")
         return self
+
+    def _check_services(self) -> None:
+        services = [service.name for service in self.services]
+        reject_duplicates(services, "services", "name")
+        for number, environment in enumerate(self.environments):
+            path = ("environments", number)
+            for index, name in enumerate(environment.access.services):
+                _check_service(name, services, *path, "access", "services", index)
+            if environment.asked_service is not None:
+                _check_service(environment.asked_service, services, *path, "config", "service")
+
+
+def _check_service(name: str, services: Sequence[str], *path: str | int) -> None:
+    if name in services:
+        return
+    near = difflib.get_close_matches(name, services, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    known = (
+        f"the name of one of spec.services: {', '.join(services)}" if services else "a name, and spec.services is empty"
+    )
+    raise contradiction(f'found "{name}"; it must be {known}{hint}', *path)
 
 
 def _check_environment(name: str, names: list[str], *path: str | int) -> None:

@@ -18,6 +18,7 @@ from kuberoll_api.model.output import Output, Tracking
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rollout import Groups, Rollout
 from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec
+from kuberoll_api.model.services import GPU, ModelService
 from kuberoll_api.model.traits import Traits, fields
 from kuberoll_api.model.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
 from kuberoll_api.model.workers import Workers
@@ -32,6 +33,9 @@ ONLY_SUSPENDED: Final = tuple(
 
 WORKERS_AT_ANY_TIME: Final = tuple(field.alias for field in _WORKERS if field.traits.change == "AnyTime")
 """Fields of `workers` that can change while a job runs; all others are like ONLY_SUSPENDED."""
+
+# Of the fields that cannot change, the list that has neither a default nor an item that is required.
+_MAY_BE_ABSENT: Final = ("services",)
 
 _SUSPEND_FIRST = "cannot change while the job runs; set suspend: true first, change it, then set suspend: false"
 
@@ -70,10 +74,12 @@ def _transition_rules() -> Iterator[CelRule]:
         if field.traits.change == "Never":
             yield CelRule(_same("", field.alias), "cannot change; create a new job", field.alias)
     for name in ONLY_SUSPENDED:
-        # These are required, or have a default.
-        same = [f"self.{name} == oldSelf.{name}"]
+        # Most are required, or have a default.
+        same = [_same("", name) if name in _MAY_BE_ABSENT else f"self.{name} == oldSelf.{name}"]
         if name == "environments":
             same.append(_same_order("environments", "name"))
+        if name == "services":
+            same.append(f"(!has(self.services) || {_same_order('services', 'name')})")
         if name == "dataset":
             same.append(f"(!has(self.dataset.sources) || {_same_order('dataset.sources', 'name')})")
         if name == "generation":
@@ -132,6 +138,12 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "weights",
         ),
         CelRule(
+            "self.environments.all(item, !has(item.access.services) || item.access.services.all(name, "
+            "has(self.services) && self.services.exists(service, service.name == name)))",
+            "each of access.services must be the name of one of the job's services",
+            "environments",
+        ),
+        CelRule(
             "!has(self.dataset.source) || "
             "!has(self.dataset.source.generator) || !has(self.dataset.source.generator.environments) || "
             "self.dataset.source.generator.environments.all(name, self.environments.exists(item, item.name == name))",
@@ -173,6 +185,15 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "!has(self.minTokens) || self.minTokens <= self.maxTokens",
             "must not be more than maxTokens",
             "minTokens",
+        ),
+    ),
+    ModelService.__name__: (
+        CelRule(
+            "!has(self.gpusPerReplica) || !has(self.resources) || !has(self.resources.limits) || "
+            f"!('{GPU}' in self.resources.limits) || "
+            f"string(self.resources.limits['{GPU}']) == string(self.gpusPerReplica)",
+            f"resources.limits has another number of {GPU}; remove one of the two",
+            "gpusPerReplica",
         ),
     ),
     Autoscaling.__name__: (
