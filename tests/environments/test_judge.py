@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,7 +26,14 @@ from kuberoll_workers.environments.outcome import StepOutcome, StepRaised
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
-from kuberoll_workers.environments.served_models import POLICY_TOKEN, POLICY_URL, policy_endpoint, policy_variables
+from kuberoll_workers.environments.served_models import (
+    POLICY_TOKEN,
+    POLICY_URL,
+    ServedModel,
+    endpoint_variables,
+    policy_endpoint,
+    service_endpoint,
+)
 from tests.environments.judge_server import Judge, as_json, equality, parts_of, serving
 
 ROW = {"ground_truth": "Rome"}
@@ -413,15 +421,30 @@ async def test_the_policy_is_the_judge_by_default(judge: Judge, url: str, monkey
     assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Bearer scoped"
 
 
+async def test_a_service_of_the_job_is_the_judge(judge: Judge, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEROLL_SERVICE_GRADER_URL", url)
+    monkeypatch.setenv("KUBEROLL_SERVICE_GRADER_TOKEN", "of the service")
+    assert (await judged(None, "Rome", service="grader"))[0] == 1.0
+    ((_, headers),) = judge.requests
+    assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Bearer of the service"
+    with pytest.raises(UnusableEnvironment, match="url and service name two servers; remove one"):
+        await judged(url, "Rome", service="grader")
+
+
 def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(POLICY_TOKEN, "before")
     address = policy_endpoint({POLICY_URL: "http://policy:8000/"})
     assert (address.url, address.token) == ("http://policy:8000/v1", None)
-    with policy_variables(address):
+    grader = ServedModel(url="http://127.0.0.1:1", token="its own")
+    with endpoint_variables(address, {"the-grader": grader}):
         assert policy_endpoint() == address
+        assert os.environ["KUBEROLL_SERVICE_THE_GRADER_URL"] == "http://127.0.0.1:1/v1"
+        assert service_endpoint("the-grader").token == "its own"
     with pytest.raises(UnusableEnvironment):
         policy_endpoint()
-    with policy_variables(None):
+    with pytest.raises(UnusableEnvironment, match=r"KUBEROLL_SERVICE_THE_GRADER_URL is not set: give .*\[the-grader\]"):
+        service_endpoint("the-grader")
+    with endpoint_variables(None, {}):
         assert policy_endpoint({POLICY_URL: "http://x", POLICY_TOKEN: "before"}).token == "before"
 
 

@@ -116,7 +116,7 @@ async def test_a_busy_server_is_asked_again(server: Judge, url: str) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, r"config\.url: found"),
+        ({}, "url is missing: name a server, or by service one of"),
         ({"url": "x"}, r"config\.url: found 'x'"),
         ({"url": "http://x", "minimum": 1.0, "maximum": 1.0}, "minimum must be less than maximum"),
         ({"url": "http://x", "labels": 1}, r"config\.labels: unknown; did you mean label\?"),

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,24 +16,16 @@ from typing import Any
 
 import pytest
 
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_api.model.services import ModelService
 from kuberoll_workers.environments.builtin.reward_model import RewardModelEnvironment
 from kuberoll_workers.serving.ray_settings import free_ports
+from kuberoll_workers.serving.vllm_server import KEY_VARIABLE, serve_arguments
+from tests.classifier import ENGINE_ARGS, VARIABLES, logits, make_classifier
 
 pytestmark = pytest.mark.engine
 
-TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 START_SECONDS = 300.0
 KEY = "a-key-of-a-test"
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_API_KEY": KEY,
-}
-
 # The prompt, and responses of one letter, of a sentence, of special tokens, and with thoughts.
 PROMPT = [{"role": "user", "content": "Solve: 2 + 2"}]
 RESPONSES = ["4", "The answer is 4, I think.", "<action>up</action>", "<think>two and two</think>4"]
@@ -42,34 +33,20 @@ RESPONSES = ["4", "The answer is 4, I think.", "<action>up</action>", "<think>tw
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier with one class, random weights and the tiny policy's tokenizer."""
-    import torch
-    import transformers
-
-    directory = tmp_path_factory.mktemp("reward-model")
-    config = transformers.LlamaConfig.from_pretrained(TINY)
-    config.num_labels = 1
-    config.dtype = "float32"
-    torch.manual_seed(5)
-    made = transformers.LlamaForSequenceClassification(config).float()
-    torch.nn.init.normal_(made.score.weight, std=0.5)
-    made.save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copy(TINY / name, directory / name)
-    return directory
+    return make_classifier(tmp_path_factory.mktemp("reward-model"))
 
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (port,) = free_ports(1)
     log = tmp_path_factory.mktemp("log") / "server.log"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--runner", "pooling"),
-        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "rewards"),
-    ]
-    environment = {**os.environ, **SETTINGS}
+    engine_args = {**ENGINE_ARGS, "served_model_name": "rewards"}
+    service = ModelService.model_validate(
+        {"name": "rewards", "model": {"source": str(model)}, "engineArgs": engine_args}
+    )
+    arguments = serve_arguments(service, host="127.0.0.1", port=port)
+    command = [sys.executable, "-m", "kuberoll_workers.serving.vllm_server", *arguments]
+    environment = {**os.environ, **VARIABLES, KEY_VARIABLE: KEY}
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
@@ -89,23 +66,6 @@ def _answers(url: str) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
         return bool(response.status == 200)
     return False
-
-
-def logits(model: Path, chats: Sequence[list[dict[str, str]]]) -> list[float]:
-    """Scores of transformers' own forward pass."""
-    import torch
-    import transformers
-
-    classifier = transformers.LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
-    template = transformers.AutoTokenizer.from_pretrained(model)
-    tokenizer = HuggingFaceTokenizer.load(str(model))
-    found = []
-    for chat in chats:
-        text = template.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
-        ids = torch.tensor([list(tokenizer.encode(text))])
-        with torch.no_grad():
-            found.append(float(classifier(input_ids=ids).logits[0, 0]))
-    return found
 
 
 async def rewards(url: str, responses: Sequence[str], **config: Any) -> tuple[list[float], list[Any]]:

@@ -51,7 +51,12 @@ from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
-from kuberoll_workers.environments.served_models import POLICY_VARIABLES, ServedModel, policy_variables
+from kuberoll_workers.environments.served_models import (
+    POLICY_VARIABLES,
+    ServedModel,
+    endpoint_variables,
+    service_variables,
+)
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage
@@ -114,6 +119,7 @@ class WorkerConfig:
         replicas: Base URLs of the replicas, with discovery `Static`.
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
         simulated: Arguments of an engine that this worker simulates instead of using an endpoint.
+        services: Endpoints of the job's services, by name, of those that are not in this process's variables.
     """
 
     job: RolloutJob
@@ -134,6 +140,7 @@ class WorkerConfig:
     replicas: list[str] = field(default_factory=list)
     replicas_host: str | None = None
     simulated: ServeArgs | None = None
+    services: dict[str, ServedModel] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The configuration as one line of JSON."""
@@ -338,7 +345,11 @@ def sandbox_of(spec: Environment, *, protected: Sequence[str]) -> Sandbox:
         protected=protected,
         readable=access.readable_paths,
         writable=access.writable_paths,
-        variables=[*access.variables, *(POLICY_VARIABLES if spec.uses_policy else ())],
+        variables=[
+            *access.variables,
+            *(POLICY_VARIABLES if spec.uses_policy else ()),
+            *service_variables(spec.used_services),
+        ],
     )
 
 
@@ -480,7 +491,7 @@ async def run_worker(
             seed=base_seed if seeded else None,
             episode_seed=base_seed,
         )
-        stack.enter_context(policy_variables(environments_policy(config)))
+        stack.enter_context(endpoint_variables(environments_policy(config), config.services))
         environments = await stack.enter_async_context(
             open_environments(job, protected=local_paths(config.output, config.turns), output=config.output)
         )

@@ -12,7 +12,7 @@ from kuberoll_workers.environments.interface import (
     UnusableRow,
 )
 from kuberoll_workers.environments.registry import BUILT_INS, LIBRARIES, UnusableEnvironment, create, resolve
-from kuberoll_workers.environments.served_models import ServedModel, policy_endpoint
+from kuberoll_workers.environments.served_models import ServedModel, policy_endpoint, service_endpoint
 from kuberoll_workers.environments.tools import ToolEnvironment, ToolError, tool
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "create",
     "policy_endpoint",
     "resolve",
+    "service_endpoint",
     "tool",
 ]

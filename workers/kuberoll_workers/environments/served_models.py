@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from kuberoll_api.contract import service_token_variable, service_url_variable
 from kuberoll_workers.environments.registry import UnusableEnvironment
 
 POLICY_URL: Final = "KUBEROLL_POLICY_URL"
@@ -54,15 +55,44 @@ def policy_endpoint(environment: Mapping[str, str] | None = None) -> ServedModel
     return ServedModel(url=api_url(url), token=variables.get(POLICY_TOKEN) or None)
 
 
+def service_endpoint(name: str, environment: Mapping[str, str] | None = None) -> ServedModel:
+    """The endpoint of a service of the job. Ask for it when it is used: constructors also run before there is one.
+
+    Args:
+        name: Its name in `spec.services`.
+        environment: Environment variables; None: those of this process.
+
+    Raises:
+        UnusableEnvironment: The environment has no access to it.
+    """
+    variables = os.environ if environment is None else environment
+    if not (url := variables.get(service_url_variable(name))):
+        raise UnusableEnvironment(
+            f"{service_url_variable(name)} is not set: give the environment access to the service (access: {{services: "
+            f"[{name}]}}), and use it in step, not in the constructor, which also runs where there is none; outside a "
+            f"job, set the variable to the URL of a server, and {service_token_variable(name)} to its key"
+        )
+    return ServedModel(url=api_url(url), token=variables.get(service_token_variable(name)) or None)
+
+
+def service_variables(names: Iterable[str]) -> list[str]:
+    """Names of the variables by which `service_endpoint` finds these services."""
+    return [variable(name) for name in names for variable in (service_url_variable, service_token_variable)]
+
+
 @contextmanager
-def policy_variables(policy: ServedModel | None) -> Iterator[None]:
-    """Set the variables of `policy_endpoint` in this process until the block is left; None: leave them as they are."""
-    if policy is None:
-        yield
-        return
-    before = {name: os.environ.get(name) for name in POLICY_VARIABLES}
-    os.environ[POLICY_URL] = api_url(policy.url)
-    os.environ[POLICY_TOKEN] = policy.token or ""
+def endpoint_variables(policy: ServedModel | None, services: Mapping[str, ServedModel]) -> Iterator[None]:
+    """Set the variables of `policy_endpoint` and `service_endpoint` in this process until the block is left.
+
+    Args:
+        policy: None: leave its variables as they are.
+        services: By name; the variables of others are left as they are.
+    """
+    given = {} if policy is None else {POLICY_URL: api_url(policy.url), POLICY_TOKEN: policy.token or ""}
+    for name, service in services.items():
+        given |= {service_url_variable(name): api_url(service.url), service_token_variable(name): service.token or ""}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:

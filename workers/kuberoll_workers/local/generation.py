@@ -51,6 +51,28 @@ class Engine(Protocol):
         ...
 
 
+class FirstEnd:
+    """Several engines as one, which ends when the first of them does."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        """
+        Args:
+            engines: At least one.
+        """
+        self._engines = engines
+
+    async def ended(self) -> str:
+        """Wait until one ends; return its message for the user."""
+        ends = [asyncio.ensure_future(engine.ended()) for engine in self._engines]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+
 async def while_serving(engine: Engine | None, work: Awaitable[_Result]) -> _Result:
     """Await `work`, which needs the engine; it is cancelled if the engine ends first.
 

@@ -42,11 +42,13 @@ class Preflight:
 
     Attributes:
         notes: Settings that have no effect on this machine.
+        services: Models of the job's services, in its order.
     """
 
     source: ModelSource
     inputs: InputSummary
     notes: tuple[str, ...]
+    services: tuple[ModelSource, ...] = ()
 
 
 def check(job: RolloutJob, *, base: Path) -> Preflight:
@@ -61,6 +63,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     # In the order of their time: code and data of the user come last.
     _check_processes(job)
     source = check_model(job, base=base)
+    services = tuple(_check_services(job, base))
     _check_tracking(job)
     _check_observations(job, source.tokenizer)
     _check_environments(job)
@@ -68,7 +71,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
         inputs = scan(job, base=base, environment=isolated_environment_factory(job, protected=()))
     except DatasetError as error:
         raise JobRefused(with_frames(error)) from error
-    return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)))
+    return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)), services=services)
 
 
 def check_model(job: RolloutJob, *, base: Path) -> ModelSource:
@@ -86,6 +89,18 @@ def check_model(job: RolloutJob, *, base: Path) -> ModelSource:
         model=_locate("spec.generation.model.source", model.source, base, ("config.json",)),
         tokenizer=_locate("spec.generation.model.tokenizer", model.tokenizer or model.source, base, _TOKENIZER_FILES),
     )
+
+
+def _check_services(job: RolloutJob, base: Path) -> Iterator[ModelSource]:
+    for number, service in enumerate(job.spec.services):
+        field = f"spec.services[{number}]"
+        if (missing := ENGINES["VLLM"].missing()) is not None:
+            raise JobRefused(f"{field}: it is served by vLLM. {missing}")
+        source, tokenizer = service.model.source, service.model.tokenizer or service.model.source
+        yield ModelSource(
+            model=_locate(f"{field}.model.source", source, base, ("config.json",)),
+            tokenizer=_locate(f"{field}.model.tokenizer", tokenizer, base, _TOKENIZER_FILES),
+        )
 
 
 def _check_processes(job: RolloutJob) -> None:

@@ -29,8 +29,14 @@ class Child:
         self.log = log
 
     @classmethod
-    async def start(cls, module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> Self:
-        """Start `python -m module` with additional environment variables."""
+    async def start(
+        cls, module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str], reports: bool = True
+    ) -> Self:
+        """Start `python -m module` with additional environment variables.
+
+        Args:
+            reports: False for a program that reports nothing: its standard output goes to its log, too.
+        """
         variables = {**os.environ, **environment}
         # Engines import thousands of modules. If none of them is ever compiled, each start takes a minute longer.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -41,7 +47,7 @@ class Child:
                 module,
                 *arguments,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if reports else words,
                 stderr=words,
                 env=variables,
                 start_new_session=True,

@@ -26,6 +26,7 @@ from kuberoll_workers.local.generation import (
     REFRESH_SECONDS,
     Engine,
     EngineHost,
+    FirstEnd,
     KeptEngine,
     PolicyEndpoint,
     RunFailed,
@@ -63,6 +64,7 @@ from kuberoll_workers.worker import Progress, planned_trajectories
 
 if TYPE_CHECKING:
     from kuberoll_workers.local.engine_load import EngineLoad
+    from kuberoll_workers.local.services import ServiceProcess
 
 EXIT_POSTPROCESSING = 3
 """Exit code: every trajectory is stored, but the aggregates, the report or the list of files could not be made."""
@@ -202,6 +204,7 @@ class _LocalRun:
         assignment = self._setup.assignment()
         workers: list[Child] = []
         host: EngineHost | None = None
+        services: list[ServiceProcess] = []
         try:
             # They initialize while the engine starts.
             for number in range(len(assignment)):
@@ -213,7 +216,11 @@ class _LocalRun:
                     environment=environment,
                 )  # fmt: skip
                 stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
+            services = await self._start_services()
             endpoint = await self._started(host, scratch)
+            engines_of_all = [*([] if (own := host or self._kept_engine) is None else [own]), *services]
+            engine = FirstEnd(engines_of_all) if engines_of_all else None
+            await while_serving(engine, self._services_ready(services))
             if self._options.monitor:
                 await self._start_monitor(environment, port, endpoint.metrics_port)
             engines = (
@@ -223,16 +230,46 @@ class _LocalRun:
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Metrics of workers are summed, so each gets its share.
                 planned = share(self._planned, number, len(assignment))
-                config = self._setup.config(endpoint, shards, planned, engines[number])
+                config = self._setup.config(
+                    endpoint, shards, planned, engines[number], {service.name: service.endpoint for service in services}
+                )
                 await worker.send_line(config.encode())
                 self._workers.append(worker)
                 self._progress.append(Progress())
-            await self._watch(host or self._kept_engine, endpoint)
+            await self._watch(engine, endpoint)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
         finally:
             await self._stop_workers(workers)
             if host is not None:
                 host.terminate()
+            for service in services:
+                service.terminate()
+
+    async def _start_services(self) -> list[ServiceProcess]:
+        """Start the servers of the job's services."""
+        if not self._job.spec.services:
+            return []
+        from kuberoll_workers.local.services import start_services
+
+        services = await start_services(
+            self._job.spec.services,
+            self._preflight.services,
+            scratch=self._early.scratch,
+            logs=self._logs,
+            environment=self._early.variables,
+        )
+        for service in services:
+            self._parts.push_async_callback(self._stop, service, HOST_PATIENCE_SECONDS)
+        return services
+
+    async def _services_ready(self, services: Sequence[ServiceProcess]) -> None:
+        """Wait until the services can be asked.
+
+        Raises:
+            RunFailed: One cannot, or not in time.
+        """
+        for service in services:
+            await service.ready(self._clock, deadline=float(self._job.spec.startup_deadline_seconds))
 
     @property
     def _kept_engine(self) -> KeptEngine | None:
@@ -305,7 +342,7 @@ class _LocalRun:
         for worker in workers:
             await self._stop(worker, WORKER_PATIENCE_SECONDS)
 
-    async def _stop(self, part: Child | EngineHost, patience: float) -> None:
+    async def _stop(self, part: Child | EngineHost | ServiceProcess, patience: float) -> None:
         # After a second Ctrl-C do not wait; the watchdog ends the remaining processes.
         await part.stop(patience if self._interrupts < 2 else 0.0)
 

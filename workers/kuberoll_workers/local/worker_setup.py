@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.environments.served_models import ServedModel
 from kuberoll_workers.local.early_start import EarlyStart, start_worker
 from kuberoll_workers.local.generation import PolicyEndpoint, literal_variables
 from kuberoll_workers.local.options import RunOptions
@@ -59,7 +61,12 @@ class WorkerSetup:
         return [list(range(number, self.shards, workers)) for number in range(workers)]
 
     def config(
-        self, endpoint: PolicyEndpoint, shards: list[int], planned: int, engine: ServeArgs | None
+        self,
+        endpoint: PolicyEndpoint,
+        shards: list[int],
+        planned: int,
+        engine: ServeArgs | None,
+        services: Mapping[str, ServedModel],
     ) -> WorkerConfig:
         """The configuration of a worker.
 
@@ -68,6 +75,7 @@ class WorkerSetup:
             shards: Its shards.
             planned: Its trajectories, for the metrics.
             engine: Arguments of the engine that it simulates; None: there is an endpoint.
+            services: Endpoints of the job's services, by name.
         """
         return WorkerConfig(
             job=self.job,
@@ -86,6 +94,7 @@ class WorkerSetup:
             planned=planned,
             token=endpoint.token,
             simulated=engine,
+            services=dict(services),
         )
 
     def _output_location(self) -> str:

@@ -24,7 +24,9 @@ _ROLES: Final = ("system", "user", "assistant", "tool")
 class RewardModelConfig(ServerConfig):
     """The reward model, and what becomes of its score."""
 
-    url: Url = Field(description="URL of the server, with or without /v1: `vllm serve MODEL --runner pooling`.")
+    url: Url | None = Field(
+        default=None, description="URL of the server, with or without /v1: `vllm serve MODEL --runner pooling`."
+    )
     thoughts: bool = Field(
         default=False, description="Whether what stands before </think> in responses is shown to it."
     )
@@ -39,6 +41,8 @@ class RewardModelConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
+        if self.url is None and self.service is None:
+            raise ValueError("url is missing: name a server, or by service one of the job's spec.services")
         if self.minimum is not None and self.maximum is not None and not self.minimum < self.maximum:
             raise ValueError("minimum must be less than maximum")
         return self
@@ -95,12 +99,12 @@ class RewardModelEnvironment(EnvironmentInterface):
             (item,) = answer["data"]
             scores = [float(score) for score in item["probs"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailed(f"{config.url} did not answer with scores of one text: {str(answer)[:500]}") from error
+            raise ServerFailed(f"{config.place} did not answer with scores of one text: {str(answer)[:500]}") from error
         if config.label >= len(scores):
             raise ServerFailed(f"config.label is {config.label}; the model has {len(scores)} classes, numbered from 0")
         score = scores[config.label]
         if not math.isfinite(score):
-            raise ServerFailed(f"{config.url} gave the score {score}")
+            raise ServerFailed(f"{config.place} gave the score {score}")
         return score
 
     def _message(self, message: ChatMessage) -> dict[str, str]:

@@ -6,15 +6,15 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
-from kuberoll_api.model.types import JsonObject
+from kuberoll_api.model.types import DNS_LABEL_PATTERN, JsonObject
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig
 from kuberoll_workers.environments.model_client import ModelClient, RequestLimits
 from kuberoll_workers.environments.registry import UnusableEnvironment
-from kuberoll_workers.environments.served_models import ServedModel, api_url, policy_endpoint
+from kuberoll_workers.environments.served_models import ServedModel, api_url, policy_endpoint, service_endpoint
 
 Url = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^https?://")]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
@@ -26,9 +26,13 @@ class ServerConfig(EnvironmentConfig):
     url: Url | None = Field(
         default=None, description="Base URL of an OpenAI-compatible API, with or without /v1; absent: the policy's own."
     )
+    service: Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, max_length=63)] | None = Field(
+        default=None, description="Name of one of the job's spec.services, instead of url."
+    )
     model: _Name | None = Field(default=None, description="The model's name there; absent: the first that it lists.")
     api_key_variable: _Name | None = Field(
-        default=None, description="Environment variable with the API key; absent: none, or the policy's token."
+        default=None,
+        description="Environment variable with the API key; absent: none, or the token of the policy or service.",
     )
     request: JsonObject = Field(
         default_factory=dict, description="Further fields of each request, such as seed; null leaves a field out."
@@ -44,16 +48,27 @@ class ServerConfig(EnvironmentConfig):
         """Limits of its requests."""
         return RequestLimits(attempts=self.attempts, seconds=self.request_seconds, parallel=self.parallel)
 
+    @property
+    def place(self) -> str:
+        """The model's place, for messages."""
+        return self.url or ("the policy" if self.service is None else f"the service {self.service}")
+
     def address(self) -> ServedModel:
         """Address of the model.
 
         Raises:
-            UnusableEnvironment: The variable of the key is not set, or there is no access to the policy.
+            UnusableEnvironment: The variable of the key is not set, or there is no access to the policy or service.
         """
-        if self.url is None:
-            policy = policy_endpoint()
-            return policy if self.api_key_variable is None else ServedModel(url=policy.url, token=self._key())
-        return ServedModel(url=api_url(self.url), token=self._key())
+        if self.url is not None:
+            return ServedModel(url=api_url(self.url), token=self._key())
+        served = policy_endpoint() if self.service is None else service_endpoint(self.service)
+        return served if self.api_key_variable is None else ServedModel(url=served.url, token=self._key())
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Self:
+        if self.url is not None and self.service is not None:
+            raise ValueError("url and service name two servers; remove one")
+        return self
 
     def _key(self) -> str | None:
         if self.api_key_variable is None:

