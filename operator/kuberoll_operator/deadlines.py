@@ -63,8 +63,13 @@ def startup_deadlines(job: RolloutJob, status: Mapping[str, Any]) -> dict[str, d
 
 
 def _never_ran(job: RolloutJob, generation: Mapping[str, Any], workers: Mapping[str, Any]) -> bool:
-    """True if no worker has run since generation became ready; never for an external policy: waiting costs no GPUs."""
-    if job.spec.workers.replicas == 0 or generation.get("reason") == Reason.EXTERNAL:
+    """True if no worker has run since generation became ready; never for an external policy: waiting costs no GPUs.
+
+    With services it does.
+    """
+    if job.spec.workers.replicas == 0:
+        return False
+    if generation.get("reason") == Reason.EXTERNAL and not job.spec.services:
         return False
     times = [parse_time(item.get("lastTransitionTime")) for item in (workers, generation)]
     return workers.get("status") == "False" and None not in times and times[0] <= times[1]  # type: ignore[operator]

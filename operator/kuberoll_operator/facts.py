@@ -32,6 +32,7 @@ from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, s
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.servers import served
+from kuberoll_operator.servers import service_states, unready
 from kuberoll_operator.settings import Settings
 
 FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
@@ -50,7 +51,7 @@ class Stage(Enum):
     CHECKING = "the workers' inputs are being checked, before any engine is started"
     FINISHING = "all shards are done and are being aggregated"
     RUNNING = "workers may run"
-    STARTING = "waiting for generation"
+    STARTING = "waiting for generation and services"
 
 
 STOPPED: Final = frozenset({Stage.SUSPENDED, Stage.QUEUED})
@@ -196,7 +197,17 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         observed=observed,
         settings=settings,
         now=now,
-        stage=_stage(job, raw, ready=ready, shards=shards, check=check, finish=end, failure=failure, quota=quota),
+        stage=_stage(
+            job,
+            raw,
+            ready=ready,
+            served_now=unready(service_states(job, observed)) is None,
+            shards=shards,
+            check=check,
+            finish=end,
+            failure=failure,
+            quota=quota,
+        ),
         backend=name,
         hosting=backend.hosting(job, raw["metadata"]["namespace"], settings),
         generation=generation,
@@ -223,6 +234,11 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
                 f"spec.environments[{number}].isolation: the servers of environment {spec.name} do not reach the "
                 "policy, which it uses; use Process or Inline"
             )
+        if spec.used_services:
+            return (
+                f"spec.environments[{number}].isolation: the servers of environment {spec.name} do not reach the "
+                f"service {spec.used_services[0]}, which it uses; use Process or Inline"
+            )
     return BACKENDS[backend].problem(job, settings)
 
 
@@ -231,6 +247,7 @@ def _stage(
     raw: Object,
     *,
     ready: bool,
+    served_now: bool,
     shards: Shards,
     check: Check,
     finish: Finish,
@@ -254,7 +271,7 @@ def _stage(
         return Stage.FINISHING
     if not check.done:
         return Stage.CHECKING
-    return Stage.RUNNING if ready or shards.started else Stage.STARTING
+    return Stage.RUNNING if (ready and served_now) or shards.started else Stage.STARTING
 
 
 def _is_ready(state: GenerationState, status: Mapping[str, Any]) -> bool:
@@ -304,6 +321,9 @@ def _failure(
     refused = refusal(pods_of(observed.pods, names.ENVIRONMENT), "environment")
     if not shards.done and refused is not None:
         return Cause(Reason.REFUSED, redact(f"environment: {refused}"))
+    refused = refusal(pods_of(observed.pods, names.SERVICE), "service")
+    if not shards.done and refused is not None:
+        return Cause(Reason.REFUSED, redact(f"service: {refused}"))
     deadline = active_deadline(job, status)
     if deadline is not None and now >= deadline:
         return Cause(
@@ -378,6 +398,12 @@ def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.environment(name, number)),
             Ref("v1", "ConfigMap", names.environment(name, number)),
             Ref("v1", "Service", names.environment(name, number)),
+        ]
+    for number, _ in enumerate(job.spec.services):
+        refs += [
+            Ref("apps/v1", "Deployment", names.service(name, number)),
+            Ref("networking.k8s.io/v1", "NetworkPolicy", names.service(name, number)),
+            Ref("v1", "Service", names.service(name, number)),
         ]
     if backend.in_job:
         refs += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kuberoll_api.contract import ENVIRONMENT_PORT, GENERATION_PORT
+from kuberoll_api.contract import ENVIRONMENT_PORT, GENERATION_PORT, SERVICE_PORT
 
 MANAGED_BY: Final = "kuberoll.io/operator"
 """Value of `spec.managedBy` that means this operator, as does its absence."""
@@ -29,6 +29,9 @@ PRIORITY_LABEL: Final = "kueue.x-k8s.io/priority-class"
 ENVIRONMENT_LABEL: Final = "kuberoll.io/environment"
 """Label of an environment's server pods: the environment's name."""
 
+SERVICE_LABEL: Final = "kuberoll.io/service"
+"""Label of a service's pods: the service's name."""
+
 DIGEST: Final = "kuberoll.io/digest"
 """Annotation of a child: digest of the object as it was rendered."""
 
@@ -48,6 +51,8 @@ WORKERS: Final = "workers"
 CHECK: Final = "check"
 ENVIRONMENT: Final = "environment"
 """Component of the server pods of environments with isolation Remote, and of what belongs to them."""
+SERVICE: Final = "service"
+"""Component of the pods of services, further served models, and of what belongs to them."""
 READER: Final = "reader"
 """Component of the pods that `kuberoll get` creates."""
 FINISH: Final = "finish"
@@ -100,6 +105,29 @@ def environment_selector(job: str, name: str) -> dict[str, str]:
 def environment_url(job: str, number: int, namespace: str) -> str:
     """URL of an environment's servers: each address of its host is one of them."""
     return f"http://{environment(job, number)}.{namespace}.svc:{ENVIRONMENT_PORT}"
+
+
+def service(job: str, number: int) -> str:
+    """Name of the Deployment of a service, a further served model, and of its Service and NetworkPolicy.
+
+    The number is the service's in the job: a longer name would not fit beside the job's.
+    """
+    return f"{job}-service-{number}"
+
+
+def service_tokens(job: str, digest: str) -> str:
+    """Name of the Secret with the API keys of the services; it contains a digest of them."""
+    return f"{job}-service-tokens-{digest[:10]}"
+
+
+def service_selector(job: str, name: str) -> dict[str, str]:
+    """Labels that select a service's pods."""
+    return {**selector(job, SERVICE), SERVICE_LABEL: name}
+
+
+def service_url(job: str, number: int, namespace: str) -> str:
+    """Base URL of a service's OpenAI-compatible API."""
+    return f"http://{service(job, number)}.{namespace}.svc:{SERVICE_PORT}/v1"
 
 
 def generation(job: str) -> str:

@@ -35,10 +35,11 @@ from kuberoll_operator.render.check import MUTABLE as MUTABLE_CHECK
 from kuberoll_operator.render.environments import MUTABLE as MUTABLE_SERVERS
 from kuberoll_operator.render.environments import pod_set
 from kuberoll_operator.render.finish import MUTABLE as MUTABLE_FINISH
+from kuberoll_operator.render.generation import MUTABLE as MUTABLE_SERVICES
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
 from kuberoll_operator.render.servers import served
 from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
-from kuberoll_operator.servers import deployments, server_states, unready
+from kuberoll_operator.servers import deployments, server_states, service_deployments, unready
 
 
 def plan(facts: Facts) -> Plan:
@@ -59,9 +60,9 @@ def plan(facts: Facts) -> Plan:
         stopped, unstoppable = _suspended_jobs(facts)
         return Plan(
             apply=tuple(render.seal(child) for child in stopped),
-            delete=_deletable([*_engine_refs(job), *deployments(job, observed), *unstoppable], facts),
+            delete=_deletable([*_engine_refs(job, observed), *deployments(job, observed), *unstoppable], facts),
         )
-    engines = _engine_refs(job)
+    engines = _engine_refs(job, observed)
     if facts.stage is Stage.CLEARING:
         return Plan(delete=_deletable([*engines, *deployments(job, observed)], facts))
     apply: list[Object] = []
@@ -103,6 +104,10 @@ def render_context(facts: Facts) -> RenderContext:
         environment_tokens={
             spec.name: settings.token_of(raw["metadata"]["uid"], f"environment/{spec.name}") for _, spec in served(job)
         },
+        service_tokens={
+            service.name: settings.token_of(raw["metadata"]["uid"], f"service/{service.name}")
+            for service in job.spec.services
+        },
     )
 
 
@@ -120,8 +125,10 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         # First: others refer to it.
         *render.build_token_secrets(context),
         *render.build_environment_secret(context),
+        *render.build_service_secret(context),
         render.build_config(context),
         *render.build_environment_fixtures(context),
+        *render.build_service_fixtures(context),
         *render.build_network_policies(context),
         *backend.fixtures(context),
         render.build_workers_service(context),
@@ -135,6 +142,10 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
     if facts.stage in {Stage.STARTING, Stage.RUNNING}:
         children += backend.engines(context, observed, now)
         outdated += backend.outdated(job, observed)
+        children += [
+            keep_shape(wanted, observed.get("Deployment", wanted["metadata"]["name"]), MUTABLE_SERVICES)
+            for wanted in render.build_service_deployments(context)
+        ]
     if facts.stage is Stage.CHECKING:
         live = observed.get("Job", names.check(context.name))
         # The check creates the environments, so it needs their servers.
@@ -167,7 +178,11 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         children.append(
             render.build_workload(
                 context,
-                [*backend.pod_sets(context), *render.environment_pod_sets(context)],
+                [
+                    *backend.pod_sets(context),
+                    *render.service_pod_sets(context),
+                    *render.environment_pod_sets(context),
+                ],
                 queue=facts.quota.queue,
                 priority=_priority(job, observed),
             )
@@ -210,16 +225,19 @@ def _workload_patches(facts: Facts) -> tuple[StatusPatch, ...]:
 
 def _reclaimable_pods(live: Object, facts: Facts) -> dict[str, int]:
     """Pods whose quota is no longer needed: once all shards are done, all but the one that aggregates, and servers."""
-    if facts.stage is not Stage.FINISHING or not facts.generation.released:
+    services = [*service_deployments(facts.job, facts.observed), *pods_of(facts.observed.pods, names.SERVICE)]
+    if facts.stage is not Stage.FINISHING or not facts.generation.released or services:
         return {}
     counts = {item["name"]: int(item.get("count", 1)) for item in live.get("spec", {}).get("podSets") or ()}
     kept = {names.WORKERS: 1, **{pod_set(number): counts.get(pod_set(number), 0) for number, _ in served(facts.job)}}
     return {name: count - kept.get(name, 0) for name, count in counts.items()}
 
 
-def _engine_refs(job: RolloutJob) -> list[Ref]:
+def _engine_refs(job: RolloutJob, observed: Observed) -> list[Ref]:
+    """References to all that may hold GPUs: engines, and services."""
     # Of all backends: a suspended job may have been switched to another.
-    return [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
+    engines = [item for backend in BACKENDS.values() for item in backend.engine_refs(job)]
+    return [*engines, *service_deployments(job, observed)]
 
 
 def _suspended_jobs(facts: Facts) -> tuple[list[Object], list[Ref]]:

@@ -68,6 +68,9 @@ def context(backend: str = "Native", **spec: Any) -> RenderContext:
         environment_tokens={
             spec.name: support.SETTINGS.token_of(UID, f"environment/{spec.name}") for spec in job.spec.environments
         },
+        service_tokens={
+            item.name: support.SETTINGS.token_of(UID, f"service/{item.name}") for item in job.spec.services
+        },
     )
 
 

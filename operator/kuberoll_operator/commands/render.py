@@ -95,10 +95,12 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
         tokens=dict.fromkeys(contract.SCOPES, TOKEN),
         environment_tokens={spec.name: TOKEN for spec in job.spec.environments},
+        service_tokens={service.name: TOKEN for service in job.spec.services},
     )
     at_once = "created at once, and kept until the RolloutJob is deleted"
     first = "created before the engines, and whenever the job is resumed; deleted when its pod has succeeded"
     engine = "created when the check is done; deleted when the job is suspended, done or failed"
+    services = engine if backend.in_job else "created at once; deleted when the job is suspended, done or failed"
     if not backend.in_job:
         engine, checks = "", []
     else:
@@ -106,7 +108,11 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
     servers = "created at once; deleted when the job is suspended, done or failed"
     worker = "created when generation is ready; suspended with the job, or when it fails"
     last = "created when all shards are done"
-    pod_sets = [*backend.pod_sets(context), *built.environment_pod_sets(context)]
+    pod_sets = [
+        *backend.pod_sets(context),
+        *built.service_pod_sets(context),
+        *built.environment_pod_sets(context),
+    ]
     queue, priority_class = queue_of(job, settings), priority_class_of(job)
     # Only the cluster knows the value of a priority class.
     priority = None if priority_class is None else built.Priority(priority_class, 0)
@@ -118,14 +124,17 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         *quota,
         *((at_once, child) for child in built.build_token_secrets(context)),
         *((at_once, child) for child in built.build_environment_secret(context)),
+        *((at_once, child) for child in built.build_service_secret(context)),
         (at_once, built.build_config(context)),
         *((at_once, child) for child in built.build_environment_fixtures(context)),
+        *((at_once, child) for child in built.build_service_fixtures(context)),
         *((at_once, child) for child in built.build_network_policies(context)),
         *((at_once, child) for child in backend.fixtures(context)),
         (at_once, built.build_workers_service(context)),
         *((servers, child) for child in built.build_environment_deployments(context)),
         *checks,
         *((engine, child) for child in backend.engines(context, Observed(), datetime.now(UTC))),
+        *((services, child) for child in built.build_service_deployments(context)),
         (worker, built.build_workers_job(context, suspend=False)),
         (last, built.build_finish_job(context)),
     ]

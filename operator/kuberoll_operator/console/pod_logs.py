@@ -24,7 +24,15 @@ from kuberoll_operator.kube.resources import EVENTS, PODS, ROLLOUT_JOBS
 from kuberoll_operator.model import Object
 
 OPERATOR: Final = "operator"
-COMPONENTS: Final = (names.WORKERS, names.GENERATION, OPERATOR, names.CHECK, names.FINISH, names.ENVIRONMENT)
+COMPONENTS: Final = (
+    names.WORKERS,
+    names.GENERATION,
+    OPERATOR,
+    names.CHECK,
+    names.FINISH,
+    names.ENVIRONMENT,
+    names.SERVICE,
+)
 
 POLL_SECONDS: Final = 2.0
 # Lines that arrive from several pods within this time are sorted.

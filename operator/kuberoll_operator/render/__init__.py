@@ -18,6 +18,8 @@ from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
 from kuberoll_operator.render.rayservice import build_rayservice
 from kuberoll_operator.render.servers import build_environment_secret
+from kuberoll_operator.render.service_tokens import build_service_secret
+from kuberoll_operator.render.services import build_service_deployments, build_service_fixtures, service_pod_sets
 from kuberoll_operator.render.tokens import build_token_secrets
 from kuberoll_operator.render.workers import build_workers_job, build_workers_service
 from kuberoll_operator.render.workload import Priority, build_workload
@@ -36,10 +38,14 @@ __all__ = [
     "build_generation_services",
     "build_network_policies",
     "build_rayservice",
+    "build_service_deployments",
+    "build_service_fixtures",
+    "build_service_secret",
     "build_token_secrets",
     "build_workers_job",
     "build_workers_service",
     "build_workload",
     "environment_pod_sets",
     "seal",
+    "service_pod_sets",
 ]

@@ -42,6 +42,7 @@ class RenderContext:
         shards: Number of shards of the dataset.
         tokens: Bearer tokens of the policy, by scope.
         environment_tokens: Bearer tokens of environments' servers, by the environment's name.
+        service_tokens: API keys of services, by the service's name.
         assignments: Constraints from the admission, by pod set; empty without a queue.
     """
 
@@ -53,6 +54,7 @@ class RenderContext:
     shards: int
     tokens: Mapping[str, str]
     environment_tokens: Mapping[str, str] = field(default_factory=dict)
+    service_tokens: Mapping[str, str] = field(default_factory=dict)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property

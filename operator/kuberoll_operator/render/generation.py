@@ -11,10 +11,9 @@ from typing import Any, Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
-from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import POD_IP, container, pod_template, standard_volumes
+from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, engine_volumes, pod_template
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
@@ -23,6 +22,12 @@ MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
 GROUPS_MUTABLE: Final = frozenset({"replicas"})
 """Fields of the LeaderWorkerSet that may change without restarting engines."""
 
+STRATEGY: Final[Mapping[str, Any]] = {
+    "type": "RollingUpdate",
+    "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
+}
+"""Update strategy of engines: a surge pod could wait forever for a second GPU."""
+
 GRACE_SECONDS: Final = 60
 PROBE_SECONDS: Final = 10
 
@@ -30,8 +35,8 @@ PROBE_SECONDS: Final = 10
 def build_generation_deployment(context: RenderContext, *, replicas: int) -> Object:
     """Deployment <job>-generation.
 
-    It never has more pods than replicas: a surge pod could wait forever for a second GPU. Weights are not part of it:
-    pods read them from their mounted configuration while they run.
+    It never has more pods than replicas. Weights are not part of it: pods read them from their mounted configuration
+    while they run.
     """
     spec = context.job.spec
     child = context.child("apps/v1", "Deployment", names.generation(context.name), names.GENERATION)
@@ -40,7 +45,7 @@ def build_generation_deployment(context: RenderContext, *, replicas: int) -> Obj
         "replicas": replicas,
         "revisionHistoryLimit": 0,
         "selector": {"matchLabels": names.selector(context.name, names.GENERATION)},
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "strategy": STRATEGY,
         "template": _template(context),
     }
     return shaped(child, MUTABLE)
@@ -83,8 +88,7 @@ def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
     """
     spec = context.job.spec
     options = spec.generation
-    volumes = standard_volumes(context)
-    volumes.add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
+    volumes = engine_volumes(context)
     # Serve's own paths on the policy's port succeed too early, or wait behind generation: the pod's main process
     # answers instead.
     ready = {"httpGet": {"path": "/healthz", "port": "metrics"}, "timeoutSeconds": 5}
@@ -106,8 +110,7 @@ def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
         module="kuberoll_workers.pods.generation",
         image=context.settings.generation_image,
         env=[
-            {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
-            {"name": "HOME", "value": STATE_DIRECTORY},
+            *STATE_VARIABLES,
             *env,
             *token_variables(context, *contract.SCOPES),
         ],

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from kuberoll_api import contract
 from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.services import ModelService
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
@@ -31,12 +32,13 @@ def build_network_policies(context: RenderContext) -> list[Object]:
     """The job's NetworkPolicies.
 
     <job>-workers for all pods with the workers' options, <job>-generation for our own policy, and <job>-env-<number>
-    for the server pods of each environment that has some.
+    for the server pods of each environment that has some, <job>-service-<number> for each service.
     """
     return [
         _workers(context),
         *([_generation(context)] if context.hosting.in_job else []),
         *(_environment(context, number, spec) for number, spec in served(context.job)),
+        *(_service(context, number, service) for number, service in enumerate(context.job.spec.services)),
     ]
 
 
@@ -48,6 +50,9 @@ def _workers(context: RenderContext) -> Object:
     if any(True for _ in served(context.job)):
         servers = {"podSelector": {"matchLabels": names.selector(context.name, names.ENVIRONMENT)}}
         egress.append({"ports": [tcp(contract.ENVIRONMENT_PORT)], "to": [servers]})
+    if context.job.spec.services:
+        models = {"podSelector": {"matchLabels": names.selector(context.name, names.SERVICE)}}
+        egress.append({"ports": [tcp(contract.SERVICE_PORT)], "to": [models]})
     ports, named = {*context.settings.egress_ports}, _ports_of(context)
     without = context.settings.egress_except
     if without:
@@ -84,6 +89,17 @@ def _generation(context: RenderContext) -> Object:
         ],
     }
     return _policy(context, names.generation(context.name), names.GENERATION, spec)
+
+
+def _service(context: RenderContext, number: int, service: ModelService) -> Object:
+    """Pods of a service: only the job's workers may enter. As engines do, they load models from anywhere."""
+    workers = {"podSelector": {"matchLabels": names.selector(context.name, names.WORKERS)}}
+    spec = {
+        "podSelector": {"matchLabels": names.service_selector(context.name, service.name)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"ports": [tcp(contract.SERVICE_PORT)], "from": [workers]}],
+    }
+    return _policy(context, names.service(context.name, number), names.SERVICE, spec)
 
 
 def _environment(context: RenderContext, number: int, spec: Environment) -> Object:

@@ -21,6 +21,13 @@ TEMPORARY_DIRECTORY: Final = "/tmp"
 POD_IP: Final[Mapping[str, Any]] = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 
 
+STATE_VARIABLES: Final[tuple[Mapping[str, Any], ...]] = (
+    {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
+    {"name": "HOME", "value": STATE_DIRECTORY},
+)
+"""Variables by which a program writes its caches into its state directory."""
+
+
 class Volumes:
     """Volumes of a pod, and their mounts in its container."""
 
@@ -40,6 +47,13 @@ def standard_volumes(context: RenderContext) -> Volumes:
     volumes.add("config", CONFIG_DIRECTORY, {"configMap": {"name": names.config(context.name)}}, read_only=True)
     volumes.add("state", STATE_DIRECTORY, {"emptyDir": {}})
     volumes.add("tmp", TEMPORARY_DIRECTORY, {"emptyDir": {}})
+    return volumes
+
+
+def engine_volumes(context: RenderContext) -> Volumes:
+    """The standard volumes, and shared memory, through which processes of a model that is spread over GPUs talk."""
+    volumes = standard_volumes(context)
+    volumes.add("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
     return volumes
 
 

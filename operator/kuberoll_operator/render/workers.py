@@ -8,11 +8,11 @@ from typing import Any, Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
-from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
-from kuberoll_operator.render.pods import POD_IP, container, data_volumes, pod_template
+from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, data_volumes, pod_template
 from kuberoll_operator.render.servers import environment_token_variables
+from kuberoll_operator.render.service_tokens import service_variables
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"parallelism", "suspend"})
@@ -38,11 +38,11 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
         arguments=arguments,
         image=context.settings.worker_image,
         env=[
-            {"name": "HF_HOME", "value": f"{STATE_DIRECTORY}/huggingface"},
-            {"name": "HOME", "value": STATE_DIRECTORY},
+            *STATE_VARIABLES,
             POD_IP,
             *token_variables(context, "generate"),
             *environment_token_variables(context),
+            *(service_variables(context) if component == names.WORKERS else ()),
         ],
         volumes=volumes,
         read_only=True,

@@ -22,7 +22,7 @@ from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, 
 from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
 from kuberoll_operator.mounts import awaits_volumes
 from kuberoll_operator.render.servers import served
-from kuberoll_operator.servers import first_problem, server_states, unready
+from kuberoll_operator.servers import ServerState, first_problem, server_states, service_states, unready
 
 Json = dict[str, Any]
 
@@ -117,9 +117,21 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
 def _waits_for_servers(facts: Facts, before: Mapping[str, Any]) -> Verdict | None:
     """The state of the first environment without a server that is ready; None if all have one."""
     parts = [lambda job, number=number: names.environment(job, number) for number, _ in served(facts.job)]
-    if (error := _error(facts.observed, facts.job, *parts)) is not None and parts:
+    return _waits_for(facts, before, parts, server_states(facts.job, facts.observed))
+
+
+def _waits_for_services(facts: Facts, before: Mapping[str, Any]) -> Verdict | None:
+    """The state of the first service without a server that is ready; None if all have one."""
+    parts = [lambda job, number=number: names.service(job, number) for number, _ in enumerate(facts.job.spec.services)]
+    return _waits_for(facts, before, parts, service_states(facts.job, facts.observed))
+
+
+def _waits_for(
+    facts: Facts, before: Mapping[str, Any], parts: Sequence[Any], states: Sequence[ServerState]
+) -> Verdict | None:
+    if parts and (error := _error(facts.observed, facts.job, *parts)) is not None:
         return False, error.reason, error.message
-    state = unready(server_states(facts.job, facts.observed))
+    state = unready(states)
     if state is None:
         return None
     if state.problem is None:
@@ -207,10 +219,13 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     blocked = facts.name_conflict or _error(observed, job, *parts)
     if blocked and not shards.active:
         return False, blocked.reason, blocked.message
-    if facts.ready and (unserved := _waits_for_servers(facts, before)) is not None and not shards.started:
-        return unserved
     if not shards.started:
-        text = "the workers start next" if facts.ready else "workers start when generation is ready"
+        if facts.ready:
+            unserved = _waits_for_servers(facts, before) or _waits_for_services(facts, before)
+            return unserved or (False, Reason.WAITING_FOR_GENERATION, "the workers start next")
+        failing_service = first_problem(service_states(job, observed))
+        more = "" if failing_service is None else f"; {failing_service.text}"
+        text = redact(f"workers start when generation is ready{more}")
         return False, Reason.WAITING_FOR_GENERATION, text
     living = [pod for pod in pods_of(observed.pods, names.WORKERS) if any_active([pod])]
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in living)
@@ -222,7 +237,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
     outages = [(shard, item.waiting) for shard, item in sorted(observed.progress.items()) if item.waiting]
     waiting = "; shard {} waits for its policy: {}".format(*outages[0]) if outages else ""
-    without = first_problem(server_states(job, observed))
+    without = first_problem([*server_states(job, observed), *service_states(job, observed)])
     servers = "" if without is None else f"; {without.text}"
     text = redact(f"{running} workers are running, {count}{last}{failing}{waiting}{servers}")
     problem = _problem(observed, living, "worker")
