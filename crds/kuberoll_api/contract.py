@@ -45,6 +45,9 @@ SERVICE_PORT: Final = 8000
 ENVIRONMENT_TOKEN: Final = "KUBEROLL_ENVIRONMENT_TOKEN"
 """Variable of such a pod, with the bearer token that its requests need."""
 
+SERVERS_TOKEN_VARIABLE: Final = "KUBEROLL_TOKEN_GENERATE_SERVERS"
+"""Variable of generation pods, with a second token of scope `generate`: that of environments' server pods, if any."""
+
 APPLICATION: Final = "kuberoll"
 """Name of the Serve application."""
 
@@ -135,7 +138,8 @@ class EnvironmentPodConfig:
         job: Name of the RolloutJob, for logs.
         name, type, entrypoint, config, processes, spare_processes, step_timeout_seconds: As in the environment.
         modules: Directory of modules of the job's own, searched first; None if it brings none.
-        variables, readable_paths, writable_paths: As in the environment's `access`.
+        variables, readable_paths, writable_paths: As in the environment's `access`; `variables` also has those of the
+            policy, if the environment uses it.
     """
 
     job: str

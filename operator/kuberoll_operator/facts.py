@@ -31,6 +31,7 @@ from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
+from kuberoll_operator.render.policy_access import policy_access_problem
 from kuberoll_operator.render.servers import served
 from kuberoll_operator.servers import service_states, unready
 from kuberoll_operator.settings import Settings
@@ -229,16 +230,13 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
     except InvalidOutput as error:
         return str(error)
     for number, spec in served(job):
-        if spec.uses_policy:
-            return (
-                f"spec.environments[{number}].isolation: the servers of environment {spec.name} do not reach the "
-                "policy, which it uses; use Process or Inline"
-            )
         if spec.used_services:
             return (
                 f"spec.environments[{number}].isolation: the servers of environment {spec.name} do not reach the "
                 f"service {spec.used_services[0]}, which it uses; use Process or Inline"
             )
+    if (problem := policy_access_problem(job)) is not None:
+        return problem
     return BACKENDS[backend].problem(job, settings)
 
 

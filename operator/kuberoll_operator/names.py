@@ -97,6 +97,11 @@ def environment_tokens(job: str, digest: str) -> str:
     return f"{job}-env-tokens-{digest[:10]}"
 
 
+def policy_access(job: str, digest: str) -> str:
+    """Name of the Secret with the policy's address and token for environments' servers, with a digest of both."""
+    return f"{job}-env-policy-{digest[:10]}"
+
+
 def environment_selector(job: str, name: str) -> dict[str, str]:
     """Labels that select an environment's server pods."""
     return {**selector(job, ENVIRONMENT), ENVIRONMENT_LABEL: name}

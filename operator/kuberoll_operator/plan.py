@@ -108,6 +108,7 @@ def render_context(facts: Facts) -> RenderContext:
             service.name: settings.token_of(raw["metadata"]["uid"], f"service/{service.name}")
             for service in job.spec.services
         },
+        servers_token=settings.token_of(raw["metadata"]["uid"], "generate/servers"),
     )
 
 
@@ -126,6 +127,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         *render.build_token_secrets(context),
         *render.build_environment_secret(context),
         *render.build_service_secret(context),
+        *render.build_policy_access(context),
         render.build_config(context),
         *render.build_environment_fixtures(context),
         *render.build_service_fixtures(context),

@@ -116,6 +116,14 @@ REFUSED: dict[str, Contradiction] = {
         {"spec.environments.0.isolation": "Remote", "spec.environments.0.remote": {"urls": ["http://a"]}},
         "spec.environments[0].remote.urls: Invalid value: further servers need url",
     ),
+    "the policy for servers of others": Contradiction(
+        {
+            "spec.environments.0.isolation": "Remote",
+            "spec.environments.0.remote": {"url": "http://a"},
+            "spec.environments.0.access": {"policy": True},
+        },
+        "spec.environments[0].access.policy: Invalid value: servers at remote.url are run by somebody else",
+    ),
     "a token of no server": Contradiction(
         {"spec.environments.0.isolation": "Remote", "spec.environments.0.remote": {"apiKeyVariable": "A"}},
         "spec.environments[0].remote.apiKeyVariable: Invalid value: is for servers at url; found none",

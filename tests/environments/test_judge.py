@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_api.model.environments import Environment
+from kuberoll_api.policy_access import POLICY_TOKEN, POLICY_URL
 from kuberoll_workers.authoring.contract import run_contract
 from kuberoll_workers.authoring.subject import Subject
 from kuberoll_workers.environments import UnusableEnvironment, UnusableRow
@@ -27,8 +28,6 @@ from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import (
-    POLICY_TOKEN,
-    POLICY_URL,
     ServedModel,
     endpoint_variables,
     policy_endpoint,

@@ -71,6 +71,7 @@ def context(backend: str = "Native", **spec: Any) -> RenderContext:
         service_tokens={
             item.name: support.SETTINGS.token_of(UID, f"service/{item.name}") for item in job.spec.services
         },
+        servers_token=support.SETTINGS.token_of(UID, "generate/servers"),
     )
 
 

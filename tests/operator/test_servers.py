@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kuberoll_operator import names, render
+from kuberoll_operator.backends import BACKENDS
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.model import Object, Plan
 from kuberoll_operator.plan import plan
@@ -28,7 +29,8 @@ from tests.operator.support import (
     waiting,
     workers_job,
 )
-from tests.operator.test_render import children, context
+from tests.operator.test_render import children, context, templates
+from tests.schemas import validate
 
 REMOTE: list[Object] = [{"name": "puzzle", "type": "sliding_puzzle", "isolation": "Remote"}]
 CHECKED = condition("WorkersChecked", True, "Checked")
@@ -121,12 +123,120 @@ def test_an_environment_that_is_refused_fails_the_job() -> None:
     assert cause == ("Refused", "environment: size: must be at least 2")
 
 
-def test_servers_that_would_need_the_policy_are_refused() -> None:
-    environments = [{**REMOTE[0], "access": {"policy": True}}]
-    found = compute_facts(job(environments=environments), raw({}), observed(), SETTINGS, at(0)).failure
+EXTERNAL: dict[str, Any] = {
+    "backend": "External", "replicas": None, "external": {"url": "http://a:8123", "apiKeyVariable": "KEY"},
+}  # fmt: skip
+POLICY = {"KUBEROLL_POLICY_URL", "KUBEROLL_POLICY_TOKEN"}
+
+
+def variables_of(child: Object) -> dict[str, Any]:
+    """Variables of the first container of each of its pods, by name."""
+    containers = [template["spec"]["containers"][0] for template in templates(child)]
+    return {item["name"]: item for container in containers for item in container["env"]}
+
+
+@pytest.mark.parametrize("backend", ["Native", "KubeRay"])
+def test_servers_with_access_to_the_policy_have_a_token_of_their_own(backend: str) -> None:
+    debate: Object = {"name": "debate", "entrypoint": "a:B", "isolation": "Remote", "access": {"policy": True}}
+    judge: Object = {"name": "judge", "type": "judge", "isolation": "Remote"}
+    found = context(backend, environments=[debate, *REMOTE, judge])
+    [secret] = render.build_policy_access(found)
+    assert secret["immutable"] is True
+    assert secret["stringData"]["url"] == f"{found.hosting.endpoint}/v1"
+    token = secret["stringData"]["token"]
+    # No token of anybody else: not the workers', which is of the same scope.
+    assert token not in {*found.tokens.values(), *found.environment_tokens.values()}
+    name = secret["metadata"]["name"]
+
+    deployments = render.build_environment_deployments(found)
+    configs = [item for item in render.build_environment_fixtures(found) if item["kind"] == "ConfigMap"]
+    for number, (made, config) in enumerate(zip(deployments, configs, strict=True)):
+        given = {key: item for key, item in variables_of(made).items() if key in POLICY}
+        told = json.loads(config["data"]["environment.json"]).get("variables", [])
+        if number == 1:
+            assert (given, told) == ({}, [])
+            continue
+        keys = {key: item["valueFrom"]["secretKeyRef"] for key, item in given.items()}
+        assert keys == {
+            "KUBEROLL_POLICY_URL": {"name": name, "key": "url"},
+            "KUBEROLL_POLICY_TOKEN": {"name": name, "key": "token"},
+        }
+        # Or the processes of the environment, which start with few variables, would not see them.
+        assert set(told) == POLICY
+    engines = BACKENDS[backend].engines(found, observed(), at(0))
+    workers = [render.build_workers_job(found, suspend=False), render.build_check_job(found)]
+    for engine in engines:
+        reference = variables_of(engine)["KUBEROLL_TOKEN_GENERATE_SERVERS"]["valueFrom"]["secretKeyRef"]
+        assert reference == {"name": name, "key": "token"}
+    for item in [*workers, render.build_finish_job(found)]:
+        assert name not in json.dumps(item)
+    shown = [*deployments, *configs, *engines, *workers, render.build_config(found)]
+    assert token not in json.dumps([*shown, *render.build_network_policies(found)])
+    # To workers, these servers have what they need: they do not look for an address on their behalf.
+    told_workers = json.loads(render.build_config(found)["data"]["job.json"])["job"]["spec"]
+    parsed = job(environments=told_workers["environments"]).spec.environments
+    assert [spec.uses_policy for spec in parsed] == [False] * 3
+
+
+def test_without_servers_that_use_the_policy_nobody_has_a_token_for_it() -> None:
+    found = context(environments=[*REMOTE, {"name": "judge", "type": "judge"}])
+    assert render.build_policy_access(found) == []
+    [engine] = BACKENDS["Native"].engines(found, observed(), at(0))
+    assert "KUBEROLL_TOKEN_GENERATE_SERVERS" not in variables_of(engine)
+    assert not POLICY & set(variables_of(render.build_environment_deployments(found)[0]))
+
+
+@pytest.mark.parametrize("backend", ["Native", "KubeRay"])
+def test_only_servers_with_access_are_let_in_by_the_policy(backend: str) -> None:
+    debate: Object = {"name": "debate", "entrypoint": "a:B", "isolation": "Remote", "access": {"policy": True}}
+    found = context(backend, environments=[*REMOTE, debate])
+    _, engines, plain, asking = render.build_network_policies(found)
+    entries = [
+        (peer["podSelector"], [port["port"] for port in rule["ports"]])
+        for rule in engines["spec"]["ingress"]
+        for peer in rule["from"]
+        if "environment" in str(peer)
+    ]
+    selector = {
+        "matchExpressions": [{"key": names.ENVIRONMENT_LABEL, "operator": "In", "values": ["debate"]}],
+        "matchLabels": names.selector("puzzle", names.ENVIRONMENT),
+    }
+    assert entries == [(selector, [8000])]
+    way = {
+        "ports": [{"protocol": "TCP", "port": 8000}],
+        "to": [{"podSelector": {"matchLabels": names.selector("puzzle", names.GENERATION)}}],
+    }
+    assert asking["spec"]["egress"][1:] == [way]
+    assert plain["spec"]["egress"][1:] == []
+    for policy in (engines, plain, asking):
+        validate(policy)
+
+
+def test_servers_reach_an_external_policy_with_the_key_that_they_are_given() -> None:
+    key = {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "for-judges", "key": "k"}}}
+    judge: Object = {"name": "judge", "type": "judge", "isolation": "Remote", "remote": {"env": [key]}}
+    found = context("External", environments=[judge], generation=EXTERNAL)
+    [secret] = render.build_policy_access(found)
+    assert secret["stringData"] == {"url": "http://a:8123/v1"}
+    variables = variables_of(render.build_environment_deployments(found)[0])
+    assert variables["KUBEROLL_POLICY_TOKEN"] == {**key, "name": "KUBEROLL_POLICY_TOKEN"}
+    assert variables["KUBEROLL_POLICY_URL"]["valueFrom"]["secretKeyRef"]["key"] == "url"
+    [_, policy] = render.build_network_policies(found)
+    assert [rule["ports"] for rule in policy["spec"]["egress"][1:]] == [[{"protocol": "TCP", "port": 8123}]]
+    validate(policy)
+
+
+def test_servers_without_the_key_of_an_external_policy_are_refused() -> None:
+    workers = {"env": [{"name": "KEY", "value": "of the workers"}]}
+    judge: Object = {"name": "judge", "type": "judge", "isolation": "Remote"}
+    asked = job(environments=[*REMOTE, judge], generation=EXTERNAL, workers=workers)
+    found = compute_facts(asked, raw({}), observed(), SETTINGS, at(0)).failure
     assert found is not None
     assert found.reason == "InvalidSpec"
-    assert found.message.startswith("spec.environments[0].isolation: the servers of environment puzzle do not reach")
+    assert found.message.startswith(
+        "spec.environments[1].remote.env: environment judge uses the policy, whose API key is in the variable KEY"
+    )
+    assert "set KEY here too" in found.message
 
 
 def test_each_environment_has_a_token_that_only_its_servers_and_the_workers_get() -> None:

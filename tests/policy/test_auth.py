@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,17 @@ def test_only_the_token_itself_opens(header: str | None, code: int) -> None:
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None:
     assert status(f"Bearer {TOKENS.for_scope(shown)}", scope) == (200 if scope in (shown, "read") else 403)
+
+
+@pytest.mark.parametrize(("scope", "code"), [("generate", 200), ("read", 200), ("weights", 403)])
+def test_servers_of_environments_can_only_generate(scope: Scope, code: int) -> None:
+    tokens = msgspec.structs.replace(TOKENS, servers="judge-1234")
+    assert status("Bearer judge-1234", scope, tokens) == code
+    assert status("Bearer judge-1234", scope) == 401
+    assert status("Bearer sample-1234", "generate", tokens) == 200
+    environment = {**tokens.variables(), "PATH": "/bin"}
+    assert take_tokens(environment) == tokens
+    assert environment == {"PATH": "/bin"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_api.policy_access import POLICY_VARIABLES
 from kuberoll_workers.data.lifetime import end_with_parent, watch_parent
 from kuberoll_workers.data.observations import (
     ChatTemplateObservations,
@@ -51,12 +52,7 @@ from kuberoll_workers.environments.processes import ProcessEnvironment
 from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
-from kuberoll_workers.environments.served_models import (
-    POLICY_VARIABLES,
-    ServedModel,
-    endpoint_variables,
-    service_variables,
-)
+from kuberoll_workers.environments.served_models import ServedModel, endpoint_variables, service_variables
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage

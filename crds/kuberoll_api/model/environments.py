@@ -35,7 +35,7 @@ class EnvironmentAccess(Model):
         default=False,
         description="Access to the policy's own endpoint: the environment finds its OpenAI-compatible API in the "
         "variables KUBEROLL_POLICY_URL and KUBEROLL_POLICY_TOKEN; the token can only generate. A judge without a url "
-        "has it anyway.",
+        "has it anyway. Servers at remote.url have none of this job.",
     )
     services: list[DnsLabel] = Field(
         default_factory=list,
@@ -228,7 +228,9 @@ class Environment(Model):
 
     @property
     def uses_policy(self) -> bool:
-        """True if it must be given the policy's own endpoint."""
+        """True if it must be given the policy's own endpoint; servers elsewhere have the settings of who runs them."""
+        if self.remote is not None and self.remote.located:
+            return False
         named = self.config.get("url") is not None or self.asked_service is not None
         return self.access.policy or (self.type in ("judge", "judge_pairs") and not named)
 
@@ -248,6 +250,13 @@ class Environment(Model):
     def _one_kind(self) -> Self:
         if self.remote is not None and self.isolation != "Remote":
             raise contradiction("is only for isolation Remote; set isolation: Remote, or remove it", "remote")
+        if self.access.policy and self.remote is not None and self.remote.located:
+            raise contradiction(
+                "servers at remote.url are run by somebody else, who gets no token of this job; remove it and set "
+                "KUBEROLL_POLICY_URL and KUBEROLL_POLICY_TOKEN where the servers are run, or remove remote.url",
+                "access",
+                "policy",
+            )
         if self.type is None and self.entrypoint is None and self.remote is not None and self.remote.url is not None:
             return self
         if (self.type is None) == (self.entrypoint is None):

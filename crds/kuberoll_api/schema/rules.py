@@ -209,6 +209,13 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "is only for isolation Remote; set isolation: Remote, or remove it",
             "remote",
         ),
+        CelRule(
+            "!has(self.remote) || !has(self.remote.url) || !has(self.access) || !has(self.access.policy) || "
+            "!self.access.policy",
+            "servers at remote.url are run by somebody else, who gets no token of this job; remove it and set "
+            "KUBEROLL_POLICY_URL and KUBEROLL_POLICY_TOKEN where the servers are run, or remove remote.url",
+            "access.policy",
+        ),
     ),
     EnvironmentServers.__name__: (
         CelRule(

@@ -16,6 +16,7 @@ from kuberoll_operator.render.generation import (
 )
 from kuberoll_operator.render.network import build_network_policies
 from kuberoll_operator.render.objects import seal
+from kuberoll_operator.render.policy_access import build_policy_access
 from kuberoll_operator.render.rayservice import build_rayservice
 from kuberoll_operator.render.servers import build_environment_secret
 from kuberoll_operator.render.service_tokens import build_service_secret
@@ -37,6 +38,7 @@ __all__ = [
     "build_generation_groups",
     "build_generation_services",
     "build_network_policies",
+    "build_policy_access",
     "build_rayservice",
     "build_service_deployments",
     "build_service_fixtures",

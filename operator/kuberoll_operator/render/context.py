@@ -43,6 +43,7 @@ class RenderContext:
         tokens: Bearer tokens of the policy, by scope.
         environment_tokens: Bearer tokens of environments' servers, by the environment's name.
         service_tokens: API keys of services, by the service's name.
+        servers_token: Bearer token of the policy for environments' servers; it can only generate.
         assignments: Constraints from the admission, by pod set; empty without a queue.
     """
 
@@ -55,6 +56,7 @@ class RenderContext:
     tokens: Mapping[str, str]
     environment_tokens: Mapping[str, str] = field(default_factory=dict)
     service_tokens: Mapping[str, str] = field(default_factory=dict)
+    servers_token: str = field(default="", repr=False)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property

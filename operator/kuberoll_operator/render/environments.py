@@ -20,6 +20,7 @@ from kuberoll_operator.render.config import FILES_DIRECTORY, STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, TEMPORARY_DIRECTORY, Volumes, container, pod_template
+from kuberoll_operator.render.policy_access import policy_access_names, policy_access_variables
 from kuberoll_operator.render.servers import served, server_token_variable, servers_of
 from kuberoll_operator.render.workload import PodSet
 
@@ -79,7 +80,7 @@ def _config(context: RenderContext, spec: Environment) -> dict[str, Any]:
         spare_processes=spec.spare_processes,
         step_timeout_seconds=spec.step_timeout_seconds,
         modules=None if context.job.spec.workers.files is None else FILES_DIRECTORY,
-        variables=spec.access.variables,
+        variables=[*spec.access.variables, *policy_access_names(spec)],
         readable_paths=spec.access.readable_paths,
         writable_paths=spec.access.writable_paths,
     )
@@ -125,6 +126,7 @@ def _template(context: RenderContext, number: int, spec: Environment) -> Object:
             {"name": "HOME", "value": STATE_DIRECTORY},
             POD_IP,
             server_token_variable(context, contract.ENVIRONMENT_TOKEN, number),
+            *policy_access_variables(context, spec),
         ],
         volumes=volumes,
         read_only=True,

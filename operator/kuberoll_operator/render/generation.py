@@ -14,6 +14,7 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, engine_volumes, pod_template
+from kuberoll_operator.render.policy_access import servers_token_variables
 from kuberoll_operator.render.tokens import token_variables
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
@@ -113,6 +114,7 @@ def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
             *STATE_VARIABLES,
             *env,
             *token_variables(context, *contract.SCOPES),
+            *servers_token_variables(context),
         ],
         volumes=volumes,
         read_only=False,

@@ -13,6 +13,7 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
+from kuberoll_operator.render.policy_access import policy_users
 from kuberoll_operator.render.servers import served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
@@ -83,6 +84,7 @@ def _generation(context: RenderContext) -> Object:
         "policyTypes": ["Ingress"],
         "ingress": [
             {"ports": _policy_ports(context), "from": [workers]},
+            *_servers_with_policy(context),
             {"ports": [tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
             {"from": [own]},
             *context.hosting.visitors,
@@ -102,6 +104,27 @@ def _service(context: RenderContext, number: int, service: ModelService) -> Obje
     return _policy(context, names.service(context.name, number), names.SERVICE, spec)
 
 
+def _servers_with_policy(context: RenderContext) -> list[Object]:
+    """Ingress of the policy's endpoint from the server pods of environments that use it; none without one."""
+    users = sorted(spec.name for _, spec in policy_users(context.job))
+    pods = {
+        "matchExpressions": [{"key": names.ENVIRONMENT_LABEL, "operator": "In", "values": users}],
+        "matchLabels": names.selector(context.name, names.ENVIRONMENT),
+    }
+    return [{"ports": [tcp(contract.GENERATION_PORT)], "from": [{"podSelector": pods}]}] if users else []
+
+
+def _way_to_policy(context: RenderContext, spec: Environment) -> list[Object]:
+    """Egress of an environment's server pods to the policy's endpoint; none without access."""
+    if not spec.uses_policy:
+        return []
+    if context.hosting.in_job:
+        pods = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
+        return [{"ports": [tcp(contract.GENERATION_PORT)], "to": [pods]}]
+    port = _port(context.hosting.endpoint)
+    return [] if port is None else [{"ports": [tcp(port)], "to": [*_ANYWHERE_INSIDE, *_anywhere(())]}]
+
+
 def _environment(context: RenderContext, number: int, spec: Environment) -> Object:
     """Server pods: only the job's workers may enter, and DNS is all that they reach by default."""
     peers = {
@@ -118,7 +141,7 @@ def _environment(context: RenderContext, number: int, spec: Environment) -> Obje
         {
             "podSelector": {"matchLabels": names.environment_selector(context.name, spec.name)},
             "policyTypes": ["Egress", "Ingress"],
-            "egress": [_DNS, *egress],
+            "egress": [_DNS, *_way_to_policy(context, spec), *egress],
             "ingress": [{"ports": [tcp(contract.ENVIRONMENT_PORT)], "from": [peers]}],
         },
     )

@@ -30,6 +30,7 @@ from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS
 from kuberoll_operator.render.objects import annotated, annotation, digest
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY, Volumes, container, pod_template
+from kuberoll_operator.render.policy_access import servers_token_variables
 from kuberoll_operator.render.tokens import token_variables
 
 GROUP: Final = "engines"
@@ -285,6 +286,7 @@ def _environment(context: RenderContext) -> list[Object]:
             for name, value in {**own, **dict(sorted((SERVE_ENVIRONMENT | balance).items()))}.items()
         ),
         *token_variables(context, *contract.SCOPES),
+        *servers_token_variables(context),
     ]
 
 

@@ -51,6 +51,9 @@ def located(context: RenderContext, spec: dict[str, Any]) -> dict[str, Any]:
             "url": names.environment_url(context.name, number, context.namespace),
             "apiKeyVariable": contract.environment_token_variable(number),
         }
+        # To workers these servers are elsewhere, and have their access to the policy.
+        if (access := environments[number].get("access", {})).get("policy"):
+            environments[number]["access"] = {**access, "policy": False}
     return {**spec, "environments": environments}
 
 

@@ -6,15 +6,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
 
 from kuberoll_api.contract import service_token_variable, service_url_variable
+from kuberoll_api.policy_access import POLICY_TOKEN, POLICY_URL, api_url
 from kuberoll_workers.environments.registry import UnusableEnvironment
-
-POLICY_URL: Final = "KUBEROLL_POLICY_URL"
-POLICY_TOKEN: Final = "KUBEROLL_POLICY_TOKEN"
-POLICY_VARIABLES: Final = (POLICY_URL, POLICY_TOKEN)
-"""Address of the policy's OpenAI-compatible API, with its `/v1`, and a token that can only generate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +23,6 @@ class ServedModel:
 
     url: str
     token: str | None = field(default=None, repr=False)
-
-
-def api_url(url: str) -> str:
-    """The base URL of an endpoint's OpenAI-compatible API, from a URL with or without `/v1`."""
-    base = url.rstrip("/")
-    return base if base.endswith("/v1") else f"{base}/v1"
 
 
 def policy_endpoint(environment: Mapping[str, str] | None = None) -> ServedModel:

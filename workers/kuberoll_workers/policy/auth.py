@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from kuberoll_api.contract import SCOPES, Scope, token_variable
+from kuberoll_api.contract import SCOPES, SERVERS_TOKEN_VARIABLE, Scope, token_variable
 
 # Tokens for sampling and for publishing also open the read scope; no token opens both of the others.
 _ACCEPTED_SCOPES: Final[Mapping[Scope, frozenset[Scope]]] = {
@@ -20,11 +20,16 @@ _SCHEME: Final = "bearer"
 
 
 class Tokens(msgspec.Struct, kw_only=True, frozen=True):
-    """The token of each scope."""
+    """The token of each scope.
+
+    Attributes:
+        servers: A second token of scope `generate`, which server pods of environments have; None: there is none.
+    """
 
     generate: str
     weights: str
     read: str
+    servers: str | None = None
 
     def for_scope(self, scope: Scope) -> str:
         """The token of one scope."""
@@ -32,7 +37,13 @@ class Tokens(msgspec.Struct, kw_only=True, frozen=True):
 
     def variables(self) -> dict[str, str]:
         """Environment variables from which `take_tokens` reads them."""
-        return {token_variable(scope): self.for_scope(scope) for scope in SCOPES}
+        found = {token_variable(scope): self.for_scope(scope) for scope in SCOPES}
+        return found if self.servers is None else {**found, SERVERS_TOKEN_VARIABLE: self.servers}
+
+    def known(self) -> list[tuple[Scope, str]]:
+        """All tokens, each with its scope."""
+        found: list[tuple[Scope, str]] = [(scope, self.for_scope(scope)) for scope in SCOPES]
+        return found if self.servers is None else [*found, ("generate", self.servers)]
 
 
 class AccessDenied(Exception):
@@ -62,7 +73,7 @@ def authorize(authorization: str | None, tokens: Tokens | None, scope: Scope) ->
     scheme, _, text = (authorization or "").partition(" ")
     shown = text.strip().encode()
     # Compare with every token, even after a match.
-    matches = [known for known in SCOPES if hmac.compare_digest(shown, tokens.for_scope(known).encode())]
+    matches = [known for known, token in tokens.known() if hmac.compare_digest(shown, token.encode())]
     if not matches or scheme.lower() != _SCHEME:
         raise AccessDenied(401, "the Authorization header must be: Bearer and one of the job's tokens")
     if _ACCEPTED_SCOPES[scope].isdisjoint(matches):
@@ -80,10 +91,11 @@ def take_tokens(environment: MutableMapping[str, str]) -> Tokens | None:
     Raises:
         ValueError: Only some are set; the message names the missing variables.
     """
-    found = {scope: take_token(environment, scope) for scope in SCOPES}
-    missing = [token_variable(scope) for scope, token in found.items() if token is None]
+    servers = environment.pop(SERVERS_TOKEN_VARIABLE, None) or None
+    found: dict[str, str | None] = {scope: take_token(environment, scope) for scope in SCOPES}
+    missing = [token_variable(scope) for scope in SCOPES if found[scope] is None]
     if len(missing) == len(SCOPES):
         return None
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, though other tokens are; set all of them or none")
-    return msgspec.convert(found, Tokens)
+    return msgspec.convert({**found, "servers": servers}, Tokens)

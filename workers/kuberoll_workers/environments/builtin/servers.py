@@ -11,10 +11,11 @@ from typing import Annotated, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.types import DNS_LABEL_PATTERN, JsonObject
+from kuberoll_api.policy_access import api_url
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig
 from kuberoll_workers.environments.model_client import ModelClient, RequestLimits
 from kuberoll_workers.environments.registry import UnusableEnvironment
-from kuberoll_workers.environments.served_models import ServedModel, api_url, policy_endpoint, service_endpoint
+from kuberoll_workers.environments.served_models import ServedModel, policy_endpoint, service_endpoint
 
 Url = Annotated[str, StringConstraints(min_length=1, max_length=2048, pattern=r"^https?://")]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
