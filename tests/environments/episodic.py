@@ -139,6 +139,15 @@ class RestartedRooms(Rooms):
     recovery = "restart"
 
 
+class GatedRooms(Rooms):
+    """A step waits until there is a file `go` in the directory."""
+
+    def obey(self, word: str) -> None:
+        while word == "go" and not (self.directory / "go").exists():
+            time.sleep(0.01)
+        super().obey(word)
+
+
 class PlainRooms(Rooms):
     """Keeps its state in the metadata."""
 

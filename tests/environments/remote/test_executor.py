@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -359,3 +361,79 @@ async def test_the_child_server_comes_again_and_ends_with_its_executor(tmp_path:
     left = {one.pid for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
     assert left <= before
     assert [event.method for event in events_in(tmp_path)][-4:] == ["reset", "step", "close", "shutdown"]
+
+
+@dataclass
+class Slow:
+    """Answers steps when it is released; notes whose episodes it holds, and which it has closed."""
+
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    stepping: set[str] = field(default_factory=set)
+    open: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if "episodes" in body:
+            self.open += [episode["id"] for episode in body["episodes"]]
+            return web.json_response({"starts": [{} for _ in body["episodes"]]})
+        if "ends" in body:
+            self.closed += [end["id"] for end in body["ends"]]
+            return web.json_response({})
+        self.stepping.add(body["steps"][0]["episode"])
+        await self.released.wait()
+        return web.json_response({"outcomes": [{"content": "late"}]})
+
+
+SLOW_INFO = {**INFO, "recovery": "restart", "reset": True, "close": True}
+
+
+async def test_a_server_that_answers_too_late_closes_the_episodes_that_it_has_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kuberoll_workers.environments.remote.executor._MARGIN_SECONDS", 0.5)
+    slow = Slow()
+    async with fake(slow, SLOW_INFO) as url, executor([url], timeout=0.1) as remote:
+        for name in ("a", "b"):
+            await remote.run(reset(name))
+        with pytest.raises(EpisodeLost, match=r"the server of the episode a is gone: .*: no answer for 0\.7 s"):
+            await remote.run(step("a"))
+        # It is down now, and alive: it is told when it is used again.
+        await remote.run(close("a"))
+        await until(lambda: "a" in slow.closed)
+        # An episode of the same name is not ended by what was owed to the one before.
+        await remote.run(reset("a"))
+        slow.released.set()
+        [outcome] = await remote.run(step("a"))
+        assert outcome.content == "late"
+        for name in ("a", "b"):
+            await remote.run(close(name))
+    assert sorted(slow.closed) == sorted(slow.open) == ["a", "a", "b"]
+
+
+async def test_a_slow_server_holds_up_no_other_one() -> None:
+    slow, quick = Slow(), Slow()
+    quick.released.set()
+    async with (
+        fake(slow, SLOW_INFO) as one,
+        fake(quick, SLOW_INFO) as other,
+        executor([one, other], timeout=60.0) as remote,
+    ):
+        await remote.hooks()
+        await until(lambda: remote.parallel == 2)
+        names = [f"e{n}" for n in range(8)]
+        for name in names:
+            await remote.run(reset(name))
+        steps = {name: asyncio.create_task(remote.run(step(name))) for name in names}
+        # The others end while these wait.
+        for name in quick.open:
+            await steps[name]
+            await remote.run(close(name))
+        await until(lambda: slow.stepping == set(slow.open))
+        assert not any(steps[name].done() for name in slow.open)
+        slow.released.set()
+        for name in slow.open:
+            await steps[name]
+            await remote.run(close(name))
+    assert (len(slow.open), len(quick.open)) == (4, 4)
+    assert sorted([*slow.closed, *quick.closed]) == names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.serving import Serving, open_server
 from tests.environments.episodic import events_in, unclosed
 from tests.environments.remote.servers import ServerProcess, gather, get, post, rooms
+from tests.rollouts.fakes import until
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +163,27 @@ async def test_a_reset_that_comes_twice_closes_the_episode_before(tmp_path: Path
     assert [event.method for event in events] == ["reset", "close", "reset", "close", "shutdown"]
     assert {event.detail for event in events if event.method == "close"} == {"lost"}
     assert unclosed(events) == []
+
+
+async def test_what_was_not_begun_leaves_episodes_as_they_were(tmp_path: Path) -> None:
+    """A busy server has neither closed an episode nor begun one."""
+    async with serving("GatedRooms", tmp_path) as url:
+        for name in ("a", "b"):
+            await post(url, "/v1/reset", {"episodes": [episode(name, room=name)]})
+        waiting = [{"log": LOG, "metadata": {"room": "a"}, "episode": "a"}]
+        step = asyncio.create_task(post(url, "/v1/step", {"steps": waiting}))
+        await until(lambda: any(event.method == "step" for event in events_in(tmp_path)))
+        end = {"ends": [{"id": "b", "reason": "terminated", "metadata": {"room": "b"}}]}
+        soon = {protocol.TIMEOUT_HEADER: "0.2"}
+        assert (await post(url, "/v1/close", end, headers=soon))[0] == protocol.STATUS_BUSY
+        assert (await post(url, "/v1/reset", {"episodes": [episode("c")]}, headers=soon))[0] == protocol.STATUS_BUSY
+        (tmp_path / "go").touch()
+        assert (await step)[0] == 200
+        assert await post(url, "/v1/close", end) == (200, {})
+        [outcome] = (await post(url, "/v1/step", {"steps": [{"log": LOG, "episode": "c"}]}))[1]["outcomes"]
+        assert outcome["fault"]["kind"] == "lost"
+    closed = [event.episode for event in events_in(tmp_path) if event.method == "close"]
+    assert sorted(closed) == ["a", "b"]
 
 
 async def test_an_episode_that_nobody_uses_is_closed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from kuberoll_workers.environments import wire
 from kuberoll_workers.environments.batches import AnyBatch, Batch, CloseBatch, GroupBatch, ResetBatch, StepBatch
 from kuberoll_workers.environments.hooks import Hooks
+from kuberoll_workers.environments.interface import EpisodeEnd
 from kuberoll_workers.environments.outcome import (
     SHUTDOWN_SECONDS,
     EnvironmentFault,
@@ -34,8 +35,8 @@ _FAILED_CHECKS: Final = 3
 _TRIES: Final = 3
 _SHORTEST_CHECK: Final = 0.1
 _BUSY_SECONDS: Final = 0.25
-# A server lets a call wait for as long as it gives the environment.
 _MARGIN_SECONDS: Final = 10.0
+_MOST_OWING: Final = 256
 
 _Result = TypeVar("_Result")
 
@@ -52,7 +53,8 @@ class RemoteExecutor:
     A call goes to the server with the fewest calls of this worker; the calls of a stateful environment's episode go to
     the server that reset it. A server that loses a connection, or fails its health checks, is taken out, and tried
     again. A call whose connection is lost is repeated if its environment has its state in the metadata; a stateful
-    episode is lost then.
+    episode is lost then. One that was slow, and not gone, still holds such episodes: before it is used again, they are
+    closed.
     """
 
     batched = True
@@ -90,6 +92,7 @@ class RemoteExecutor:
         self._patience = patience
         self._replicas: dict[Address, Replica] = {}
         self._homes: dict[str, Replica] = {}
+        self._owed: dict[Address, dict[str, EpisodeEnd]] = {}
         self._hooks: Hooks | None = None
         self._refusal: EnvironmentFault | None = None
         self._trouble = "none is known"
@@ -184,9 +187,13 @@ class RemoteExecutor:
             replica.episodes += len(batch)
             try:
                 return await self._ask(replica, sent, body)
-            except (_Busy, ConnectionLost):
+            except (_Busy, ConnectionLost) as error:
                 for episode in batch.episodes:
                     self._leave(episode.id)
+                if isinstance(error, ConnectionLost):
+                    # It may have begun them.
+                    for one in sent.episodes:
+                        self._owe(replica, EpisodeEnd(id=one.id, metadata=one.metadata, reason="lost"))
                 raise
 
         return await self._somewhere(sent, ask, load=lambda replica: replica.episodes)
@@ -194,12 +201,53 @@ class RemoteExecutor:
     async def _close(self, batch: CloseBatch) -> None:
         name = batch.ends[0].id
         home = self._leave(name)
-        if home is None or not home.up:
-            # The episode ended with its server.
+        if home is None:
             return
-        sent = CloseBatch([dataclasses.replace(batch.ends[0], id=self._scope + name)]) if self._scope else batch
-        with contextlib.suppress(ConnectionLost):
-            await self._until_free(home, sent)
+        end = dataclasses.replace(batch.ends[0], id=self._scope + name)
+        # One that was not listed for a while has another object now.
+        replica = self._replicas.get(home.address, home)
+        if not replica.up:
+            self._owe(replica, end)
+            return
+        try:
+            await self._until_free(replica, CloseBatch([end]))
+        except ConnectionLost:
+            self._owe(replica, end)
+
+    def _owe(self, replica: Replica, end: EpisodeEnd) -> None:
+        """Remember to close an episode when its server, if it is the same one, answers again."""
+        self._owed.setdefault(replica.address, {})[end.id] = end
+        if len(self._owed) > _MOST_OWING:
+            # Gone for good; if it is not, it closes by itself what nobody uses.
+            del self._owed[next(iter(self._owed))]
+
+    async def _settle(self, replica: Replica) -> None:
+        """Close the episodes that were given up while the server did not answer; another process does not know them.
+
+        Raises:
+            ConnectionLost: It does not answer.
+            TimeoutError: It is still slow.
+        """
+        while owed := self._owed.get(replica.address):
+            ends = list(owed.values())
+            async with asyncio.timeout(self._limit):
+                status, data = await replica.post(
+                    f"{protocol.PREFIX}/{CloseBatch.method}", self._body(CloseBatch(ends)), seconds=self._timeout
+                )
+            if status == protocol.STATUS_BUSY:
+                raise ConnectionLost(_cause(replica, status, data))
+            if status != 200:
+                cause = _cause(replica, status, data)
+                _log.warning("environment %s: episodes could not be closed: %s", self._name, cause)
+            for end in ends:
+                if owed.get(end.id) is end:
+                    del owed[end.id]
+        self._owed.pop(replica.address, None)
+
+    @property
+    def _limit(self) -> float:
+        """Time limit of one call: a server lets it wait for as long as it gives the environment."""
+        return 2 * self._timeout + _MARGIN_SECONDS
 
     def _leave(self, name: str) -> Replica | None:
         home = self._homes.pop(name, None)
@@ -267,7 +315,7 @@ class RemoteExecutor:
             ConnectionLost: The server is gone.
             EnvironmentFault: The call failed.
         """
-        limit = 2 * self._timeout + _MARGIN_SECONDS
+        limit = self._limit
         scope = asyncio.timeout(limit)
         try:
             async with scope:
@@ -388,6 +436,7 @@ class RemoteExecutor:
                 )
             if self._hooks is not None and info.hooks != self._hooks:
                 raise StepRaised(f"{replica.address.url}: it serves another environment than the servers before it")
+            await self._settle(replica)
         except (ConnectionLost, TimeoutError, wire.InvalidMessage) as error:
             self._trouble = str(error) or f"{replica.address.url}: no answer to {protocol.PREFIX}/info"
             return

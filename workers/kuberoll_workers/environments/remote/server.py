@@ -252,10 +252,10 @@ class EnvironmentServer:
         if isinstance(batch, GroupBatch):
             return await min(self._lanes, key=lambda lane: lane.episodes).run(batch, seconds=seconds)
         if isinstance(batch, CloseBatch):
-            known = [(end, self._episodes.pop(end.id)) for end in batch.ends if end.id in self._episodes]
-            for _, episode in known:
-                episode.lane.episodes -= 1
-            await asyncio.gather(*(episode.lane.run(CloseBatch([end]), seconds=seconds) for end, episode in known))
+            closings = (self._end(end, seconds) for end in batch.ends)
+            for failure in await asyncio.gather(*closings, return_exceptions=True):
+                if failure is not None:
+                    raise failure
             return [None] * len(batch)
         steps = await asyncio.gather(*(self._step(StepBatch([item]), seconds) for item in batch.items))
         return Outcomes([outcome for outcome, _ in steps], answered=any(answered for _, answered in steps))
@@ -286,18 +286,47 @@ class EnvironmentServer:
             # Its worker is gone, or has not received the answer to the reset before this one.
             if (stale := self._episodes.get(episode.id)) is not None:
                 await self._close_episode(episode.id, stale)
+                if episode.id in self._episodes:
+                    raise Busy(f"the episode {episode.id} before this one could not be closed yet")
+        for episode in batch.episodes:
             self._episodes[episode.id] = _Episode(lane, episode.metadata)
             lane.episodes += 1
-        return await lane.run(batch, seconds=seconds)
+        try:
+            return await lane.run(batch, seconds=seconds)
+        except Busy:
+            for episode in batch.episodes:
+                self._forget(episode.id)
+            raise
+
+    async def _end(self, end: EpisodeEnd, seconds: float) -> None:
+        """Close an episode; one that is not open is closed already.
+
+        Raises:
+            Busy: The call was not begun; the episode stays open.
+            EnvironmentFault: See `Executor.run`.
+        """
+        episode = self._forget(end.id)
+        if episode is None:
+            return
+        try:
+            await episode.lane.run(CloseBatch([end]), seconds=seconds)
+        except Busy:
+            if end.id not in self._episodes:
+                self._episodes[end.id] = episode
+                episode.lane.episodes += 1
+            raise
+
+    def _forget(self, name: str) -> _Episode | None:
+        episode = self._episodes.pop(name, None)
+        if episode is not None:
+            episode.lane.episodes -= 1
+        return episode
 
     async def _close_episode(self, name: str, episode: _Episode) -> None:
         """Close an episode whose worker is gone."""
         if self._episodes.get(name) is episode:
-            del self._episodes[name]
-            episode.lane.episodes -= 1
-            end = EpisodeEnd(id=name, metadata=episode.metadata, reason="lost")
             try:
-                await episode.lane.run(CloseBatch([end]), seconds=self._timeout)
+                await self._end(EpisodeEnd(id=name, metadata=episode.metadata, reason="lost"), self._timeout)
             except (EnvironmentFault, Busy) as error:
                 _log.warning("episode %s could not be closed: %s", name, error)
 
