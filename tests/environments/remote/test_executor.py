@@ -437,3 +437,20 @@ async def test_a_slow_server_holds_up_no_other_one() -> None:
             await remote.run(close(name))
     assert (len(slow.open), len(quick.open)) == (4, 4)
     assert sorted([*slow.closed, *quick.closed]) == names
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+async def test_a_token_is_in_no_message(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a server, or a proxy before it, sends back."""
+
+    async def echo(request: web.Request) -> web.Response:
+        text = f"I do not like your {request.headers['Authorization']}"
+        body = json.dumps({"kind": "raised", "text": text}) if status == 422 else text
+        return web.Response(text=body, status=status)
+
+    async with fake(echo, SLOW_INFO) as url, executor([url], token="a-secret-1234") as remote:
+        with pytest.raises(StepRaised, match="I do not like your Bearer ") as raised:
+            await remote.run(step(None))
+        with pytest.raises(StepRaised):
+            await remote.run(reset("a"))
+    assert "a-secret-1234" not in f"{raised.value} {raised.value!r} {caplog.text}"

@@ -64,6 +64,7 @@ class Replica:
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding",),
         )
+        self._token = token
         self._urls: dict[str, URL] = {}
 
     @property
@@ -109,16 +110,24 @@ class Replica:
         url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = URL(f"{self.address.url}{path}")
-        data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+        sent = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
         try:
             async with self._session.request(
-                method, url, data=data, headers=headers, allow_redirects=False
+                method, url, data=sent, headers=headers, allow_redirects=False
             ) as response:
-                return response.status, await _body(response)
+                data = await _body(response)
+                # Errors end up in messages, and a server or a proxy may show what it was sent.
+                return response.status, data if response.status == 200 else without_token(data, self._token)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise
-            raise ConnectionLost(f"{self.address.url}: {type(error).__name__}: {error}") from error
+            text = without_token(f"{self.address.url}: {type(error).__name__}: {error}".encode(), self._token)
+            raise ConnectionLost(text.decode()) from error
+
+
+def without_token(data: bytes, token: str | None) -> bytes:
+    """The data, with something else in place of a token."""
+    return data.replace(token.encode(), b"[token]") if token else data
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
