@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.environments import episodic
 from tests.environments.episodic import events_in, unclosed
-from tests.local.support import manifest, run_to_end, running, trajectories, wait_for_trajectories
+from tests.environments.remote.servers import ServerProcess
+from tests.local.support import (
+    PATIENCE_SECONDS,
+    external_generation,
+    manifest,
+    run_to_end,
+    running,
+    trajectories,
+    wait_for_trajectories,
+)
 
 ROWS = [{"prompt": f"Find a way out of room {number}.\n"} for number in range(40)]
 
@@ -68,3 +81,102 @@ def test_a_killed_run_closes_what_it_resumes(name: str, tmp_path: Path) -> None:
         assert named == {event.episode for event in events if event.method == "close"}
     else:
         assert unclosed(events, dead=[event.process for event in before]) == []
+
+
+@pytest.mark.processes
+def test_a_run_goes_on_when_its_child_servers_are_killed(tmp_path: Path) -> None:
+    """Episodes recover as their `recovery` says, and each trajectory ends once."""
+    shutil.copy(episodic.__file__, tmp_path / "episodic.py")
+    names = ("Rooms", "RestartedRooms", "PlainRooms")
+    environments = []
+    for name in names:
+        (tmp_path / name).mkdir()
+        environments.append(
+            {
+                "name": name,
+                "entrypoint": f"episodic:{name}",
+                "config": {"directory": str(tmp_path / name)},
+                "isolation": "Remote",
+                "access": {"writablePaths": [str(tmp_path / name)]},
+            }
+        )
+    rows = [{"prompt": f"Find a way out of room {number}.\n", "task_name": names[number % 3]} for number in range(60)]
+    dead: set[int] = set()
+    output = tmp_path / "out"
+    with external_generation(0.02) as generation:
+        job = manifest(
+            tmp_path / "job.yaml",
+            dataset={"source": {"rows": rows}, "repeats": 2},
+            environments=environments,
+            generation=generation,
+            rollout={"concurrency": 6},
+        )
+        with running(job, "--output", output, "--metrics-port", "0") as run:
+            for stored in (5, 60):
+                wait_for_trajectories(run, output, stored)
+                servers = [one for one in psutil.Process(run.process.pid).children(recursive=True) if is_server(one)]
+                assert servers
+                for server in servers:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        dead.update(one.pid for one in server.children(recursive=True))
+                        server.kill()
+            code = run.finish()
+            assert code == 0, "\n".join(run.lines)
+    records = trajectories(output)
+    assert len({record.key for record in records}) == len(records) == 120
+    for record in records:
+        texts = [message.content for message in record.messages if message.role == "environment"]
+        assert texts == ["step 1", "step 2", "step 3"]
+    for name in ("Rooms", "RestartedRooms"):
+        events = events_in(tmp_path / name)
+        assert dead & {event.process for event in events}
+        assert unclosed(events, dead=sorted(dead)) == []
+    closed = {event.episode for event in events_in(tmp_path / "PlainRooms") if event.method == "close"}
+    assert len(closed) == 40
+
+
+def is_server(process: psutil.Process) -> bool:
+    """True for the process that serves an environment: the child of its keeper, which has the same command."""
+    with contextlib.suppress(psutil.Error):
+        if process.cmdline()[-1:] != ["server"]:
+            return False
+        parent = process.parent()
+        return parent is not None and parent.cmdline()[-1:] == ["server"]
+    return False
+
+
+@pytest.mark.processes
+def test_a_server_that_outlives_its_worker_closes_what_the_worker_has_left(tmp_path: Path) -> None:
+    """The resumed run takes up the episodes by their names; those that had ended expire."""
+    server = ServerProcess(
+        "tests.environments.episodic:RestartedRooms",
+        *("--config", json.dumps({"directory": str(tmp_path)}), "--writable", str(tmp_path), "--idle-seconds", "8"),
+    )
+    rooms: dict[str, Any] = {"name": "rooms", "isolation": "Remote", "remote": {"url": server.url}}
+    output = tmp_path / "out"
+    try:
+        server.ready()
+        job = manifest(
+            tmp_path / "job.yaml",
+            dataset={"source": {"rows": ROWS}, "repeats": 2},
+            environments=[rooms],
+            rollout={"concurrency": 8},
+        )
+        with running(job, "--output", output, "--metrics-port", "0") as run:
+            wait_for_trajectories(run, output, 20)
+            workers = psutil.Process(run.process.pid).children(recursive=True)
+            run.process.kill()
+            run.finish()
+            psutil.wait_procs(workers, timeout=60)
+        assert unclosed(events_in(tmp_path)), "the run was not killed in the middle of its episodes"
+        code, text = run_to_end(job, "--output", output, "--metrics-port", "0", "--resume")
+        assert code == 0, text
+        records = trajectories(output)
+        assert len({record.key for record in records}) == len(records) == 80
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while open_now := unclosed(events_in(tmp_path)):
+            assert time.monotonic() < deadline, open_now
+            with contextlib.suppress(psutil.TimeoutExpired):
+                psutil.Process(server.process.pid).wait(timeout=0.1)
+    finally:
+        server.close()
