@@ -12,6 +12,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.mounts import config_map_uses
 from kuberoll_operator.render.pods import TEMPORARY_DIRECTORY
+from kuberoll_workers.environments.sandbox import variables
 from kuberoll_workers.pods.environment import read_config as read_environment
 from kuberoll_workers.pods.environment import serving_of
 from kuberoll_workers.pods.files import read_config
@@ -65,6 +66,19 @@ def test_the_servers_of_environments_read_what_the_operator_renders(tmp_path: Pa
     assert guess.sandbox.variables == ["JUDGE_API_KEY"]
     assert guess.sandbox.readable == ["/opt/corpus"]
     assert (puzzle.spec.type, puzzle.spec.entrypoint) == ("sliding_puzzle", None)
+
+
+def test_the_processes_of_a_judge_in_pods_of_its_own_inherit_its_access(tmp_path: Path) -> None:
+    found = []
+    for child in children("remote-judge"):
+        if child["kind"] == "ConfigMap" and "environment.json" in child["data"]:
+            path = tmp_path / child["metadata"]["name"]
+            path.write_text(child["data"]["environment.json"])
+            found.append(serving_of(read_environment(path), token="t", host="127.0.0.1").sandbox)
+    judge, debate, puzzle = found
+    pod = {"KUBEROLL_POLICY_URL": "http://a/v1", "KUBEROLL_POLICY_TOKEN": "t", "LEVEL": "3", "OTHER": "4"}
+    seen = [set(pod) & variables(pod, sandbox, scratch="/tmp").keys() for sandbox in (judge, debate, puzzle)]
+    assert seen == [{"KUBEROLL_POLICY_URL", "KUBEROLL_POLICY_TOKEN"}, set(pod) - {"OTHER"}, set()]
 
 
 def test_config_maps_of_all_sources_are_looked_for() -> None:
