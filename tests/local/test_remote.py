@@ -23,7 +23,8 @@ def test_a_run_with_servers_of_its_own_and_of_others(tmp_path: Path, monkeypatch
     own.mkdir()
     other.mkdir()
     token = tmp_path / "token"
-    token.write_text("a token\n")
+    secret = "token-of-the-rooms"
+    token.write_text(f"{secret}\n")
     server = ServerProcess(
         "tests.environments.episodic:RestartedRooms",
         *("--config", json.dumps({"directory": str(other)}), "--writable", str(other), "--token-file", str(token)),
@@ -53,11 +54,18 @@ def test_a_run_with_servers_of_its_own_and_of_others(tmp_path: Path, monkeypatch
         assert code != 0
         assert "answered 401: the Authorization header must be" in text
         assert not output.exists()
-        monkeypatch.setenv("ROOMS_TOKEN", "a token")
+        monkeypatch.setenv("ROOMS_TOKEN", f"{secret}-of-others")
+        code, refused = run_to_end(job, "--output", output, "--metrics-port", "0")
+        assert code != 0
+        monkeypatch.setenv("ROOMS_TOKEN", secret)
         code, text = run_to_end(job, "--output", output, "--metrics-port", "0")
         assert code == 0, text
     finally:
-        server.close()
+        printed = server.close()
+    stored = [path.read_bytes() for path in output.rglob("*") if path.is_file()]
+    assert not [
+        data for data in (*stored, text.encode(), refused.encode(), printed.encode()) if secret.encode() in data
+    ]
     records = trajectories(output)
     assert [record.turn_count for record in records] == [3] * 12
     assert unclosed(events_in(own)) == []
