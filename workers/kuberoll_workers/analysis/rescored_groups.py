@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy
-
 from kuberoll_workers.data.record import TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.environments.interface import GroupScore
-from kuberoll_workers.environments.outcome import check_reward
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
+from kuberoll_workers.rollouts.rewards import scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,4 @@ def with_group_score(record: TrajectoryRecord, score: GroupScore) -> TrajectoryR
     Raises:
         StepInvalid: The total reward does not fit float32.
     """
-    total = numpy.float32(record.total_reward) + numpy.float32(score.reward)
-    check_reward(float(record.total_reward) + float(numpy.float32(score.reward)), "the sum of the rewards")
-    return dataclasses.replace(
-        record,
-        total_reward=float(total),
-        group_reward=score.reward,
-        metadata=record.metadata if score.metadata is None else score.metadata,
-    )
+    return dataclasses.replace(record, **scored(record.total_reward, record.metadata, score)._asdict())

@@ -37,6 +37,7 @@ from kuberoll_workers.environments.outcome import StepOutcome, check_reward
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult
 from kuberoll_workers.rollouts import rules
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
+from kuberoll_workers.rollouts.rewards import Scored, scored
 from kuberoll_workers.rollouts.seeds import turn_seed
 from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
 
@@ -283,25 +284,14 @@ class Trajectory:
         Raises:
             StepInvalid: The total reward does not fit float32 with it.
         """
-        total = float(self.total_reward) + float(numpy.float32(score.reward))
-        check_reward(total, "the sum of the rewards of its turns and its group's")
+        scored(self.total_reward, self.metadata, score)
         self.group_score = score
 
-    @property
-    def _final_reward(self) -> float:
-        if self.group_score is None:
-            return float(self.total_reward)
-        # float32, as trainers sum rewards.
-        return float(self.total_reward + numpy.float32(self.group_score.reward))
-
-    @property
-    def _group_reward(self) -> float | None:
-        return None if self.group_score is None else self.group_score.reward
-
-    @property
-    def _final_metadata(self) -> Metadata:
-        scored = None if self.group_score is None else self.group_score.metadata
-        return self.metadata if scored is None else scored
+    def _scored(self) -> Scored:
+        score = self.group_score
+        if score is None:
+            return Scored(float(self.total_reward), self.metadata)
+        return scored(self.total_reward, self.metadata, score)
 
     def _add_reward(self, outcome: StepOutcome) -> None:
         self.rewards.append(outcome.reward)
@@ -386,14 +376,14 @@ class Trajectory:
         """
         if self.stop_reason is None:
             raise RuntimeError("the trajectory has not ended")
-        prompt = self.sample.prompt
+        prompt, final = self.sample.prompt, self._scored()
         return TrajectoryRecord(
             task_index=prompt.task_index,
             rollout_index=self.sample.rollout_index,
             task_name=prompt.task_name,
             idx=prompt.idx,
             messages=self.messages,
-            total_reward=self._final_reward,
+            total_reward=final.total_reward,
             rewards=self.rewards,
             reward_parts=self.reward_parts,
             answer=self.answer,
@@ -407,17 +397,17 @@ class Trajectory:
                 environment_seconds=self.environment_seconds,
                 ended_at=self.ended_at,
             ),
-            metadata=self._final_metadata,
+            metadata=final.metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,
-            group_reward=self._group_reward,
+            group_reward=final.group_reward,
             token_source="reencoded" if any(self._reencoded) else "engine",
             tools=list(prompt.tools) if prompt.tools else None,
         )
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:
         """The record of a dropped trajectory: its complete turns."""
-        prompt = self.sample.prompt
+        prompt, final = self.sample.prompt, self._scored()
         complete = self.complete_turns
         first = len(prompt.messages)
         messages = self.messages[: self._turn_ends[-1] if complete else first]
@@ -433,16 +423,16 @@ class Trajectory:
             reason=reason,
             stop_reason=self.stop_reason,
             turn_count=complete,
-            total_reward=self._final_reward,
+            total_reward=final.total_reward,
             rewards=self.rewards,
             tokens=TokenCounts(
                 prompt=len(prompt.token_ids), generated=counts["assistant"], environment=counts["environment"]
             ),
             messages=messages,
-            metadata=self._final_metadata,
+            metadata=final.metadata,
             seed=self.sample.seed,
             attempt=self.sample.attempt,
-            group_reward=self._group_reward,
+            group_reward=final.group_reward,
         )
 
     def failure_record(self, failure: TrajectoryFailed) -> FailureRecord:
