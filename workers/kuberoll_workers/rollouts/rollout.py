@@ -277,7 +277,7 @@ class Rollout:
         flight.waiting_since = time.perf_counter()
 
     async def _observed(self, trajectory: Trajectory, outcome: StepOutcome) -> array[int]:
-        render = functools.partial(self._observations.render, outcome.role, outcome.content)
+        before, goes_on = trajectory.messages[-1].token_ids, trajectory.continues_after(outcome)
         if outcome.messages:
             if self._plain_answers and any("tool_call_id" in message for message in outcome.messages):
                 self._plain_answers = False
@@ -285,11 +285,15 @@ class Rollout:
                     "spec.rollout.observationTemplate is Raw: answers to tool calls are appended as they are, without "
                     "the role boundaries of the model's chat template; ChatTemplate adds them"
                 )
-            render = functools.partial(self._observations.render_messages, outcome.messages)
-        render = functools.partial(
-            render, previous=trajectory.messages[-1].token_ids, generation_prompt=trajectory.continues_after(outcome)
-        )
-        length = sum(len(message["content"]) for message in outcome.observation)
+            render = functools.partial(
+                self._observations.render_messages, outcome.messages, previous=before, generation_prompt=goes_on
+            )
+            length = sum(len(message["content"]) for message in outcome.messages)
+        else:
+            render = functools.partial(
+                self._observations.render, outcome.role, outcome.content, previous=before, generation_prompt=goes_on
+            )
+            length = len(outcome.content)
         return render() if length <= LONG_TEXT else await asyncio.to_thread(render)
 
     async def play(self, flight: InFlight) -> None:

@@ -238,10 +238,11 @@ class Trajectory:
         )
         ids = observation if kept == len(observation) else observation[:kept]
         # A template may group messages, so that their ids cannot be told apart: the last one carries them all.
-        *others, last = outcome.observation
-        self.messages += [message_of(message, token_array(), turn=self.turn) for message in others]
+        *others, last = chats = outcome.observation
+        if others:
+            self.messages += [message_of(chat, token_array(), turn=self.turn) for chat in others]
         self.messages.append(message_of(last, ids, turn=self.turn, truncated=kept < len(observation)))
-        self.chat += outcome.observation
+        self.chat += chats
         self._turn_ends.append(len(self.messages))
         self.context.extend(ids)
         self.environment_tokens += len(ids)
