@@ -33,6 +33,8 @@ PAUSE = "localhost/kuberoll-tests/pause:1"
 
 _RUNS = Path("/run/kuberoll-tests")
 _POLL_SECONDS = 0.1
+# Gigabytes are unpacked, on a machine that has other things to do: 600 s were seen to be too few.
+_CTR_SECONDS = 1500
 
 
 class MissingTools(Exception):
@@ -179,7 +181,7 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
         """Runs containerd's own client."""
         command = ["ctr", "--address", str(self.socket), "--namespace", "k8s.io", *arguments]
         source = None if stdin is None else stdin.stdout
-        done = subprocess.run(command, stdin=source, capture_output=True, text=True, check=False, timeout=600)
+        done = subprocess.run(command, stdin=source, capture_output=True, text=True, check=False, timeout=_CTR_SECONDS)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout
