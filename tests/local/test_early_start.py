@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,9 @@ def test_another_one_starts_where_the_early_one_cannot_be_used(early: EarlyStart
         worker = await made.start(0)
         assert worker.pid != early.worker.pid
         assert early.worker.returncode is not None
-        environment = psutil.Process(worker.pid).environ()
+        # The kernel shows none of a process that is just being started.
+        while not (environment := psutil.Process(worker.pid).environ()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
         assert early.variables.items() <= environment.items()
         assert environment.get("PYTHONHASHSEED") == ("7" if reason == "variables" else None)
         await worker.stop(0.0)

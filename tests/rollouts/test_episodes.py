@@ -176,10 +176,17 @@ async def test_an_episode_is_closed_however_it_ends(
 
 
 async def test_an_episode_whose_trajectory_exceeds_its_time_is_closed_after_its_step(tmp_path: Path) -> None:
-    results = await play(
-        "Rooms", tmp_path, [row()], reply=lambda _: "hang", isolation="Process", seconds=2.0, trajectory_seconds=1.0
-    )
-    assert isinstance(results[(0, 0)], FailureRecord)
+    results: list[Any] = []
+
+    async def sink(result: Any) -> None:
+        results.append(result)
+
+    async with runner_of("Rooms", tmp_path, isolation="Process", processes=1, seconds=8.0) as runner:
+        # Its process is there before the time of the trajectory begins.
+        await runner.find_hooks()
+        rollout = rollout_of({"env": runner}, policy=ScriptedPolicy(lambda _: "hang"), trajectory_seconds=4.0)
+        await run_rollout(rollout, [row()], sink)
+    assert [type(result) for result in results] == [FailureRecord]
     events = events_in(tmp_path)
     # The process of the hanging step is killed, and its successor has nothing to close.
     assert [event.method for event in events] == ["reset", "step", "hang"]
