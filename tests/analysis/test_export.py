@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import orjson
 import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,11 +23,12 @@ from kuberoll_workers.analysis.export.exporting import ExportResult, export_run,
 from kuberoll_workers.analysis.export.formats import FORMATS, ExportError
 from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.analysis.export.views import token_view
-from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.messages import ExtendedMessage, Message, token_array
 from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, TrajectoryRecord, encode_line
 from kuberoll_workers.output.parquet import write_parquet
 from kuberoll_workers.output.run_directory import RunManifest
 from kuberoll_workers.output.run_files import RunFiles
+from tests.data.support import model
 from tests.test_docs import blocks
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
@@ -75,6 +77,64 @@ def trajectory(
     )
 
 
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "price",
+        "description": "Price of an item.",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string", "enum": ["pear"]}}},
+    },
+}
+
+
+def called(identity: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": "price", "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": identity, "type": "function", "function": function}
+
+
+CALLING = 'I look.\n<tool_call>\n{"name": "price", "arguments": {"item": "pér"}}\n</tool_call>'
+
+
+def calling(task_index: int = 0, *, text: bool = True) -> TrajectoryRecord:
+    """A trajectory with tools: a call, its answer, a call that cannot be read, its answer, and the last word."""
+    fields = {"tool_calls": [called("call00101", item="pér")], **({"text": "I look.\n"} if text else {})}
+    unreadable = {"invalid_tool_calls": [{"id": "call00201", "text": "{", "error": "it is not JSON"}]}
+
+    def said(content: str, turn: int, fields: dict[str, Any]) -> Message:
+        ids, numbers = token_array([10 + turn, 20]), array("f", [-0.5, -0.25])
+        return ExtendedMessage("assistant", content, ids, numbers, turn, fields=fields)
+
+    def answer(content: str, turn: int, identity: str) -> Message:
+        fields = {"tool_call_id": identity, "name": "price"}
+        return ExtendedMessage("tool", content, token_array([30, 31]), turn=turn, fields=fields)
+
+    record = trajectory(task_index, turns=0)
+    messages = [
+        *record.messages,
+        said(CALLING, 1, fields),
+        answer("4", 1, "call00101"),
+        said("<tool_call>{", 2, unreadable),
+        answer("Error: it is not JSON", 2, "call00201"),
+        said("4", 3, {}),
+    ]
+    return replace(record, messages=messages, turn_count=3, rewards=[0.0, 0.0, 1.0], tools=[TOOL])
+
+
+SPOKEN = [
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [
+            {"id": "call00101", "type": "function", "function": {"name": "price", "arguments": {"item": "pér"}}}
+        ],
+    },
+    {"role": "tool", "content": "4", "tool_call_id": "call00101", "name": "price"},
+    {"role": "assistant", "content": "<tool_call>{"},
+    {"role": "tool", "content": "Error: it is not JSON", "tool_call_id": "call00201", "name": "price"},
+    {"role": "assistant", "content": "4"},
+]
+
+
 def run_of(directory: Path, *records: TrajectoryRecord, shards: int = 2) -> RunFiles:
     directory.mkdir(exist_ok=True)
     for shard in range(shards):
@@ -95,12 +155,13 @@ def lines(exported: ExportResult) -> list[dict[str, Any]]:
 def test_a_table_has_a_column_for_every_field_of_a_row(name: str) -> None:
     format = FORMATS[name]
     assert format.schema is not None
-    row = format.row(trajectory(), "user")
-    # A field without a column would be left out silently, and a column without a field would be empty.
-    assert sorted(format.schema().names) == sorted(row)
-    for field in format.schema():
-        if pyarrow.types.is_struct(field.type):
-            assert {part.name for part in field.type} == set(row[field.name])
+    for calls, record in ((False, trajectory()), (True, calling())):
+        row = format.row(record, "user")
+        # A field without a column would be left out silently, and a column without a field would be empty.
+        assert sorted(format.schema(calls).names) == sorted(row)
+        for field in format.schema(calls):
+            if pyarrow.types.is_struct(field.type):
+                assert {part.name for part in field.type} == set(row[field.name])
 
 
 def test_openai_chat_has_only_what_the_service_knows(tmp_path: Path) -> None:
@@ -260,6 +321,86 @@ def test_nemo_rl_s_rows_become_a_batch(tmp_path: Path) -> None:
     assert flat["token_ids"][1].tolist() == [1, 2, 3, 4, 11, 20, 30, 31, 31, 99, 99, 99, 99, 99]
     assert flat["token_loss_mask"][0].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0]
     assert flat["generation_logprobs"].dtype == torch.float32
+
+
+def with_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without the nulls of a table's columns."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize("to", ["trl", "verl", "nemo-rl"])
+@pytest.mark.parametrize("container", ["parquet", "jsonl"])
+def test_calls_are_calls_and_tokens_as_without(tmp_path: Path, to: str, container: str, text: bool) -> None:
+    """Read by the loader of the trainers, in a file that begins with a trajectory without tools."""
+    datasets = pytest.importorskip("datasets")
+    if to == "nemo-rl" and container == "parquet":
+        pytest.skip("nemo-rl has no Parquet")
+    exported = export(tmp_path, to, trajectory(0), calling(2, text=text), file=f"o.{container}")
+    assert exported.counts.selected == 2
+    kind = "json" if container == "jsonl" else container
+    loaded = datasets.load_dataset(kind, data_files=str(exported.path), split="train", cache_dir=str(tmp_path / "c"))
+    plain, tools = sorted(loaded, key=lambda row: row["task_index"])
+    assert (plain["tools"], tools["tools"]) == (None, [TOOL])
+    beginning = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Board"}]
+    if to == "trl":
+        assert with_fields(tools["prompt"]) == beginning
+        assert with_fields(tools["completion"]) == SPOKEN
+        assert tools["completion_ids"] == [11, 20, 30, 31, 12, 20, 30, 31, 13, 20]
+    else:
+        assert with_fields(tools["messages"]) == [*beginning, *SPOKEN]
+        assert {message["role"] for message in with_fields(plain["messages"])} == {"system", "user", "assistant"}
+    if to == "verl":
+        assert tools["response_mask"] == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    if to == "nemo-rl":
+        assert tools["message_loss_mask"] == [0, 0, 1, 0, 1, 0, 1]
+        assert tools["message_log"][2]["content"] == CALLING
+
+
+def test_a_file_without_calls_is_as_before(tmp_path: Path) -> None:
+    """A null where a call could be is a call to some chat templates."""
+    exported = export(tmp_path, "trl", trajectory(), file="o.parquet")
+    schema = pyarrow.parquet.read_schema(exported.path)
+    assert "tools" not in schema.names
+    assert [field.name for field in schema.field("prompt").type.value_type] == ["role", "content"]
+
+
+@pytest.mark.slow
+def test_trl_renders_the_calls_as_they_were_sampled(tmp_path: Path) -> None:
+    """By the model's chat template, in TRL's own tokenization of prompt and completion."""
+    datasets = pytest.importorskip("datasets")
+    apply_chat_template = importlib.import_module("trl").apply_chat_template
+    remove_none_values = importlib.import_module("trl.trainer.utils").remove_none_values
+    tokenizer = model("qwen2.5").hugging_face
+    for container in ("parquet", "jsonl"):
+        exported = export(tmp_path, "trl", calling(), file=f"o.{container}")
+        kind = "json" if container == "jsonl" else container
+        loaded = datasets.load_dataset(
+            kind, data_files=str(exported.path), split="train", cache_dir=str(tmp_path / "c")
+        )
+        row = remove_none_values(loaded[0])
+        example = {"prompt": row["prompt"], "completion": row["completion"]}
+        rendered = apply_chat_template(example, tokenizer, tools=row["tools"])
+        assert '"enum": ["pear"]' in rendered["prompt"]
+        assert rendered["completion"].startswith(f"{CALLING}<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n")
+
+
+def test_openai_chat_has_tools_calls_and_the_answers_to_them(tmp_path: Path) -> None:
+    (row,) = lines(export(tmp_path, "openai-chat", calling()))
+    assert row["tools"] == [TOOL]
+    assert row["messages"][2:] == [
+        {"role": "assistant", "content": "I look.", "tool_calls": [called("call00101", item="pér")]},
+        {"role": "tool", "tool_call_id": "call00101", "content": "4"},
+        {"role": "assistant", "content": "<tool_call>{"},
+        # What answers no call of the conversation must not refer to one.
+        {"role": "user", "content": "Error: it is not JSON"},
+        {"role": "assistant", "content": "4"},
+    ]
+
+
+def test_sharegpt_has_calls_as_text(tmp_path: Path) -> None:
+    (row,) = lines(export(tmp_path, "sharegpt", calling()))
+    assert row["conversations"][2:4] == [{"from": "gpt", "value": CALLING}, {"from": "observation", "value": "4"}]
 
 
 VERSIONS = {

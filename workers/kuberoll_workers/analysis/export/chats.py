@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, spoken
+from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, chat_with_calls, spoken
+from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -16,14 +19,28 @@ _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "o
 def openai_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     """`messages` only: the service rejects unknown keys.
 
-    Examples in the prompt get `weight` 0, so that only the policy's own messages are learned.
+    Examples in the prompt get `weight` 0, so that only the policy's own messages are learned. An answer to a call has
+    the role `tool`, if there is a call of its id.
     """
     spoken_messages = spoken(record)
-    rows = chat(spoken_messages, known=_OPENAI_ROLES, otherwise=role)
+    rows = _openai_messages(spoken_messages, role)
     for message, row in zip(spoken_messages, rows, strict=True):
         if row["role"] == "assistant" and message.turn == PROMPT_TURN:
             row["weight"] = 0
-    return {"messages": rows}
+    return {"messages": rows, **({} if record.tools is None else {"tools": record.tools})}
+
+
+def _openai_messages(messages: Sequence[Message], role: str) -> list[dict[str, Any]]:
+    rows = chat_with_calls(messages, known=_OPENAI_ROLES | {"tool"}, otherwise=role)
+    called: set[Any] = set()
+    for row in rows:
+        for call in row.get("tool_calls", ()):
+            called.add(call.get("id"))
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        if row["role"] == "tool":
+            answers = row.pop("tool_call_id", None), row.pop("name", None)
+            row |= {"role": role} if answers[0] not in called else {"tool_call_id": answers[0]}
+    return rows
 
 
 def sharegpt_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kuberoll_workers.analysis.export.formats import Container, EnvironmentRole, ExportError, Format, format_named
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
+from kuberoll_workers.analysis.export.views import has_calls
 from kuberoll_workers.analysis.export.writers import write_rows
 from kuberoll_workers.output.run_files import RunFiles
 
@@ -59,16 +60,33 @@ def export_run(
     path, container = target(form, output, name=run_name(files))
     if not allow_simulated:
         _refuse_simulated(files)
+    columns = form.schema if container == "parquet" else None
+
+    def write(counts: SelectionCounts, *, calls: bool) -> bool:
+        def rows() -> Iterator[dict[str, Any]]:
+            for record in select(files.read().finished, selection, counts):
+                if columns is not None and not calls and has_calls(record):
+                    raise _CallsFound
+                yield form.row(record, role)
+
+        schema = None if columns is None else columns(calls)
+        return write_rows(path, rows(), container=container, schema=schema, force=force)
+
     counts = SelectionCounts()
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for record in select(files.read().finished, selection, counts):
-            yield form.row(record, role)
-
-    schema = form.schema() if form.schema is not None else None
-    if not write_rows(path, rows(), container=container, schema=schema, force=force):
+    try:
+        written = write(counts, calls=False)
+    except _CallsFound:
+        # Fields of calls in all messages would be null in those without, which chat templates mistake for calls: only
+        # files that need them have them.
+        counts = SelectionCounts()
+        written = write(counts, calls=True)
+    if not written:
         raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
     return ExportResult(path=path, counts=counts)
+
+
+class _CallsFound(Exception):
+    """A trajectory calls tools, and the file has no columns for that."""
 
 
 def _refuse_simulated(files: RunFiles) -> None:

@@ -29,14 +29,14 @@ class Format:
     Attributes:
         containers: Supported file types, the usual one first.
         row: Converts one trajectory that has a response to a row of lists, arrays, numbers and strings.
-        schema: Columns of a Parquet file, if that is supported.
+        schema: Columns of a Parquet file, if that is supported; with those of tools and calls, or without.
         tool_role: True if environments' messages may have the role `tool`.
     """
 
     name: str
     containers: tuple[Container, ...]
     row: Callable[[TrajectoryRecord, EnvironmentRole], dict[str, Any]]
-    schema: Callable[[], pyarrow.Schema] | None = None
+    schema: Callable[[bool], pyarrow.Schema] | None = None
     tool_role: bool = True
 
 
@@ -63,7 +63,7 @@ def format_named(name: str, role: EnvironmentRole) -> Format:
         raise ExportError(f"--to {name}: unknown format; known formats are {', '.join(FORMATS)}")
     if role == "tool" and not found.tool_role:
         raise ExportError(
-            f"--environment-role tool: in {name} a tool answers a tool call by its id, and these responses are plain "
-            "text; use --environment-role user"
+            f"--environment-role tool: in {name} a tool answers a tool call by its id, which an environment's own "
+            "messages have none of; use --environment-role user"
         )
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.views import chat, is_response, spoken, token_versions, token_view
+from kuberoll_workers.analysis.export.views import chat_with_calls, is_response, spoken, token_versions, token_view
 from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
@@ -37,8 +37,9 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "token_source": record.token_source,
         # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.
         "extra_env_info": orjson.dumps(record.metadata).decode(),
-        "messages": chat(messages, known=CHAT_ROLES, otherwise=role),
+        "messages": chat_with_calls(messages, known=CHAT_ROLES, otherwise=role),
         "message_loss_mask": [int(is_response(message)) for message in messages],
+        **({} if record.tools is None else {"tools": record.tools}),
     }
 
 

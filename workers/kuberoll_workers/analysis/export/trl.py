@@ -6,7 +6,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, spoken, token_view
+from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat_with_calls, spoken, token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 
     SFTTrainer accepts `input_ids` with `assistant_masks` as tokenized data; a `rollout_func` of GRPOTrainer returns
     `prompt_ids`, `completion_ids`, `logprobs` and `env_mask`. Its other columns are arguments of reward functions.
-    `model_version` is AsyncGRPOTrainer's: the oldest version that sampled a token.
+    `model_version` is AsyncGRPOTrainer's: the oldest version that sampled a token. `tools` is there only if there are.
     """
     messages = spoken(record)
     prompt = [message for message in messages if message.turn == PROMPT_TURN]
@@ -26,8 +27,8 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     tokens = token_view(record)
     versions = tokens.version_range()
     return {
-        "prompt": chat(prompt, known=CHAT_ROLES, otherwise=role),
-        "completion": chat(completion, known=CHAT_ROLES, otherwise=role),
+        "prompt": chat_with_calls(prompt, known=CHAT_ROLES, otherwise=role),
+        "completion": chat_with_calls(completion, known=CHAT_ROLES, otherwise=role),
         "reward": record.total_reward,
         "input_ids": [*tokens.prompt_ids, *tokens.completion_ids],
         "assistant_masks": [*([0] * len(tokens.prompt_ids)), *tokens.mask],
@@ -42,15 +43,20 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
         "stop_reason": record.stop_reason,
+        **({} if record.tools is None else {"tools": record.tools}),
     }
 
 
 @cache
-def schema() -> pyarrow.Schema:
-    """Columns of a Parquet file."""
+def schema(calls: bool) -> pyarrow.Schema:
+    """Columns of a Parquet file.
+
+    Args:
+        calls: With those of tools and calls.
+    """
     import pyarrow as pa
 
-    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    messages = pa.list_(message_type(calls))
     ids, bits = pa.list_(pa.int32()), pa.list_(pa.int8())
     return pa.schema(
         [
@@ -70,5 +76,6 @@ def schema() -> pyarrow.Schema:
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),
             ("stop_reason", pa.string()),
+            *([("tools", pa.json_())] if calls else []),
         ]
     )

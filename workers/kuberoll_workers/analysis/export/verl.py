@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, ground_truth, spoken, token_view
+from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat_with_calls, ground_truth, spoken, token_view
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     The columns from `prompt_ids` to `extra_fields` are those of verl's `AgentLoopOutput`. `min_global_steps` and
-    `max_global_steps` are verl's names for the oldest and newest version that sampled a token.
+    `max_global_steps` are verl's names for the oldest and newest version that sampled a token. `tools`, which its SFT
+    reads, is there only if there are.
     """
-    chat_messages = chat(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
+    chat_messages = chat_with_calls(record_messages := spoken(record), known=CHAT_ROLES, otherwise=role)
     prompt = sum(message.turn == PROMPT_TURN for message in record_messages)
     tokens = token_view(record)
     oldest, newest = tokens.version_range() or (None, None)
@@ -58,16 +60,21 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         },
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
+        **({} if record.tools is None else {"tools": record.tools}),
     }
 
 
 @cache
-def schema() -> pyarrow.Schema:
-    """Columns of a Parquet file."""
+def schema(calls: bool) -> pyarrow.Schema:
+    """Columns of a Parquet file.
+
+    Args:
+        calls: With those of tools and calls.
+    """
     import pyarrow as pa
 
     text = pa.string()
-    messages = pa.list_(pa.struct([("role", text), ("content", text)]))
+    messages = pa.list_(message_type(calls))
     ids = pa.list_(pa.int32())
     return pa.schema(
         [
@@ -112,5 +119,6 @@ def schema() -> pyarrow.Schema:
             ),
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),
+            *([("tools", pa.json_())] if calls else []),
         ]
     )

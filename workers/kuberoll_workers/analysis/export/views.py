@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE, Message
+from kuberoll_workers.data.messages import ANSWER_FIELDS, LOGPROB_TYPE, TOKEN_TYPE, ExtendedMessage, Message
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.tool_calls import parse_tool_calls
+from kuberoll_workers.data.tools import template_messages
 
 PROMPT_TURN = 0
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -92,7 +94,7 @@ def spoken(record: TrajectoryRecord) -> list[Message]:
 
 
 def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str) -> list[dict[str, Any]]:
-    """Chat messages with role and content.
+    """Chat messages with role and content: the whole text of a response, with its calls.
 
     Args:
         known: Roles that stay unchanged.
@@ -102,6 +104,49 @@ def chat(messages: Sequence[Message], *, known: Collection[str], otherwise: str)
         {"role": message.role if message.role in known else otherwise, "content": message.content}
         for message in messages
     ]
+
+
+def chat_with_calls(messages: Sequence[Message], *, known: Collection[str], otherwise: str) -> list[dict[str, Any]]:
+    """Chat messages with calls of tools as `tool_calls`, in the form of chat templates: with objects as arguments.
+
+    A message without calls has role and content only. The content of one with calls is the text beside them, so that a
+    template which writes both has the response again.
+
+    Args:
+        known, otherwise: See `chat`.
+    """
+    rows = chat(messages, known=known, otherwise=otherwise)
+    return [{**row, **_call_fields(message)} for message, row in zip(messages, rows, strict=True)]
+
+
+def has_calls(record: TrajectoryRecord) -> bool:
+    """True if a trajectory has tools, calls or answers to calls."""
+    return record.tools is not None or any(_call_fields(message) for message in record.messages)
+
+
+def _call_fields(message: Message) -> dict[str, Any]:
+    if not isinstance(message, ExtendedMessage):
+        return {}
+    fields = {name: message.fields[name] for name in ANSWER_FIELDS if name in message.fields}
+    if message.role == "tool" and fields:
+        return fields
+    if not (calls := message.fields.get("tool_calls")):
+        return {}
+    return {
+        "content": _text_beside_calls(message),
+        "tool_calls": template_messages([{"tool_calls": calls}])[0]["tool_calls"],
+    }
+
+
+def _text_beside_calls(message: ExtendedMessage) -> str:
+    if not is_response(message):
+        return message.content
+    text = message.fields.get("text")
+    if text is None:
+        # Of an older run.
+        text = parse_tool_calls(message.content).text
+    # Templates write the white space before a call.
+    return message.content if text is None else str(text).rstrip()
 
 
 GROUND_TRUTHS = ("ground_truth", "expected_answer", "answer")

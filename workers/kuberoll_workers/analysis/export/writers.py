@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy
 import orjson
 
+from kuberoll_workers.analysis.export.columns import storage_type, with_json
 from kuberoll_workers.analysis.export.formats import Container, ExportError
 from kuberoll_workers.output.journal import sync_directory
 
@@ -89,9 +90,14 @@ def _write_parquet(file: BinaryIO, rows: Iterator[Row], schema: pyarrow.Schema |
     import pyarrow.parquet as pq
 
     assert schema is not None
+    stored = pa.schema([(field.name, storage_type(field.type)) for field in schema])
+    as_json = [field for field in schema if storage_type(field.type) != field.type]
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for batch in _row_groups(rows):
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+            for row in batch:
+                row.update({field.name: with_json(row.get(field.name), field.type) for field in as_json})
+            table = pa.Table.from_pylist(batch, schema=stored)
+            writer.write_table(table.cast(schema) if as_json else table, row_group_size=len(batch))
 
 
 def _row_groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
