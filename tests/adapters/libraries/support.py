@@ -17,19 +17,26 @@ ISOLATIONS = ("Inline", "Process")
 
 
 def run(
-    directory: Path, environment: dict[str, Any], responses: list[str], *, torch: bool = False, **spec: Any
+    directory: Path,
+    environment: dict[str, Any],
+    responses: list[str],
+    *,
+    torch: bool = False,
+    model: Path = TINY,
+    **spec: Any,
 ) -> list[TrajectoryRecord]:
     """Trajectories of a job with this environment, whose policy draws from the responses.
 
     Args:
         torch: The library wants PyTorch, if it is installed.
+        model: Its tokenizer and chat template.
     """
     output = directory / "out"
     fields: dict[str, Any] = {
         "dataset": {"source": {"generator": {"count": 8}}, "repeats": 4},
         "rollout": {"maxTurns": 30, "maxSequenceLength": 100_000},
         "generation": {
-            "model": {"source": str(TINY)},
+            "model": {"source": str(model)},
             "engine": "Simulated",
             "engineArgs": {"max_model_len": 100_000},
             "simulated": {"responses": responses},

@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.1: its MultiTurnEnv and SingleTurnEnv."""
+"""Environments of verifiers 0.1: its MultiTurnEnv, and those made of it, with and without tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import logging
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
 
@@ -18,8 +18,9 @@ from kuberoll_workers.adapters.background import BackgroundLoop
 from kuberoll_workers.adapters.episodes import reward_metrics
 from kuberoll_workers.adapters.functions import function_of
 from kuberoll_workers.adapters.libraries import Library
+from kuberoll_workers.adapters.verifiers_groups import kept_state, lost_entries, restored_entries, state_class
+from kuberoll_workers.data.messages import ANSWER_FIELDS
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
-from kuberoll_workers.environments.builtin.turn import Turn, batch_of, reply_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
     EnvironmentInterface,
@@ -27,12 +28,16 @@ from kuberoll_workers.environments.interface import (
     Episode,
     EpisodeEnd,
     EpisodeStart,
+    GroupMember,
+    GroupScore,
     Metadata,
     Recovery,
 )
 from kuberoll_workers.environments.registry import UnusableEnvironment
+from kuberoll_workers.environments.tools import unreadable_answer
 
-_EPISODE = "episode"
+_EPISODE, _STATE = "episode", "verifiers_state"
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name")
 
 
 class VerifiersConfig(EnvironmentConfig):
@@ -63,14 +68,16 @@ class _Game:
     Attributes:
         state: That of verifiers.
         prompt: Messages before the next response.
+        tools: Those of the policy's prompt.
         turns_left: Turns until the trajectory ends.
     """
 
-    __slots__ = ("prompt", "state", "turns_left")
+    __slots__ = ("prompt", "state", "tools", "turns_left")
 
     def __init__(self, state: Any, turns_left: int) -> None:
         self.state = state
         self.prompt: list[Any] = []
+        self.tools: list[Any] = []
         self.turns_left = turns_left
 
 
@@ -78,9 +85,11 @@ class VerifiersEnvironment(EnvironmentInterface):
     """The loop is in the place of `rollout`: it generates, and the environment answers, stops and scores.
 
     The reward is the rubric's, in the turn that ends the episode; the other turns have 0. The job's last turn is scored
-    as one that verifiers' own limit of turns ends. The environment's code runs in a thread of its own.
+    as one that verifiers' own limit of turns ends. A rubric with reward functions of groups scores prompt groups, all
+    of it. The environment's code runs in a thread of its own.
 
-    Episode state: the row's fields, `episode`, and at the end `metrics` of the rubric and `stop_condition`.
+    Episode state: the row's fields, `episode`, and at the end `metrics` of the rubric, `stop_condition`, and for group
+    scores `verifiers_state`, the state of the rollout.
     """
 
     library: ClassVar[Library] = Library("verifiers", extra="verifiers", distribution="verifiers")
@@ -100,6 +109,10 @@ class VerifiersEnvironment(EnvironmentInterface):
         self._loop = BackgroundLoop()
         self._games: dict[str, _Game] = {}
         self._environment = self._load()
+        self._restored = state_class(self.library.module("types").State)
+        self._scores_groups = self._environment.score_rollouts and _scores_groups(self._environment.rubric)
+        if not self._scores_groups:
+            self.score_group = None  # type: ignore[assignment, method-assign]
         _collect_errors()
 
     @property
@@ -126,10 +139,6 @@ class VerifiersEnvironment(EnvironmentInterface):
             raise UnusableEnvironment(f"config.id: {name} is {type(made).__name__}, not a MultiTurnEnv of verifiers")
         if made.message_type != "chat":
             raise UnusableEnvironment(f"config.id: {name} wants completions; only chats can be played")
-        if made.oai_tools:
-            raise UnusableEnvironment(f"config.id: {name} has tools, which are not supported")
-        if any(rubric._get_group_reward_funcs() for rubric in _rubrics(made.rubric)):
-            raise UnusableEnvironment(f"config.id: {name} scores groups of rollouts together, which is not supported")
         return made
 
     async def reset(self, episodes: list[Episode]) -> list[EpisodeStart | None]:  # type: ignore[override]
@@ -148,9 +157,11 @@ class VerifiersEnvironment(EnvironmentInterface):
         game.prompt = list(await self._environment.get_prompt_messages(game.state))
         if [dict(message) for message in game.prompt[: len(given)]] != given:
             raise ValueError("the environment changed the row's prompt; it can only add messages")
+        game.tools = copy.deepcopy(list(game.state["oai_tools"] or ()))
         return EpisodeStart(
             messages=[{"role": str(one["role"]), "content": _text(one)} for one in game.prompt[len(given) :]],
             metadata={**row, _EPISODE: episode.id},
+            tools=game.tools or None,
         )
 
     async def step(  # type: ignore[override]
@@ -162,47 +173,92 @@ class VerifiersEnvironment(EnvironmentInterface):
             ScoringFailed: A reward function raised an exception.
         """
         pairs = zip(message_log_batch, metadata, strict=True)
-        turns = (self._loop.run(self._turn(reply_of(log), state or {})) for log, state in pairs)
-        return batch_of(await asyncio.gather(*turns))
+        turns = (self._loop.run(self._turn(log[-1], state or {})) for log, state in pairs)
+        observations, states, rewards, ends = zip(*await asyncio.gather(*turns), strict=True)
+        return EnvironmentReturn(list(observations), list(states), None, list(rewards), list(ends))
 
-    async def _turn(self, reply: str, metadata: dict[str, Any]) -> Turn:
+    async def _turn(self, reply: ChatMessage, metadata: dict[str, Any]) -> tuple[Any, dict[str, Any], float, bool]:
         game, environment = self._games[metadata[_EPISODE]], self._environment
-        before = len(game.prompt) + 1
         await environment.add_model_response(game.state, game.prompt, self._responses.make(reply))
         game.turns_left -= 1
         shown: Sequence[Any] = []
-        over = game.turns_left <= 0
-        if not await environment.is_completed(game.state) and not over:
-            game.prompt = list(await environment.get_prompt_messages(game.state))
-            final = game.state.get("final_env_response")
-            shown = game.prompt[before:] if final is None else final
-            over = await environment.is_completed(game.state)
-        over = over or bool(game.state["is_completed"])
-        observation = "\n".join(map(_text, shown))
+        over = await environment.is_completed(game.state) or game.turns_left <= 0
         if not over:
-            return Turn(observation, metadata)
-        reward, metrics = await self._score(game.state)
+            shown = await self._answer(game, reply)
+            over = await environment.is_completed(game.state)
+        observation = _observation(shown)
+        if not over:
+            if game.tools != list(game.state["oai_tools"] or ()):
+                raise ValueError("the environment changed its tools in an episode, but they are in its prompt")
+            return observation, metadata, 0.0, False
         stop = game.state.get("stop_condition") or "max_turns_reached"
-        return Turn(
-            observation, {**metadata, "metrics": metrics, "stop_condition": stop}, reward=reward, terminated=True
-        )
+        await environment.render_completion(game.state)
+        self._raise(game.state.get("error"))
+        if self._scores_groups:
+            return observation, {**metadata, "stop_condition": stop, _STATE: kept_state(game.state)}, 0.0, True
+        reward, metrics = 0.0, dict[str, float]()
+        if environment.score_rollouts:
+            await _checked(environment.rubric.score_rollout(game.state))
+            reward, metrics = _result(game.state)
+        return observation, {**metadata, "metrics": metrics, "stop_condition": stop}, reward, True
 
-    async def _score(self, state: Any) -> tuple[float, dict[str, float]]:
-        await self._environment.render_completion(state)
-        if (error := state.get("error")) is not None:
-            raise error
-        if not self._environment.score_rollouts:
-            return 0.0, {}
-        errors: list[str] = []
-        token = _errors.set(errors)
+    async def _answer(self, game: _Game, reply: ChatMessage) -> Sequence[Any]:
+        """The environment's messages; none if it ends the episode over a call."""
+        said = len(game.prompt) + 1
+        before = [*game.prompt, *game.state["trajectory"][-1]["completion"]]
         try:
-            await self._environment.rubric.score_rollout(state)
-        finally:
-            _errors.reset(token)
-        if errors:
-            raise ScoringFailed(errors[0])
-        metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        return float(state["reward"]), {name: value for name, value in metrics.items() if math.isfinite(value)}
+            game.prompt = list(await self._environment.get_prompt_messages(game.state))
+        except self._library.ToolError as error:
+            # Of the kinds at which the environment wants to stop.
+            game.state["error"] = error
+            return []
+        final = game.state.get("final_env_response")
+        if final is not None:
+            return list(final)
+        if game.prompt[:said] != before:
+            raise ValueError(
+                "the environment changed earlier messages, but the policy's tokens stay; it can only add some"
+            )
+        unreadable = {call["id"]: unreadable_answer(call) for call in reply.get("invalid_tool_calls") or ()}
+        game.prompt = [_explained(message, unreadable) for message in game.prompt]
+        return game.prompt[said:]
+
+    def _raise(self, error: BaseException | None) -> None:
+        """Raise an error of the environment; what verifiers blames a call for is the policy's.
+
+        A tool whose service is down is not.
+        """
+        if error is None:
+            return
+        cause = error.__cause__
+        if not isinstance(error, self._library.ToolError) or isinstance(cause, self._library.InfraError):
+            raise error
+
+    async def score_group(self, members: list[GroupMember]) -> Sequence[GroupScore]:  # type: ignore[override]
+        """Score a group's rollouts by all of the rubric's functions.
+
+        Those that have no state, because the window ended them, have no score.
+
+        Raises:
+            ScoringFailed: A reward function raised an exception.
+        """
+        return await self._loop.run(self._score_group(members))
+
+    async def _score_group(self, members: Sequence[GroupMember]) -> list[GroupScore]:
+        found = [(member.metadata or {}).get(_STATE) for member in members]
+        states = [None if kept is None else await self._restore(kept) for kept in found]
+        if ended := [state for state in states if state is not None]:
+            await _checked(self._environment.rubric.score_group(ended))
+        return [
+            GroupScore(reward=0.0) if state is None else _group_score(member, state)
+            for member, state in zip(members, states, strict=True)
+        ]
+
+    async def _restore(self, kept: Mapping[str, Any]) -> Any:
+        entries = restored_entries(kept, self._responses.make)
+        new = await self._environment.init_state(copy.deepcopy(entries["input"]), None, "policy")
+        lost = lost_entries(kept)
+        return self._restored({name: value for name, value in {**new, **entries}.items() if name not in lost}, lost)
 
     async def close(self, episodes: list[EpisodeEnd]) -> None:  # type: ignore[override]
         """Clean the episodes up."""
@@ -242,19 +298,74 @@ class VerifiersEnvironment(EnvironmentInterface):
         return [_row(rows[index], index) for index in range(count)]
 
 
-def _rubrics(rubric: Any) -> list[Any]:
-    """A rubric and those that it is a group of."""
-    return [rubric, *(part for one in getattr(rubric, "rubrics", ()) for part in _rubrics(one))]
+def _scores_groups(rubric: Any) -> bool:
+    """True if a rubric, or one that it is a group of, has functions that score groups."""
+    return bool(rubric._get_group_reward_funcs()) or any(map(_scores_groups, getattr(rubric, "rubrics", ())))
+
+
+async def _checked(scoring: Awaitable[None]) -> None:
+    """Wait for a rubric.
+
+    Raises:
+        ScoringFailed: One of its functions raised an exception, which the rubric has only logged.
+    """
+    errors: list[str] = []
+    token = _errors.set(errors)
+    try:
+        await scoring
+    finally:
+        _errors.reset(token)
+    if errors:
+        raise ScoringFailed(errors[0])
+
+
+def _result(state: Any) -> tuple[float, dict[str, float]]:
+    metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+    return float(state["reward"]), {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _group_score(member: GroupMember, state: Any) -> GroupScore:
+    reward, metrics = _result(state)
+    return GroupScore(reward=reward, metadata={**(member.metadata or {}), "metrics": metrics})
+
+
+def _observation(shown: Sequence[Any]) -> Any:
+    """Messages with answers to calls one by one, others as one text."""
+    if not any(message["role"] == "tool" for message in shown):
+        return {"role": "environment", "content": "\n".join(map(_text, shown))}
+    return [
+        {
+            "role": message["role"],
+            "content": _text(message),
+            **{name: message[name] for name in ANSWER_FIELDS if message.get(name) is not None},
+        }
+        for message in shown
+    ]
+
+
+def _explained(message: Any, unreadable: Mapping[str, Mapping[str, str]]) -> Any:
+    """The message; if it answers a call that cannot be read, with what is wrong with it."""
+    if message["role"] != "tool" or message.get("tool_call_id") not in unreadable:
+        return message
+    return {**message, "content": unreadable[message["tool_call_id"]]["content"]}
 
 
 def _row(row: Mapping[str, Any], index: int) -> dict[str, Any]:
     metadata = {name: value for name, value in row.items() if name != "prompt"}
-    messages = [{"role": message["role"], "content": _text(message)} for message in row["prompt"]]
+    messages = [
+        # A dataset's rows have all of its fields, null where a message has none.
+        {name: message[name] for name in _MESSAGE_FIELDS if message.get(name) is not None} | {"content": _text(message)}
+        for message in row["prompt"]
+    ]
     return {"messages": messages, "metadata": metadata, "idx": index}
 
 
 def _text(message: Mapping[str, Any]) -> str:
     content = message["content"]
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise TypeError("the environment's message has content that is not text")
     return content
@@ -268,12 +379,21 @@ class _Responses:
 
         self._type = ChatCompletion
 
-    def make(self, text: str) -> Any:
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
+    def make(self, reply: Mapping[str, Any]) -> Any:
+        """A response whose message is an assistant's of a chat log."""
+        calls = [*(reply.get("tool_calls") or ()), *map(_unreadable, reply.get("invalid_tool_calls") or ())]
+        content = reply["content"] if not reply.get("tool_calls") else reply.get("text", reply["content"])
+        message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+        choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
         return self._type.model_validate(
             {"id": "response", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
         )
+
+
+def _unreadable(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call that cannot be read as one whose arguments are not JSON, which environments answer."""
+    arguments = f"{call['text']}\n{call['error']}"
+    return {"id": call["id"], "type": "function", "function": {"name": "", "arguments": arguments}}
 
 
 @contextlib.contextmanager

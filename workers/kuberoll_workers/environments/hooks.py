@@ -39,7 +39,7 @@ class Hooks(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, environment: Any) -> Self:
-        """Hooks of an environment's object; methods that are those of `EnvironmentInterface` do not count.
+        """Hooks of an environment's object; neither methods of `EnvironmentInterface` nor those set to None count.
 
         Raises:
             InvalidRecovery: Its `recovery` is none.
@@ -64,4 +64,6 @@ NO_HOOKS = Hooks()
 
 def _has(environment: Any, name: str) -> bool:
     method = getattr(type(environment), name, None)
-    return callable(method) and method is not getattr(EnvironmentInterface, name)
+    own = callable(method) and method is not getattr(EnvironmentInterface, name)
+    # An instance may be without a method of its class, which it says as Python's own protocols do: by None.
+    return own and getattr(environment, name) is not None

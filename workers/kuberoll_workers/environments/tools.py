@@ -180,10 +180,16 @@ def answer_calls(message: ChatMessage, call: Callable[[str, Mapping[str, Any]], 
         except ToolError as error:
             content = f"Error: {error}"
         answers.append({"role": "tool", "tool_call_id": one["id"], "name": function["name"], "content": content})
-    for one in message.get("invalid_tool_calls") or ():
-        content = f"Error: this call cannot be read: {one['error']}"
-        answers.append({"role": "tool", "tool_call_id": one["id"], "content": content})
-    return answers
+    return [*answers, *map(unreadable_answer, message.get("invalid_tool_calls") or ())]
+
+
+def unreadable_answer(call: Mapping[str, Any]) -> dict[str, str]:
+    """The answer to a call that cannot be read."""
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": f"Error: this call cannot be read: {call['error']}",
+    }
 
 
 def _marked(kind: type) -> list[str]:
