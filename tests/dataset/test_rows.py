@@ -325,7 +325,8 @@ def test_content_is_the_whole_row() -> None:
         ),
         (
             gym(tools=[TOOL], tool_choice="required"),
-            'responses_create_params.tool_choice: found text "required"; only auto is supported',
+            'responses_create_params.tool_choice: found text "required"; only auto is supported, where the policy '
+            "decides whether it calls a tool: remove it, and for none the tools, too",
         ),
         (
             gym(input=[user([{"type": "input_image", "image_url": "u"}])]),

@@ -11,12 +11,9 @@ import sys
 from typing import Any
 
 
-def make(name: str) -> Any:
-    """The server's app, as `run_webserver` makes it."""
+def class_of(name: str) -> Any:
+    """The class of one of the package's servers."""
     from nemo_gym.base_resources_server import SimpleResourcesServer
-    from nemo_gym.config_types import BaseServerConfig
-    from nemo_gym.server_utils import ServerClient
-    from omegaconf import OmegaConf
 
     module = importlib.import_module(f"resources_servers.{name}.app")
     found: Any
@@ -25,6 +22,15 @@ def make(name: str) -> Any:
         for item in vars(module).values()
         if isinstance(item, type) and issubclass(item, SimpleResourcesServer) and item.__module__ == module.__name__
     )
+    return found
+
+
+def make(found: Any, name: str) -> Any:
+    """The server's app, as `run_webserver` makes it."""
+    from nemo_gym.config_types import BaseServerConfig
+    from nemo_gym.server_utils import ServerClient
+    from omegaconf import OmegaConf
+
     config = found.model_fields["config"].annotation
     head = BaseServerConfig(host="127.0.0.1", port=1)
     server = found(
@@ -48,4 +54,4 @@ def serve(app: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(make(sys.argv[1]))
+    serve(make(class_of(sys.argv[1]), sys.argv[1]))

@@ -18,7 +18,7 @@ from kuberoll_workers.adapters.response_items import input_items, output_items
 from kuberoll_workers.authoring import check_environment
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tools import checked_tools
-from kuberoll_workers.environments import Episode, UnusableEnvironment, UnusableRow
+from kuberoll_workers.environments import Episode, EpisodeEnd, UnusableEnvironment, UnusableRow
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from tests.adapters.libraries.foreign import packages, server
 from tests.adapters.libraries.support import ISOLATIONS, run
@@ -58,7 +58,8 @@ def servers(nemo_gym: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
         def address(name: str) -> str:
             if name not in found:
-                started = server("serve_nemo_gym.py", name, path=nemo_gym, log=logs / name)
+                script = ["serve_nemo_gym_shop.py"] if name == "shop" else ["serve_nemo_gym.py", name]
+                started = server(*script, path=nemo_gym, log=logs / name)
                 found[name] = stack.enter_context(started)
             return found[name]
 
@@ -97,7 +98,11 @@ class Player:
             {"id": f"{number}-{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
             for index, (name, given) in enumerate(calls)
         ]
-        self.log.append({"role": "assistant", "content": text, **({"tool_calls": made} if made else {})})
+        called = {"tool_calls": made, "text": text} if made else {}
+        return await self.say({"role": "assistant", "content": text + "<tool_call>" * len(made), **called})
+
+    async def say(self, message: dict[str, Any]) -> tuple[Any, float, bool]:
+        self.log.append(message)
         result = await self.environment.step([self.log], [self.state])
         assert result.metadata is not None
         (self.state,) = result.metadata
@@ -127,6 +132,93 @@ def test_a_run_with_a_server_that_verifies(tmp_path: Path, nemo_gym: Path, serve
         extracted = text[-2] if text.startswith("It is") else None
         assert record.metadata["nemo_gym"]["verification"]["extracted_answer"] == extracted
     assert {record.total_reward for record in records} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_run_with_a_server_that_steps(tmp_path: Path, nemo_gym: Path, servers: Any, isolation: str) -> None:
+    """The package's blackjack, whose hands are drawn anew for each session."""
+    rows = examples(nemo_gym, "blackjack")[:4]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = {"url": servers("blackjack"), "agent": "gymnasium_agent"}
+    records = run(
+        tmp_path,
+        {"name": "blackjack", "type": "nemo_gym", "config": config, "isolation": isolation},
+        ["<action>hit</action>", "I have enough. <action>stand</action>"],
+        dataset={"source": {"uri": str(tmp_path / "rows.jsonl")}, "repeats": 16},
+    )
+    assert len(records) == 64
+    rewards = {"win": 1.0, "draw": 0.0, "loss": -1.0, "bust": -1.0}
+    for record in records:
+        assert record.metadata is not None
+        state = record.metadata["nemo_gym"]
+        assert (record.stop_reason, state["terminated"], state["truncated"]) == ("terminated", True, False)
+        assert record.total_reward == rewards[state["info"]["result"]]
+        assert record.rewards[:-1] == [0.0] * (record.turn_count - 1)
+        hands = [message.content for message in record.messages if message.content.startswith("Your hand: [")]
+        assert len(hands) == record.turn_count == state["turn"]
+        assert (record.messages[2].role, record.messages[2].turn) == ("user", 0)
+        # The session is the same throughout: a hit adds one card.
+        cards = [hand[: hand.index("]")].count(",") + 1 for hand in hands]
+        assert cards == list(range(2, record.turn_count + 2))
+    assert {record.turn_count for record in records} >= {1, 2}
+
+
+async def test_observations_of_a_server_that_steps_are_the_users(nemo_gym: Path, servers: Any) -> None:
+    config = {"url": servers("example_multi_turn_gymnasium"), "agent": "gymnasium_agent"}
+    environment = NemoGymEnvironment(config)
+    for row in examples(nemo_gym, "example_multi_turn_gymnasium"):
+        for last, reward in ((f"It is {row['expected_answer']}.", 1.0), ("I do not know", 0.0)):
+            player = Player(environment, episode(row))
+            await player.reset()
+            for question in row["follow_ups"]:
+                assert await player.step("Hm.") == ([{"role": "user", "content": question}], 0.0, False)
+            assert (await player.step(last))[1:] == (reward, True)
+
+
+async def test_tools_of_a_server_that_steps(servers: Any) -> None:
+    environment = NemoGymEnvironment({"url": servers("shop"), "agent": "gymnasium_agent"})
+    look = {"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}
+    row = {"responses_create_params": {"input": [{"role": "user", "content": "Hello."}]}, "wanted": "pear"}
+    begun = dataclasses.replace(episode(row), tools=[look])
+    player = Player(environment, begun)
+    (start,) = await environment.reset([begun])
+    assert start is not None
+    assert start.messages == [{"role": "user", "content": "0 closed. What is pear?"}]
+    player.state = start.metadata
+    player.log += start.messages
+    answers, reward, over = await player.step("I look.", ("price", {"item": "pear"}), ("price", {"item": "plum"}))
+    assert (reward, over) == (0.125, False)
+    assert answers == [
+        {"role": "tool", "tool_call_id": "2-0", "name": "price", "content": "4"},
+        {"role": "tool", "tool_call_id": "2-1", "name": "price", "content": "null"},
+        # Without the calls, which are items of their own.
+        {"role": "user", "content": "You said 'I look.'."},
+    ]
+    unreadable = [{"id": "a", "text": "{", "error": "it is not JSON"}]
+    said = {"role": "assistant", "content": "<tool_call>{</tool_call>", "invalid_tool_calls": unreadable}
+    answers, reward, over = await player.say(said)
+    error = {"role": "tool", "tool_call_id": "a", "content": "Error: this call cannot be read: it is not JSON"}
+    assert (answers, reward, over) == ([error], 0.0, False)
+    assert (await player.step("4"))[1:] == (1.0, True)
+    state = player.state["nemo_gym"]
+    assert state["info"] == {"asked": ["pear", "plum"], "request": "0-0-0-2"}
+    await environment.close([EpisodeEnd(id="0-0-0", metadata=player.state, reason="terminated")])
+    (start,) = await environment.reset([begun])
+    assert start is not None
+    assert start.messages[0]["content"].startswith("1 closed")
+    player = Player(environment, begun)
+    await player.reset()
+    assert (await player.step("enough"))[1:] == (0.0, True)
+    assert player.state["nemo_gym"]["truncated"] is True
+
+
+async def test_a_server_for_another_agent_says_which(nemo_gym: Path, servers: Any) -> None:
+    stepped = NemoGymEnvironment({"url": servers("blackjack")})
+    with pytest.raises(ServerError, match=r"answered 404: .*; for a server with /reset, set config.agent: gymnasium"):
+        await stepped.reset([episode(examples(nemo_gym, "blackjack")[0])])
+    seeded = NemoGymEnvironment({"url": servers("mcqa"), "agent": "gymnasium_agent"})
+    with pytest.raises(ServerError, match=r"for a server with /seed_session, set config.agent: simple_agent"):
+        await seeded.reset([episode(examples(nemo_gym, "mcqa")[0])])
 
 
 async def test_sessions_of_episodes_at_the_same_time(nemo_gym: Path, servers: Any) -> None:

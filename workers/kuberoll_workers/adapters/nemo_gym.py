@@ -11,7 +11,8 @@ import orjson
 from pydantic import Field
 
 from kuberoll_workers.adapters.episodes import reward_metrics
-from kuberoll_workers.adapters.http import Answer, post
+from kuberoll_workers.adapters.http import Answer, ServerError, post
+from kuberoll_workers.adapters.nemo_gym_steps import SteppedEpisodes
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.interface import (
@@ -31,6 +32,8 @@ _TOOL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,255}")
 # Endpoints of the server itself, which the policy must not call.
 _OWN = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp", "openapi.json", "docs", "redoc", "stats"})
 _UNPROCESSABLE = 422
+_NOT_FOUND = 404
+_BEGINNINGS = {"simple_agent": "seed_session", "gymnasium_agent": "reset"}
 
 
 class NemoGymConfig(EnvironmentConfig):
@@ -38,6 +41,11 @@ class NemoGymConfig(EnvironmentConfig):
 
     url: str = Field(
         pattern=r"^https?://", max_length=2048, description="Address of the server, such as http://gym:8000."
+    )
+    agent: Literal["simple_agent", "gymnasium_agent"] = Field(
+        default="simple_agent",
+        description="NeMo Gym's agent in whose place the loop is: simple_agent for servers with /seed_session, tools "
+        "and /verify; gymnasium_agent for those with /reset and /step.",
     )
     recovery: Literal["restart", "metadata"] = Field(
         default="restart",
@@ -51,7 +59,8 @@ class NemoGymEnvironment(EnvironmentInterface):
     """A response without tool calls is verified, and ends the episode with the server's reward.
 
     Tool calls are requests to the endpoints of their names, in the episode's session; their answers are the
-    observation. The job's last turn is verified, whatever it has.
+    observation. The job's last turn is verified, whatever it has. A server with `/reset` and `/step` does all this
+    itself: see `SteppedEpisodes`.
 
     Episode state: the row's fields, and `nemo_gym`: `cookies` of the session, `prompt`, the number of the prompt's
     messages, `tools`, the names of the row's, `turns_left`, and at the end `verification`, the fields that the server
@@ -68,6 +77,7 @@ class NemoGymEnvironment(EnvironmentInterface):
         self._config = parse_config(NemoGymConfig, config)
         self._url = self._config.url.rstrip("/")
         self.parallel_steps = self._config.parallel
+        self._stepped = SteppedEpisodes(self._checked_post) if self._config.agent == "gymnasium_agent" else None
 
     @property
     def recovery(self) -> Recovery:  # type: ignore[override]
@@ -81,7 +91,8 @@ class NemoGymEnvironment(EnvironmentInterface):
             UnusableRow: The server refuses the row's fields.
             ServerError: There is no session.
         """
-        return list(await asyncio.gather(*map(self._begin, episodes)))
+        begin = self._begin if self._stepped is None else self._stepped.begin
+        return list(await asyncio.gather(*map(begin, episodes)))
 
     async def _begin(self, episode: Episode) -> EpisodeStart:
         row = dict(episode.metadata or {})
@@ -90,8 +101,7 @@ class NemoGymEnvironment(EnvironmentInterface):
         if episode.tools is not None:
             request["responses_create_params"]["tools"] = tool_items(episode.tools)
             names = [tool["function"]["name"] for tool in episode.tools]
-        answer = await self._post("seed_session", request, {})
-        _check(answer)
+        answer = await self._checked_post("seed_session", request, {})
         state = {
             "cookies": answer.cookies,
             "prompt": len(episode.messages),
@@ -109,8 +119,9 @@ class NemoGymEnvironment(EnvironmentInterface):
             UnusableRow: The server refuses a row's fields.
             ServerError: It cannot be reached, or failed.
         """
+        turn = self._turn if self._stepped is None else self._stepped.turn
         pairs = zip(message_log_batch, metadata, strict=True)
-        turns = await asyncio.gather(*(self._turn(log, state or {}) for log, state in pairs))
+        turns = await asyncio.gather(*(turn(log, state or {}) for log, state in pairs))
         observations, states, rewards, ends = zip(*turns, strict=True)
         return EnvironmentReturn(list(observations), list(states), None, list(rewards), list(ends))
 
@@ -147,8 +158,7 @@ class NemoGymEnvironment(EnvironmentInterface):
         row = {name: value for name, value in metadata.items() if name != _STATE}
         prompt = state["prompt"]
         request = {**row, **_params(log[:prompt]), "response": response_of(output_items(log[prompt:]))}
-        answer = await self._post("verify", request, state["cookies"])
-        _check(answer)
+        answer = await self._checked_post("verify", request, state["cookies"])
         result = answer.json()
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -159,8 +169,23 @@ class NemoGymEnvironment(EnvironmentInterface):
     async def _post(self, name: str, value: Any, cookies: Mapping[str, str]) -> Answer:
         return await post(f"{self._url}/{name}", value, cookies)
 
-    def close(self, episodes: list[EpisodeEnd]) -> None:
-        """Do nothing: resources servers keep their sessions until they end."""
+    async def _checked_post(self, name: str, value: Any, cookies: Mapping[str, str]) -> Answer:
+        """
+        Raises:
+            UnusableRow: The server refuses fields of the row.
+            ServerError: It failed, or is one for another agent.
+        """
+        answer = await self._post(name, value, cookies)
+        if answer.status == _NOT_FOUND and name == _BEGINNINGS[self._config.agent]:
+            (other,) = _BEGINNINGS.keys() - {self._config.agent}
+            raise ServerError(f"{answer.error()}; for a server with /{_BEGINNINGS[other]}, set config.agent: {other}")
+        _check(answer)
+        return answer
+
+    async def close(self, episodes: list[EpisodeEnd]) -> None:  # type: ignore[override]
+        """End the episodes at a server that can be told so; others keep their sessions until they end."""
+        if self._stepped is not None:
+            await asyncio.gather(*map(self._stepped.close, episodes))
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Add `mean_reward` and `mean_turns`."""

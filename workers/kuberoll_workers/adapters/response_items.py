@@ -38,20 +38,22 @@ def _outputs(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
             yield _output(message)
         if message["role"] != "assistant":
             continue
-        before, closed, text = message["content"].rpartition(_CLOSED)
+        calls = message.get("tool_calls") or ()
+        # Beside its calls: these are items of their own.
+        content: str = message["text"] if calls and "text" in message else message["content"]
+        before, closed, text = content.rpartition(_CLOSED)
         if closed:
             thought = before.strip().removeprefix(_OPENED).strip()
             summary = [{"type": "summary_text", "text": thought}]
             yield {"type": "reasoning", "id": f"rs_{number}", "summary": summary}
-        calls = message.get("tool_calls") or ()
         if text.strip() or not calls:
-            content = [{"type": "output_text", "text": text.lstrip() if closed else text, "annotations": []}]
+            part = {"type": "output_text", "text": text.lstrip() if closed else text, "annotations": []}
             yield {
                 "type": "message",
                 "id": f"msg_{number}",
                 "role": "assistant",
                 "status": "completed",
-                "content": content,
+                "content": [part],
             }
         yield from map(_call, calls)
 

@@ -449,7 +449,7 @@ def _take_parameters(form: _Form, params: Mapping[str, Any], where: str, name: s
         if (choice := params.get("tool_choice")) not in (None, "auto"):
             raise DatasetError(
                 f"{where}: {name}.tool_choice: found {_kind(choice)}; only auto is supported, where the policy decides "
-                "whether it calls a tool: remove it"
+                "whether it calls a tool: remove it, and for none the tools, too"
             )
         if form.tools in _NOTHING:
             form.tools, form.source_names["tools"] = params["tools"], f"{name}.tools"
