@@ -12,7 +12,7 @@ from tests.local.support import TINY, run_to_end, trajectories
 
 pytestmark = pytest.mark.engine
 
-# What an environment with isolation Process can do with what it is given; a module beside the manifest.
+# What an environment with isolation Process or Remote can do with what it is given; a module beside the manifest.
 LOOKING = """
 import json
 import os
@@ -74,11 +74,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryRecord]:
     directory = tmp_path_factory.mktemp("judged")
     (directory / "looking.py").write_text(LOOKING)
     looking = {"entrypoint": "looking:Looking", "isolation": "Process", "stepTimeoutSeconds": 120}
+    remote = {"isolation": "Remote"}
     environments = [
         judge("inline"),
         judge("process", isolation="Process"),
+        judge("remote", isolation="Remote"),
         {"name": "asking", **looking, "config": {"asks": True}, "access": {"policy": True}},
         {"name": "other", **looking},
+        {"name": "asking-remote", **looking, **remote, "config": {"asks": True}, "access": {"policy": True}},
+        {"name": "other-remote", **looking, **remote},
     ]
     rows = [
         {"prompt": f"task {number}", "task_name": item["name"], "metadata": {"ground_truth": "up"}}
@@ -112,7 +116,7 @@ def states(stored: list[TrajectoryRecord], name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["inline", "process"])
+@pytest.mark.parametrize("name", ["inline", "process", "remote"])
 def test_the_policy_judges_its_own_responses(stored: list[TrajectoryRecord], name: str) -> None:
     judged = 0
     for record in stored:
@@ -134,10 +138,11 @@ def test_the_policy_judges_its_own_responses(stored: list[TrajectoryRecord], nam
     assert judged
 
 
-def test_only_who_asks_gets_a_token_and_it_can_only_generate(stored: list[TrajectoryRecord]) -> None:
-    for state in states(stored, "asking"):
+@pytest.mark.parametrize("isolation", ["", "-remote"])
+def test_only_who_asks_gets_a_token_and_it_can_only_generate(stored: list[TrajectoryRecord], isolation: str) -> None:
+    for state in states(stored, f"asking{isolation}"):
         assert state == {
             "variables": ["KUBEROLL_POLICY_TOKEN", "KUBEROLL_POLICY_URL"], "chat": 200, "weights": 403,
         }  # fmt: skip
-    for state in states(stored, "other"):
+    for state in states(stored, f"other{isolation}"):
         assert state == {"variables": []}

@@ -44,9 +44,13 @@ def tokenizer_with_ends(directory: Path) -> Path:
     return directory
 
 
-def application(routes: OpenAIRoutes) -> ASGIApp:
+def application(routes: OpenAIRoutes, *, key: str | None = None) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await routes.handle(Request(scope, receive))
+        request = Request(scope, receive)
+        if key is not None and request.headers.get("Authorization") != f"Bearer {key}":
+            await JSONResponse({"error": {"message": "who are you?"}}, status_code=401)(scope, receive, send)
+            return
+        response = await routes.handle(request)
         if response is None:
             response = JSONResponse({"error": {"message": "there is no such route"}}, status_code=404)
         await response(scope, receive, send)
@@ -56,12 +60,20 @@ def application(routes: OpenAIRoutes) -> ASGIApp:
 
 @asynccontextmanager
 async def serving_openai(
-    engine: Engine, tokenizer: Path = TINY, *, template_variables: Mapping[str, Any] | None = None
+    engine: Engine,
+    tokenizer: Path = TINY,
+    *,
+    template_variables: Mapping[str, Any] | None = None,
+    key: str | None = None,
 ) -> AsyncIterator[str]:
-    """Serve a started engine's model as `tiny`; its base URL, without `/v1`."""
+    """Serve a started engine's model as `tiny`; its base URL, without `/v1`.
+
+    Args:
+        key: API key that requests need; None: none.
+    """
     routes = OpenAIRoutes(engine, model_name="tiny", tokenizer=str(tokenizer), template_variables=template_variables)
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(application(routes), lifespan="off", log_level="error")
+    config = uvicorn.Config(application(routes, key=key), lifespan="off", log_level="error")
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     try:

@@ -14,8 +14,10 @@ import pytest
 from kuberoll_workers.adapters.http import ServerError
 from kuberoll_workers.adapters.mcp import McpEnvironment
 from kuberoll_workers.authoring import check_environment
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.environments import Episode, EpisodeEnd, UnusableEnvironment
+from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from tests.adapters.libraries.foreign import server
 from tests.adapters.libraries.support import assert_needs_its_extra
@@ -103,6 +105,18 @@ async def test_each_episode_has_a_server_of_its_own_which_ends_with_it() -> None
         await call(environment, other.metadata, "buy", item="end")
     await environment.shutdown()
     assert not [process for process in started if process.is_running()]
+
+
+async def test_the_watchdog_of_a_run_finds_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK passes few variables on, and a server need not end when its input does."""
+    monkeypatch.setenv(RUN_ID_VARIABLE, "a-run-of-this-test")
+    environment = McpEnvironment(config())
+    await begin(environment)
+    found = [process.pid for process in processes_of("a-run-of-this-test")]
+    children = [process.pid for process in psutil.Process().children(recursive=True)]
+    await environment.shutdown()
+    assert found
+    assert set(found) <= set(children)
 
 
 @pytest.mark.parametrize(("kind", "trajectories"), [("http", 64), ("stdio", 8)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Self
@@ -14,6 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 from kuberoll_workers.adapters.background import BackgroundLoop
 from kuberoll_workers.adapters.http import ServerError
 from kuberoll_workers.adapters.libraries import Library
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import (
@@ -246,7 +248,9 @@ async def _transport(spec: McpServer, stack: AsyncExitStack) -> Any:
     from mcp.client.streamable_http import streamable_http_client
 
     if spec.command is not None:
-        return StdioServerParameters(command=spec.command, args=spec.args, env=spec.env, cwd=spec.cwd)
+        # The SDK passes few variables on. By this one the run's watchdog finds a server that outlives its episodes.
+        run = {RUN_ID_VARIABLE: os.environ[RUN_ID_VARIABLE]} if RUN_ID_VARIABLE in os.environ else {}
+        return StdioServerParameters(command=spec.command, args=spec.args, env={**run, **spec.env}, cwd=spec.cwd)
     if not spec.headers:
         return spec.url
     import httpx2

@@ -9,6 +9,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import Final
+
+RUN_ID_VARIABLE: Final = "KUBEROLL_RUN_ID"
+"""Variable that all processes of a run have, by which its watchdog finds them."""
 
 _PR_SET_PDEATHSIG = 1
 
