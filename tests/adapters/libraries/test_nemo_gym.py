@@ -142,7 +142,7 @@ def test_a_run_with_a_server_that_steps(tmp_path: Path, nemo_gym: Path, servers:
     config = {"url": servers("blackjack"), "agent": "gymnasium_agent"}
     records = run(
         tmp_path,
-        {"name": "blackjack", "type": "nemo_gym", "config": config, "isolation": isolation},
+        {"name": rows[0]["agent_ref"]["name"], "type": "nemo_gym", "config": config, "isolation": isolation},
         ["<action>hit</action>", "I have enough. <action>stand</action>"],
         dataset={"source": {"uri": str(tmp_path / "rows.jsonl")}, "repeats": 16},
     )
