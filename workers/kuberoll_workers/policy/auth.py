@@ -19,7 +19,7 @@ _ACCEPTED_SCOPES: Final[Mapping[Scope, frozenset[Scope]]] = {
 _SCHEME: Final = "bearer"
 
 
-class Tokens(msgspec.Struct, kw_only=True, frozen=True):
+class Tokens(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The token of each scope.
 
     Attributes:
