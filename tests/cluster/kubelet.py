@@ -382,6 +382,8 @@ class Node:
             root.mkdir()
             self.runners[uid] = PodRunner(self, pod, root)
         runner = self.runners.get(uid)
+        if runner is not None:
+            runner.home.update(pod)
         if runner is not None and "deletionTimestamp" in pod["metadata"]:
             runner.terminate(pod["metadata"].get("deletionGracePeriodSeconds", 30))
 

@@ -92,6 +92,11 @@ class ProcessPod:
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             self.files.fill(self.pod, container)
 
+    def update(self, pod: Object) -> None:
+        self.pod = pod
+        if self.files.volumes:
+            self.files.show(pod)
+
     async def launch(self, container: Object, variables: Mapping[str, str], attempt: int) -> ProcessLaunch:
         name, pod = container["name"], self.pod["metadata"]
         marker = self._markers.setdefault(name, f"{pod['uid']}/{name}")

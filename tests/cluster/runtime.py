@@ -83,6 +83,9 @@ class PodHome(Protocol):
             NotYet: A ConfigMap, Secret or claim is not there.
         """
 
+    def update(self, pod: Object) -> None:
+        """Takes a changed pod: its labels and annotations."""
+
     async def launch(self, container: Object, variables: Mapping[str, str], attempt: int) -> Launch:
         """Prepares a container.
 

@@ -53,6 +53,16 @@ class PodFiles:
                 file = self.volumes[volume["name"]] / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
+        self.show(pod)
+
+    def show(self, pod: Object) -> None:
+        """Has volumes of the downward API show the pod as it is now; each file changes as a whole."""
+        for volume in pod["spec"].get("volumes", ()):
+            for item in volume.get("downwardAPI", {}).get("items", ()):
+                file = self.volumes[volume["name"]] / item["path"]
+                fresh = file.with_name(f".{file.name}")
+                fresh.write_text(downward(pod, item["fieldRef"]["fieldPath"]))
+                fresh.rename(file)
 
     async def _contents(self, volume: Object, find: Find) -> dict[str, bytes]:
         sources = volume.get("projected", {}).get("sources", [volume])

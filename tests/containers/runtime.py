@@ -116,6 +116,10 @@ class ContainerPod:
             self._volumes = PodVolumes(self.pod, self.root, self.claims, self.address)
         await self._volumes.make(find)
 
+    def update(self, pod: Object) -> None:
+        # What its volumes show of it stays as it was.
+        self.pod = pod
+
     async def launch(self, container: Object, variables: Mapping[str, str], attempt: int) -> ContainerLaunch:
         assert self._volumes is not None
         image = await self.runtime.cri.image(container["image"])
