@@ -48,6 +48,7 @@ class Reason:
     ENGINE_FAILED: Final = "EngineFailed"
     CRASHING: Final = "Crashing"
     POD_CONFIG: Final = "PodConfigError"
+    SANDBOX: Final = "SandboxNotReady"
     READY: Final = "Ready"
     EXTERNAL: Final = "External"
     RELEASED: Final = "Released"

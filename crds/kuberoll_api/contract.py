@@ -6,6 +6,7 @@ but never change their meaning, and readers ignore unknown fields.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, get_args
@@ -48,6 +49,9 @@ ENVIRONMENT_TOKEN: Final = "KUBEROLL_ENVIRONMENT_TOKEN"
 SERVERS_TOKEN_VARIABLE: Final = "KUBEROLL_TOKEN_GENERATE_SERVERS"
 """Variable of generation pods, with a second token of scope `generate`: that of environments' server pods, if any."""
 
+ENVIRONMENT_ANNOTATION: Final = "kuberoll.io/environment"
+"""Annotation of a claimed sandbox's pod: its EnvironmentPodConfig, which a volume of the template shows as a file."""
+
 APPLICATION: Final = "kuberoll"
 """Name of the Serve application."""
 
@@ -73,6 +77,11 @@ FAILURE_CHARACTERS: Final = 500
 """Maximum length of the description of a failure, in characters."""
 
 _Failure = Annotated[str, StringConstraints(max_length=FAILURE_CHARACTERS)]
+
+
+def token_digest(token: str) -> str:
+    """SHA-256 of a bearer token, in hexadecimal. Tokens are random, so it does not help to guess them."""
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
 def token_variable(scope: Scope) -> str:
@@ -140,6 +149,7 @@ class EnvironmentPodConfig:
         modules: Directory of modules of the job's own, searched first; None if it brings none.
         variables, readable_paths, writable_paths: As in the environment's `access`; `variables` also has those of the
             policy, if the environment uses it.
+        token_digest: Digest of the bearer token that requests need, for a pod that cannot get the token itself.
     """
 
     job: str
@@ -154,6 +164,7 @@ class EnvironmentPodConfig:
     variables: list[str] = field(default_factory=list)
     readable_paths: list[str] = field(default_factory=list)
     writable_paths: list[str] = field(default_factory=list)
+    token_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

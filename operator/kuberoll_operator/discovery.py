@@ -1,6 +1,6 @@
 """Discovery of optional APIs: at the start of the operator, and periodically afterwards.
 
-KubeRay, Kueue and LeaderWorkerSet may be installed or removed later.
+KubeRay, Kueue, LeaderWorkerSet and agent-sandbox may be installed or removed later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import ApiError
-from kuberoll_operator.kube.resources import LEADER_WORKER_SETS, RAY_SERVICES, WORKLOADS, Resource
+from kuberoll_operator.kube.resources import LEADER_WORKER_SETS, RAY_SERVICES, SANDBOX_CLAIMS, WORKLOADS, Resource
 
 ASK_SECONDS = 180.0
 RETRY_SECONDS = 2.0
@@ -21,6 +21,7 @@ OPTIONAL: Final[Mapping[str, Resource]] = {
     "kuberay": RAY_SERVICES,
     "kueue": WORKLOADS,
     "leader_worker_set": LEADER_WORKER_SETS,
+    "agent_sandbox": SANDBOX_CLAIMS,
 }
 """Kinds that are used if the cluster serves them, by the setting that tells if it does."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,17 +28,20 @@ from kuberoll_operator.backends.pods import (
     shard_of,
 )
 from kuberoll_operator.deadlines import active_deadline, startup_deadlines
+from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.messages import finish_message, worker_message
 from kuberoll_operator.model import Object, Observed, Ref, condition, is_true, status_of
 from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
-from kuberoll_operator.render.servers import served
+from kuberoll_operator.render.servers import claim_names, claimed, deployed, served
 from kuberoll_operator.servers import service_states, unready
 from kuberoll_operator.settings import Settings
 
 FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
 _SHARDS_NAMED: Final = 20
+# Kubernetes allows 256 KiB for all annotations of an object.
+_CLAIM_CHARACTERS: Final = 128 * 1024
 
 
 class Stage(Enum):
@@ -237,6 +241,17 @@ def spec_problem(job: RolloutJob, backend: str, settings: Settings) -> str | Non
             )
     if (problem := policy_access_problem(job)) is not None:
         return problem
+    for number, spec, _ in claimed(job):
+        if spec.uses_policy:
+            return (
+                f"spec.environments[{number}].remote.sandbox: claimed sandboxes of environment {spec.name} do not get "
+                "the policy's address and token, which it uses; remove remote.sandbox, or use Process or Inline"
+            )
+        if len(json.dumps(spec.config)) > _CLAIM_CHARACTERS:
+            return (
+                f"spec.environments[{number}].config: reaches claimed sandboxes in an annotation, and is longer than "
+                f"{_CLAIM_CHARACTERS} characters as JSON; have the SandboxTemplate's image contain what it needs"
+            )
     return BACKENDS[backend].problem(job, settings)
 
 
@@ -392,11 +407,16 @@ def child_refs(job: RolloutJob, backend: Backend) -> list[Ref]:
     ]
     for number, _ in served(job):
         refs += [
-            Ref("apps/v1", "Deployment", names.environment(name, number)),
             Ref("networking.k8s.io/v1", "NetworkPolicy", names.environment(name, number)),
-            Ref("v1", "ConfigMap", names.environment(name, number)),
             Ref("v1", "Service", names.environment(name, number)),
         ]
+    for number, _ in deployed(job):
+        refs += [
+            Ref("apps/v1", "Deployment", names.environment(name, number)),
+            Ref("v1", "ConfigMap", names.environment(name, number)),
+        ]
+    for number, spec, _ in claimed(job):
+        refs += [Ref(SANDBOX_CLAIMS.api_version, SANDBOX_CLAIMS.kind, item) for item in claim_names(job, number, spec)]
     for number, _ in enumerate(job.spec.services):
         refs += [
             Ref("apps/v1", "Deployment", names.service(name, number)),

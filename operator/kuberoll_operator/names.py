@@ -32,6 +32,13 @@ ENVIRONMENT_LABEL: Final = "kuberoll.io/environment"
 SERVICE_LABEL: Final = "kuberoll.io/service"
 """Label of a service's pods: the service's name."""
 
+# agent-sandbox takes labels of a claim's pod in domains that its administrator allows: by default in this one.
+CLAIMED_JOB_LABEL: Final = "sandbox.users.io/kuberoll-job"
+"""Label of the pods of claimed sandboxes: the job's name."""
+
+CLAIMED_ENVIRONMENT_LABEL: Final = "sandbox.users.io/kuberoll-environment"
+"""Label of the pods of claimed sandboxes: the environment's name."""
+
 DIGEST: Final = "kuberoll.io/digest"
 """Annotation of a child: digest of the object as it was rendered."""
 
@@ -105,6 +112,16 @@ def policy_access(job: str, digest: str) -> str:
 def environment_selector(job: str, name: str) -> dict[str, str]:
     """Labels that select an environment's server pods."""
     return {**selector(job, ENVIRONMENT), ENVIRONMENT_LABEL: name}
+
+
+def claim(job: str, number: int, index: int) -> str:
+    """Name of a SandboxClaim of an environment; a sandbox that is made for it has the same."""
+    return f"{environment(job, number)}-{index}"
+
+
+def claimed_selector(job: str, name: str) -> dict[str, str]:
+    """Labels that select the pods of an environment's claimed sandboxes."""
+    return {CLAIMED_ENVIRONMENT_LABEL: name, CLAIMED_JOB_LABEL: job}
 
 
 def environment_url(job: str, number: int, namespace: str) -> str:

@@ -39,7 +39,7 @@ from kuberoll_operator.render.generation import MUTABLE as MUTABLE_SERVICES
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
 from kuberoll_operator.render.servers import served
 from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
-from kuberoll_operator.servers import deployments, server_states, service_deployments, unready
+from kuberoll_operator.servers import outdated_claims, server_refs, server_states, service_deployments, unready
 
 
 def plan(facts: Facts) -> Plan:
@@ -60,17 +60,17 @@ def plan(facts: Facts) -> Plan:
         stopped, unstoppable = _suspended_jobs(facts)
         return Plan(
             apply=tuple(render.seal(child) for child in stopped),
-            delete=_deletable([*_engine_refs(job, observed), *deployments(job, observed), *unstoppable], facts),
+            delete=_deletable([*_engine_refs(job, observed), *server_refs(job, observed), *unstoppable], facts),
         )
     engines = _engine_refs(job, observed)
     if facts.stage is Stage.CLEARING:
-        return Plan(delete=_deletable([*engines, *deployments(job, observed)], facts))
+        return Plan(delete=_deletable([*engines, *server_refs(job, observed)], facts))
     apply: list[Object] = []
     # Trajectories in flight in a draining worker need their engine until they end, or they fail.
     draining = facts.stage in STOPPED and any_active(pods_of(observed.pods, names.WORKERS))
     delete: list[Ref] = [] if draining or facts.stage in {Stage.STARTING, Stage.RUNNING} else list(engines)
     if facts.stage in STOPPED and not draining:
-        delete += deployments(job, observed)
+        delete += server_refs(job, observed)
     if facts.stage is not Stage.CHECKING and (
         facts.stage in STOPPED or is_true(status_of(raw), conditions.WORKERS_CHECKED)
     ):
@@ -141,6 +141,14 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
             keep_shape(wanted, observed.get("Deployment", wanted["metadata"]["name"]), MUTABLE_SERVERS)
             for wanted in render.build_environment_deployments(context)
         ]
+        gone = outdated_claims(job, observed, now)
+        outdated += gone
+        if facts.settings.agent_sandbox is not False:
+            children += [
+                keep_shape(wanted, live, ())
+                for wanted in render.build_sandbox_claims(context)
+                if ref(wanted) not in gone and not is_dying(live := observed.get(wanted["kind"], ref(wanted).name))
+            ]
     if facts.stage in {Stage.STARTING, Stage.RUNNING}:
         children += backend.engines(context, observed, now)
         outdated += backend.outdated(job, observed)
@@ -151,7 +159,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
     if facts.stage is Stage.CHECKING:
         live = observed.get("Job", names.check(context.name))
         # The check creates the environments, so it needs their servers.
-        waiting = live is None and unready(server_states(job, observed)) is not None
+        waiting = live is None and unready(server_states(job, observed, facts.settings)) is not None
         if not is_dying(live) and not waiting:
             children.append(keep_shape(render.build_check_job(context), live, MUTABLE_CHECK))
     if not facts.shards.done:
@@ -160,7 +168,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         # Two pods of one shard would write to the same files: no new Job while pods of an old one exist.
         settled = not any_active(pods_of(observed.pods, names.WORKERS))
         if live is None:
-            served_now = unready(server_states(job, observed)) is None
+            served_now = unready(server_states(job, observed, facts.settings)) is None
             children += [wanted] if facts.stage is Stage.RUNNING and settled and served_now else []
         elif (
             # Without quota it is not known on which nodes the pods will run.

@@ -44,6 +44,7 @@ from kuberoll_operator.observe import observe
 from kuberoll_operator.plan import plan
 from kuberoll_operator.polling import ReportPoller
 from kuberoll_operator.queue import WorkQueue
+from kuberoll_operator.servers import claim_refs
 from kuberoll_operator.settings import Settings
 from kuberoll_operator.status.job_status import compute_status, format_time, next_deadline
 from kuberoll_operator.transitions import transitions
@@ -122,6 +123,9 @@ class Reconciler:
         # Some things that a queued job waits for are not watched, such as its priority class.
         missing = observed.errors or observed.unmountable
         waits = [SLOW_SECONDS] if missing or new.get("phase") == "Queued" else []
+        if claim_refs(observed):
+            # A claim whose sandbox ended in its first minute is replaced later.
+            waits.append(SLOW_SECONDS)
         if job.spec.generation.autoscaling is not None and new.get("phase") == "Running":
             # Autoscaling depends on how long a change has been called for: no event tells that.
             waits.append(self._settings.progress_seconds)

@@ -95,6 +95,11 @@ class Settings(BaseModel):
         description="Whether the cluster serves leaderworkerset.x-k8s.io/v1 LeaderWorkerSets; absent: detect it, "
         "repeatedly.",
     )
+    agent_sandbox: bool | None = Field(
+        default=None,
+        description="Whether the cluster serves extensions.agents.x-k8s.io/v1beta1 SandboxClaims; absent: detect it, "
+        "repeatedly.",
+    )
     kuberay_namespace: str | None = Field(
         default=None, description="Namespace of KubeRay's operator, which may connect to Ray; absent: any namespace."
     )

@@ -54,6 +54,7 @@ PROBLEMS: Final = frozenset(
         Reason.ENGINE_FAILED,
         Reason.CRASHING,
         Reason.POD_CONFIG,
+        Reason.SANDBOX,
         Reason.INVALID_TEMPLATE,
         Reason.FORBIDDEN,
         Reason.FIELD_CONFLICT,

@@ -51,6 +51,18 @@ _GENERATOR = {"spec.dataset.source.uri": None, "spec.dataset.source.generator": 
 _ONE = "set one of type (a built-in) and entrypoint"
 _TAKEN = 'spec.{}[1]: Duplicate value: {{"{}":"same"}}'
 
+_OF_THE_TEMPLATE: dict[str, Any] = {
+    "image": "a",
+    "resources": {"limits": {"memory": "1Gi"}},
+    "env": [{"name": "A", "value": "1"}],
+    "runtimeClassName": "gvisor",
+    "allowEgress": True,
+    "nodeSelector": {"pool": "a"},
+    "tolerations": [{"operator": "Exists"}],
+    "imagePullSecrets": [{"name": "a"}],
+    "podTemplate": {"metadata": {"labels": {"a": "b"}}},
+}
+
 REFUSED: dict[str, Contradiction] = {
     "a name that begins with a digit": Contradiction({"metadata.name": "1st"}, "beginning with a letter"),
     "a name with a dot": Contradiction({"metadata.name": "a.b"}, "lowercase letters, digits and dashes"),
@@ -128,6 +140,23 @@ REFUSED: dict[str, Contradiction] = {
         {"spec.environments.0.isolation": "Remote", "spec.environments.0.remote": {"apiKeyVariable": "A"}},
         "spec.environments[0].remote.apiKeyVariable: Invalid value: is for servers at url; found none",
     ),
+    "sandboxes and a URL": Contradiction(
+        {
+            "spec.environments.0.isolation": "Remote",
+            "spec.environments.0.remote": {"url": "http://a", "sandbox": {"warmPool": "python"}},
+        },
+        "spec.environments[0].remote.sandbox: Invalid value: is for servers that the operator claims",
+    ),
+    **{
+        f"sandboxes and {field}": Contradiction(
+            {
+                "spec.environments.0.isolation": "Remote",
+                "spec.environments.0.remote": {"sandbox": {"warmPool": "python"}, field: value},
+            },
+            f"spec.environments[0].remote.{field}: Invalid value: is decided by the SandboxTemplate",
+        )
+        for field, value in _OF_THE_TEMPLATE.items()
+    },
     "an environment of no kind in pods": Contradiction(
         {
             "spec.environments.1.entrypoint": None,
@@ -288,6 +317,15 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "servers in pods": {
         "spec.environments.1.isolation": "Remote",
         "spec.environments.1.remote": {"image": "a", "replicas": 2, "runtimeClassName": "gvisor", "allowEgress": True},
+    },
+    "servers in sandboxes": {
+        "spec.environments.1.isolation": "Remote",
+        "spec.environments.1.remote": {
+            "sandbox": {"warmPool": "python"},
+            "replicas": 4,
+            "allowEgress": False,
+            "env": [],
+        },
     },
     "servers elsewhere": {
         "spec.environments.1.entrypoint": None,

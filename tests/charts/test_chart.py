@@ -204,7 +204,7 @@ def rules(*files: str) -> list[dict[str, Any]]:
     ]
 
 
-NAMESPACED = ("operator", "leaderworkersets", "queues")
+NAMESPACED = ("operator", "leaderworkersets", "sandboxclaims", "queues")
 RULES = rules(*NAMESPACED, "queues-cluster")
 
 
@@ -223,6 +223,7 @@ def test_rights_are_exactly_these() -> None:
         ("networking.k8s.io", "networkpolicies"): children,
         ("ray.io", "rayservices"): children,
         ("leaderworkerset.x-k8s.io", "leaderworkersets"): children,
+        ("extensions.agents.x-k8s.io", "sandboxclaims"): children,
         ("kueue.x-k8s.io", "workloads"): children,
         ("kueue.x-k8s.io", "workloads/status"): {"get", "patch"},
         ("kueue.x-k8s.io", "resourceflavors"): {"get"},
@@ -233,13 +234,14 @@ def test_rights_are_exactly_these() -> None:
     }
 
 
-def test_who_wants_neither_queues_nor_sets_gives_no_rights_for_them() -> None:
-    values = {"queues": {"enabled": False}, "leaderWorkerSet": {"enabled": False}}
+def test_who_wants_neither_queues_nor_sets_nor_sandboxes_gives_no_rights_for_them() -> None:
+    values = {"queues": {"enabled": False}, "leaderWorkerSet": {"enabled": False}, "agentSandbox": {"enabled": False}}
     plain = rendered(values)
     assert one(plain, "ClusterRole", "kuberoll-operator")["rules"] == rules("operator")
     [container] = one(plain, "Deployment")["spec"]["template"]["spec"]["containers"]
     given = {item["name"]: item.get("value") for item in container["env"]}
     off = {"KUBEROLL_QUEUES": "false", "KUBEROLL_KUEUE": "false", "KUBEROLL_LEADER_WORKER_SET": "false"}
+    off["KUBEROLL_AGENT_SANDBOX"] = "false"
     assert off.items() <= given.items()
     some = rendered({**values, "watch": {"namespaces": ["team-a"]}})
     assert of_kind(some, "ClusterRoleBinding") == []

@@ -81,6 +81,20 @@ def test_the_processes_of_a_judge_in_pods_of_its_own_inherit_its_access(tmp_path
     assert seen == [{"KUBEROLL_POLICY_URL", "KUBEROLL_POLICY_TOKEN"}, set(pod) - {"OTHER"}, set()]
 
 
+def test_claimed_sandboxes_read_what_the_operator_renders(tmp_path: Path) -> None:
+    [first, second] = [child for child in children("sandboxes") if child["kind"] == "SandboxClaim"]
+    texts = [
+        claim["spec"]["additionalPodMetadata"]["annotations"][contract.ENVIRONMENT_ANNOTATION]
+        for claim in (first, second)
+    ]
+    assert texts[0] == texts[1]
+    path = tmp_path / "environment.json"
+    path.write_text(texts[0])
+    shell = serving_of(read_environment(path), token=None, host="127.0.0.1")
+    assert (shell.spec.entrypoint, shell.spec.config, shell.processes) == ("shelling:Shell", {"limit": 5}, 4)
+    assert (shell.token, len(shell.token_digest or "")) == (None, 64)
+
+
 def test_config_maps_of_all_sources_are_looked_for() -> None:
     job = load_job(GOLDEN / "mixture" / "input.yaml")
     assert [(use.field, use.name, use.keys) for use in config_map_uses(job)] == [

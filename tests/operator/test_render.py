@@ -92,6 +92,9 @@ def test_children_are_as_they_were(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kubernetes_schemas_know_all_of_it(case: str) -> None:
     for child in children(case):
+        if child["kind"] == "SandboxClaim":
+            # tests/cluster/test_sandboxes.py shows it to an API server with the published CRD.
+            continue
         if (schema := PUBLISHED.get(child["kind"])) is not None:
             schema.validate(child)
             for template in templates(child):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from kuberoll_api import contract
 from kuberoll_operator import names, render
 from kuberoll_operator.backends import BACKENDS
-from kuberoll_operator.facts import compute_facts
+from kuberoll_operator.facts import Facts, compute_facts
 from kuberoll_operator.model import Object, Plan
 from kuberoll_operator.plan import plan
 from kuberoll_operator.status.conditions import conditions_of
@@ -26,6 +27,7 @@ from tests.operator.support import (
     observed,
     pod,
     raw,
+    stamp,
     waiting,
     workers_job,
 )
@@ -280,3 +282,131 @@ def test_only_workers_enter_and_nothing_leaves_unasked(number: int, egress: bool
     ports = [{port["port"] for port in rule["ports"]} for rule in spec["egress"] if "ports" in rule]
     assert ports == [{53, 5353}]
     assert len(spec["egress"]) == 1 + egress
+
+
+SANDBOXES: list[Object] = [{**REMOTE[0], "remote": {"replicas": 2, "sandbox": {"warmPool": "python"}}}]
+READY = [{"type": "Ready", "status": "True", "reason": "DependenciesReady", "message": "Pod is Ready"}]
+
+
+def sandbox_claim(
+    index: int = 0, conditions: list[Object] | None = None, *, seconds: float = 0, **status: Any
+) -> Object:
+    """A claim, with what agent-sandbox's controller says of it."""
+    status = {"conditions": READY if conditions is None else conditions, **status}
+    return child("SandboxClaim", f"puzzle-env-0-{index}", status=status, creationTimestamp=stamp(seconds))
+
+
+def facts_of(found: Any, status: Any = None, *, settings: Any = SETTINGS, seconds: float = 0, **spec: Any) -> Facts:
+    return compute_facts(job(environments=SANDBOXES, **spec), raw(status or {}), found, settings, at(seconds))
+
+
+def test_sandboxes_are_claimed_in_place_of_pods() -> None:
+    first = applied(plan(facts_of(observed())))
+    assert {"SandboxClaim/env-0-0", "SandboxClaim/env-0-1", "Service/env-0", "NetworkPolicy/env-0"} <= set(first)
+    assert not {"Deployment/env-0", "ConfigMap/env-0", "Job/check"} & set(first)
+    assert "Job/check" in applied(plan(facts_of(observed(sandbox_claim(), sandbox_claim(1, [])))))
+
+
+def unready(reason: str, message: str) -> list[Object]:
+    return [{"type": "Ready", "status": "False", "reason": reason, "message": message}]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "status", "reason", "says"),
+    [
+        ([], {}, "Starting", ": agent-sandbox has not answered; its controller needs --extensions"),
+        (
+            unready("WarmPoolNotFound", 'SandboxWarmPool "a" not found'),
+            {},
+            "SandboxNotReady",
+            ': WarmPoolNotFound: SandboxWarmPool "a" not found',
+        ),
+        (
+            unready("DependenciesNotReady", "Pod is Running but not Ready"),
+            {"sandbox": {"name": "python-x7"}},
+            "Starting",
+            " (sandbox python-x7): DependenciesNotReady: Pod is Running but not Ready",
+        ),
+    ],
+)
+def test_a_claim_without_a_sandbox_says_why(conditions: list[Object], status: Object, reason: str, says: str) -> None:
+    found = conditions_of(facts_of(observed(sandbox_claim(0, conditions, **status))))["WorkersChecked"]
+    text = f"environment puzzle: 0 of 2 servers are ready: SandboxClaim puzzle-env-0-0{says}"
+    assert found == (False, reason, text)
+
+
+def test_a_cluster_without_agent_sandbox_is_told_and_nothing_is_written_there() -> None:
+    facts = facts_of(observed(), settings=SETTINGS.model_copy(update={"agent_sandbox": False}))
+    assert facts.failure is None
+    assert [item for item in applied(plan(facts)) if item.startswith("SandboxClaim")] == []
+    status, reason, message = conditions_of(facts)["WorkersChecked"]
+    assert (status, reason) == (False, "SandboxNotReady")
+    assert (
+        "the cluster does not serve extensions.agents.x-k8s.io/v1beta1 sandboxclaims; install agent-sandbox" in message
+    )
+
+
+def test_claims_end_with_the_job_and_when_it_is_suspended() -> None:
+    claims = [sandbox_claim(), sandbox_claim(1)]
+    status = {"conditions": [CHECKED]}
+    done = workers_job(succeeded=4, conditions=job_condition("Complete"))
+    finishing = plan(facts_of(observed(*claims, done), status))
+    assert deleted(finishing) == []
+    for ended in (
+        facts_of(observed(*claims, done, finish_job(conditions=job_condition("Complete"))), status),
+        facts_of(observed(*claims, workers_job(suspend=True)), status, suspend=True),
+        facts_of(observed(*claims), {"conditions": [condition("FailureTarget", True, "Refused")]}),
+    ):
+        found = plan(ended)
+        assert [item for item in deleted(found) if "Claim" in item] == ["SandboxClaim/env-0-0", "SandboxClaim/env-0-1"]
+        assert not any("Claim" in item for item in applied(found))
+
+
+def test_a_sandbox_that_has_ended_is_replaced_but_not_at_once() -> None:
+    ended = [
+        {"type": "Finished", "status": "True", "reason": "PodFailed", "message": "Pod failed"},
+        {"type": "Ready", "status": "False", "reason": "PodFailed", "message": "Pod failed"},
+    ]
+    found = observed(sandbox_claim(), sandbox_claim(1, ended), sandbox_claim(2))
+    early, late = (plan(facts_of(found, seconds=seconds)) for seconds in (59, 60))
+    assert deleted(early) == ["SandboxClaim/env-0-2"], "one more than replicas"
+    assert deleted(late) == ["SandboxClaim/env-0-1", "SandboxClaim/env-0-2"]
+    assert "SandboxClaim/env-0-1" not in applied(late)
+    assert "SandboxClaim/env-0-1" in applied(plan(facts_of(observed(sandbox_claim()), seconds=60)))
+
+
+def test_a_claim_brings_the_configuration_and_no_token() -> None:
+    found = context(environments=SANDBOXES, workers={"files": {"configMap": {"name": "a"}}})
+    claims = render.build_sandbox_claims(found)
+    token = found.environment_tokens["puzzle"]
+    assert len(claims) == 2
+    for claim in claims:
+        metadata = claim["spec"]["additionalPodMetadata"]
+        config = json.loads(metadata["annotations"]["kuberoll.io/environment"])
+        assert config["token_digest"] == contract.token_digest(token)
+        assert "modules" not in config
+        assert token not in json.dumps(claim)
+        # agent-sandbox's default list of domains for labels.
+        assert {label.split("/")[0] for label in metadata["labels"]} == {"sandbox.users.io"}
+    services = [item for item in render.build_environment_fixtures(found) if item["kind"] == "Service"]
+    assert [item["spec"]["selector"] for item in services] == [claims[0]["spec"]["additionalPodMetadata"]["labels"]]
+    assert [item["metadata"]["name"] for item in render.build_environment_secret(found)] != []
+    assert render.environment_pod_sets(found) == []
+
+
+def test_a_policy_adds_the_workers_and_nothing_else_to_a_template_s() -> None:
+    policies = {
+        item["metadata"]["name"]: item["spec"] for item in children("sandboxes") if item["kind"] == "NetworkPolicy"
+    }
+    entered = policies["sandboxes-env-0"]
+    assert entered["policyTypes"] == ["Egress", "Ingress"]
+    assert entered["egress"] == []
+    peers = [peer for rule in policies["sandboxes-workers"]["egress"] for peer in rule["to"]]
+    assert {"podSelector": {"matchLabels": {"sandbox.users.io/kuberoll-job": "sandboxes"}}} in peers
+
+
+def test_a_configuration_that_no_annotation_holds_is_refused() -> None:
+    environments = [{**SANDBOXES[0], "config": {"text": "x" * 140_000}}]
+    found = compute_facts(job(environments=environments), raw({}), observed(), SETTINGS, at(0)).failure
+    assert found is not None
+    assert found.message.startswith("spec.environments[0].config: reaches claimed sandboxes in an annotation")

@@ -25,6 +25,20 @@ from kuberoll_api.model.types import (
     keyed_by,
 )
 
+OF_THE_TEMPLATE = (
+    "image",
+    "resources",
+    "env",
+    "runtime_class_name",
+    "allow_egress",
+    "node_selector",
+    "tolerations",
+    "image_pull_secrets",
+    "pod_template",
+)
+"""Fields of `EnvironmentServers` that a SandboxTemplate decides."""
+OF_THE_TEMPLATE_MESSAGE = "is decided by the SandboxTemplate of sandbox.warmPool; set it there, and remove it here"
+
 _SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^(/|~|\.)")]
 
 
@@ -62,8 +76,17 @@ class EnvironmentAccess(Model):
     )
 
 
+class EnvironmentSandboxes(Model):
+    """Sandboxes of agent-sandbox, claimed from a warm pool: their template decides everything about the pods."""
+
+    warm_pool: DnsName = Field(
+        description="SandboxWarmPool of the job's namespace (extensions.agents.x-k8s.io/v1beta1) to claim from. When "
+        "it is empty, agent-sandbox creates sandboxes from the pool's template.",
+    )
+
+
 class EnvironmentServers(Model):
-    """Servers of an environment, with isolation Remote: those at `url`, or else pods of the job's own."""
+    """Servers of an environment, with isolation Remote: at `url`, in sandboxes, or else pods of the job's own."""
 
     url: Annotated[Url | None, OPERATION] = Field(
         default=None,
@@ -80,7 +103,14 @@ class EnvironmentServers(Model):
         description="Environment variable of the workers that holds the token of the servers at url (workers.env or "
         "envFrom, from a Secret).",
     )
-    replicas: Annotated[int, POD] = Field(default=1, ge=1, le=1024, description="Number of server pods.")
+    sandbox: Annotated[EnvironmentSandboxes | None, POD] = Field(
+        default=None,
+        description="Claim the servers' pods from a warm pool of agent-sandbox. Its template decides image, resources, "
+        "RuntimeClass and egress; `kuberoll run` starts a server, as without it.",
+    )
+    replicas: Annotated[int, POD] = Field(
+        default=1, ge=1, le=1024, description="Number of server pods, or of claimed sandboxes."
+    )
     allow_egress: Annotated[bool, POD] = Field(
         default=False, description="Let server pods connect to anything; otherwise they reach DNS only."
     )
@@ -145,7 +175,17 @@ class EnvironmentServers(Model):
             raise contradiction("is for servers that the operator runs, and url names others; remove one", "image")
         if self.url is None and self.api_key_variable is not None:
             raise contradiction("is for servers at url; found none", "apiKeyVariable")
+        if self.sandbox is not None:
+            self._reject_what_the_template_decides()
         return self
+
+    def _reject_what_the_template_decides(self) -> None:
+        if self.url is not None:
+            raise contradiction("is for servers that the operator claims, and url names others; remove one", "sandbox")
+        for name in OF_THE_TEMPLATE:
+            field = type(self).model_fields[name]
+            if getattr(self, name) != field.get_default(call_default_factory=True):
+                raise contradiction(OF_THE_TEMPLATE_MESSAGE, field.alias or name)
 
 
 BuiltInEnvironment = Literal[

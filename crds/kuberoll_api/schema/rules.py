@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from pydantic.alias_generators import to_camel
+
 from kuberoll_api.model.dataset import Dataset
-from kuberoll_api.model.environments import Environment, EnvironmentServers
+from kuberoll_api.model.environments import OF_THE_TEMPLATE, OF_THE_TEMPLATE_MESSAGE, Environment, EnvironmentServers
 from kuberoll_api.model.generation import Autoscaling, Generation, Sampling
 from kuberoll_api.model.output import Output, Tracking
 from kuberoll_api.model.pods import PodOptions
@@ -66,6 +68,19 @@ def rules_of(model: str) -> tuple[CelRule, ...]:
 
 def _excludes(one: str, other: str) -> str:
     return f"!(has(self.{one}) && has(self.{other}))"
+
+
+def _is_default(field: str) -> str:
+    """That a field of EnvironmentServers has its default, which the API server may have filled in."""
+    match field:
+        case "allowEgress":
+            return f"!has(self.{field}) || !self.{field}"
+        case "resources":
+            parts = [f"!has(self.{field}.{part}) || size(self.{field}.{part}) == 0" for part in ("requests", "limits")]
+            return f"!has(self.{field}) || (({parts[0]}) && ({parts[1]}))"
+        case "env" | "imagePullSecrets" | "nodeSelector" | "tolerations":
+            return f"!has(self.{field}) || size(self.{field}) == 0"
+    return f"!has(self.{field})"
 
 
 def _transition_rules() -> Iterator[CelRule]:
@@ -229,6 +244,15 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "image",
         ),
         CelRule("!has(self.apiKeyVariable) || has(self.url)", "is for servers at url; found none", "apiKeyVariable"),
+        CelRule(
+            _excludes("url", "sandbox"),
+            "is for servers that the operator claims, and url names others; remove one",
+            "sandbox",
+        ),
+        *(
+            CelRule(f"!has(self.sandbox) || {_is_default(alias)}", OF_THE_TEMPLATE_MESSAGE, alias)
+            for alias in map(to_camel, OF_THE_TEMPLATE)
+        ),
     ),
     Dataset.__name__: (
         CelRule(

@@ -134,6 +134,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         *((at_once, child) for child in backend.fixtures(context)),
         (at_once, built.build_workers_service(context)),
         *((servers, child) for child in built.build_environment_deployments(context)),
+        *((servers, child) for child in built.build_sandbox_claims(context)),
         *checks,
         *((engine, child) for child in backend.engines(context, Observed(), datetime.now(UTC))),
         *((services, child) for child in built.build_service_deployments(context)),

@@ -57,6 +57,9 @@ RAY_SERVICES: Final = Resource("ray.io", "v1", "rayservices", "RayService")
 LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
 """Created with backend Native for replicas that span pods; watched if the cluster serves them."""
 
+SANDBOX_CLAIMS: Final = Resource("extensions.agents.x-k8s.io", "v1beta1", "sandboxclaims", "SandboxClaim")
+"""Claims of agent-sandbox, for environments with `remote.sandbox`; watched if the cluster serves them."""
+
 WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload")
 """Kueue's requests for quota, one for each job in a queue; watched if the cluster serves them."""
 
@@ -70,7 +73,10 @@ WORKLOAD_PRIORITY_CLASSES: Final = Resource(
 
 _BY_KIND = {
     (item.api_version, item.kind): item
-    for item in (ROLLOUT_JOBS, PODS, LEASES, SECRETS, EVENTS, *CHILDREN, RAY_SERVICES, LEADER_WORKER_SETS, WORKLOADS)
+    for item in (
+        *(ROLLOUT_JOBS, PODS, LEASES, SECRETS, EVENTS, *CHILDREN),
+        *(RAY_SERVICES, LEADER_WORKER_SETS, SANDBOX_CLAIMS, WORKLOADS),
+    )
 }
 
 

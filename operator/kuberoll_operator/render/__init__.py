@@ -6,6 +6,7 @@ from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.environments import (
     build_environment_deployments,
     build_environment_fixtures,
+    build_sandbox_claims,
     environment_pod_sets,
 )
 from kuberoll_operator.render.finish import build_finish_job
@@ -40,6 +41,7 @@ __all__ = [
     "build_network_policies",
     "build_policy_access",
     "build_rayservice",
+    "build_sandbox_claims",
     "build_service_deployments",
     "build_service_fixtures",
     "build_service_secret",

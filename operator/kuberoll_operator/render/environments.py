@@ -1,7 +1,7 @@
-"""Server pods of environments with isolation Remote: a Deployment, a headless Service, a ConfigMap and a NetworkPolicy.
+"""Servers of environments with isolation Remote: a Deployment with a ConfigMap, or claims, and a headless Service.
 
 Workers call the pods one by one, because an episode with state of its own stays with the server that has reset it: the
-addresses of the Service are the pods that are ready.
+addresses of the Service are the pods that are ready, those of claimed sandboxes too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from kuberoll_api import contract
 from kuberoll_api.contract import EnvironmentPodConfig
-from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.environments import Environment, EnvironmentSandboxes
 from kuberoll_operator import names
+from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.model import Object
 from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.render.config import FILES_DIRECTORY, STATE_DIRECTORY
@@ -21,7 +22,7 @@ from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, TEMPORARY_DIRECTORY, Volumes, container, pod_template
 from kuberoll_operator.render.policy_access import policy_access_names, policy_access_variables
-from kuberoll_operator.render.servers import served, server_token_variable, servers_of
+from kuberoll_operator.render.servers import claim_names, claimed, deployed, served, server_token_variable, servers_of
 from kuberoll_operator.render.workload import PodSet
 
 MUTABLE: Final = frozenset({"replicas", "progressDeadlineSeconds"})
@@ -34,33 +35,32 @@ _PROBE_SECONDS: Final = 5
 
 
 def build_environment_fixtures(context: RenderContext) -> list[Object]:
-    """ConfigMap and Service <job>-env-<number> of each environment with server pods."""
-    found: list[Object] = []
-    for number, spec in served(context.job):
-        name = names.environment(context.name, number)
-        text = json.dumps(_config(context, spec), sort_keys=True, indent=1, ensure_ascii=False)
-        child = context.child("v1", "ConfigMap", name, names.ENVIRONMENT)
-        found.append({**child, "data": {CONFIG_KEY: f"{text}\n"}})
-        child = context.child("v1", "Service", name, names.ENVIRONMENT)
-        child["spec"] = {
-            "clusterIP": "None",
-            "ports": [{"name": "http", "port": contract.ENVIRONMENT_PORT, "targetPort": "http"}],
-            "selector": names.environment_selector(context.name, spec.name),
-        }
-        found.append(child)
-    return found
+    """Service <job>-env-<number> of each environment with servers, and a ConfigMap unless they are claimed."""
+    return [
+        *(_config_map(context, number, spec) for number, spec in deployed(context.job)),
+        *(_service(context, number, spec) for number, spec in served(context.job)),
+    ]
 
 
 def build_environment_deployments(context: RenderContext) -> list[Object]:
     """Deployment <job>-env-<number> of each environment with server pods."""
-    return [_deployment(context, number, spec) for number, spec in served(context.job)]
+    return [_deployment(context, number, spec) for number, spec in deployed(context.job)]
+
+
+def build_sandbox_claims(context: RenderContext) -> list[Object]:
+    """SandboxClaims <job>-env-<number>-<index>, one for each server in a sandbox."""
+    return [
+        _claim(context, name, spec, sandbox)
+        for number, spec, sandbox in claimed(context.job)
+        for name in claim_names(context.job, number, spec)
+    ]
 
 
 def environment_pod_sets(context: RenderContext) -> list[PodSet]:
-    """Pod sets of the server pods."""
+    """Pod sets of the server pods; sandboxes of a warm pool have their resources already."""
     return [
         PodSet(pod_set(number), servers_of(spec).replicas, _template(context, number, spec))
-        for number, spec in served(context.job)
+        for number, spec in deployed(context.job)
     ]
 
 
@@ -69,8 +69,59 @@ def pod_set(number: int) -> str:
     return f"{names.ENVIRONMENT}-{number}"
 
 
-def _config(context: RenderContext, spec: Environment) -> dict[str, Any]:
-    config = EnvironmentPodConfig(
+def _config_map(context: RenderContext, number: int, spec: Environment) -> Object:
+    text = json.dumps(_short(_config_of(context, spec)), sort_keys=True, indent=1, ensure_ascii=False)
+    child = context.child("v1", "ConfigMap", names.environment(context.name, number), names.ENVIRONMENT)
+    return {**child, "data": {CONFIG_KEY: f"{text}\n"}}
+
+
+def _service(context: RenderContext, number: int, spec: Environment) -> Object:
+    own = servers_of(spec).sandbox is None
+    select = names.environment_selector if own else names.claimed_selector
+    # What a template calls its ports is not known.
+    target: int | str = "http" if own else contract.ENVIRONMENT_PORT
+    child = context.child("v1", "Service", names.environment(context.name, number), names.ENVIRONMENT)
+    child["spec"] = {
+        "clusterIP": "None",
+        "ports": [{"name": "http", "port": contract.ENVIRONMENT_PORT, "targetPort": target}],
+        "selector": select(context.name, spec.name),
+    }
+    return child
+
+
+def claim_config(context: RenderContext, spec: Environment) -> str:
+    """Configuration of a claimed sandbox, as JSON: it comes in an annotation of the pod, which may run already.
+
+    Anybody who may read pods reads it, so it has the token's digest. The pod has no files of the job's own.
+    """
+    config = dataclasses.replace(
+        _config_of(context, spec),
+        modules=None,
+        token_digest=contract.token_digest(context.environment_tokens[spec.name]),
+    )
+    return json.dumps(_short(config), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _claim(context: RenderContext, name: str, spec: Environment, sandbox: EnvironmentSandboxes) -> Object:
+    child = context.child(SANDBOX_CLAIMS.api_version, SANDBOX_CLAIMS.kind, name, names.ENVIRONMENT)
+    child["metadata"]["labels"][names.ENVIRONMENT_LABEL] = spec.name
+    child["spec"] = {
+        "additionalPodMetadata": {
+            "annotations": {contract.ENVIRONMENT_ANNOTATION: claim_config(context, spec)},
+            "labels": names.claimed_selector(context.name, spec.name),
+        },
+        "warmPoolRef": {"name": sandbox.warm_pool},
+    }
+    # The pod has read its configuration: another one would only be annotated.
+    return shaped(child, ())
+
+
+def _short(config: EnvironmentPodConfig) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(config).items() if value not in (None, [])}
+
+
+def _config_of(context: RenderContext, spec: Environment) -> EnvironmentPodConfig:
+    return EnvironmentPodConfig(
         job=context.name,
         name=spec.name,
         type=spec.type,
@@ -84,7 +135,6 @@ def _config(context: RenderContext, spec: Environment) -> dict[str, Any]:
         readable_paths=spec.access.readable_paths,
         writable_paths=spec.access.writable_paths,
     )
-    return {key: value for key, value in dataclasses.asdict(config).items() if value not in (None, [])}
 
 
 def _deployment(context: RenderContext, number: int, spec: Environment) -> Object:

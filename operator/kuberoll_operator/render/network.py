@@ -14,7 +14,7 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
 from kuberoll_operator.render.policy_access import policy_users
-from kuberoll_operator.render.servers import served, servers_of
+from kuberoll_operator.render.servers import claimed, deployed, served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
 # Link-local addresses: a cloud's credentials are served there.
@@ -50,7 +50,12 @@ def _workers(context: RenderContext) -> Object:
         egress.append({"ports": _policy_ports(context), "to": [pods]})
     if any(True for _ in served(context.job)):
         servers = {"podSelector": {"matchLabels": names.selector(context.name, names.ENVIRONMENT)}}
-        egress.append({"ports": [tcp(contract.ENVIRONMENT_PORT)], "to": [servers]})
+        sandboxes = {"podSelector": {"matchLabels": {names.CLAIMED_JOB_LABEL: context.name}}}
+        peers = [
+            *([servers] if any(True for _ in deployed(context.job)) else []),
+            *([sandboxes] if any(True for _ in claimed(context.job)) else []),
+        ]
+        egress.append({"ports": [tcp(contract.ENVIRONMENT_PORT)], "to": peers})
     if context.job.spec.services:
         models = {"podSelector": {"matchLabels": names.selector(context.name, names.SERVICE)}}
         egress.append({"ports": [tcp(contract.SERVICE_PORT)], "to": [models]})
@@ -126,22 +131,29 @@ def _way_to_policy(context: RenderContext, spec: Environment) -> list[Object]:
 
 
 def _environment(context: RenderContext, number: int, spec: Environment) -> Object:
-    """Server pods: only the job's workers may enter, and DNS is all that they reach by default."""
+    """Server pods: only the job's workers may enter, and DNS is all that they reach by default.
+
+    What claimed sandboxes reach is said by policies of their template; this one adds nothing to them.
+    """
     peers = {
         "podSelector": {
             "matchExpressions": [{"key": names.COMPONENT_LABEL, "operator": "In", "values": _WITH_ENVIRONMENTS}],
             "matchLabels": {names.JOB_LABEL: context.name},
         }
     }
-    egress: list[Object] = [{"to": [*_ANYWHERE_INSIDE, *_anywhere(())]}] if servers_of(spec).allow_egress else []
+    if servers_of(spec).sandbox is not None:
+        selector, egress = names.claimed_selector(context.name, spec.name), []
+    else:
+        selector, egress = names.environment_selector(context.name, spec.name), [_DNS, *_way_to_policy(context, spec)]
+        egress += [{"to": [*_ANYWHERE_INSIDE, *_anywhere(())]}] if servers_of(spec).allow_egress else []
     return _policy(
         context,
         names.environment(context.name, number),
         names.ENVIRONMENT,
         {
-            "podSelector": {"matchLabels": names.environment_selector(context.name, spec.name)},
+            "podSelector": {"matchLabels": selector},
             "policyTypes": ["Egress", "Ingress"],
-            "egress": [_DNS, *_way_to_policy(context, spec), *egress],
+            "egress": egress,
             "ingress": [{"ports": [tcp(contract.ENVIRONMENT_PORT)], "from": [peers]}],
         },
     )

@@ -13,7 +13,7 @@ from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import digest
-from kuberoll_operator.render.servers import served, servers_of
+from kuberoll_operator.render.servers import deployed, servers_of
 
 _URL_KEY: Final = "url"
 _TOKEN_KEY: Final = "token"
@@ -21,7 +21,7 @@ _TOKEN_KEY: Final = "token"
 
 def policy_users(job: RolloutJob) -> Iterator[tuple[int, Environment]]:
     """The environments whose server pods get access to the policy, with their numbers."""
-    return ((number, spec) for number, spec in served(job) if spec.uses_policy)
+    return ((number, spec) for number, spec in deployed(job) if spec.uses_policy)
 
 
 def build_policy_access(context: RenderContext) -> list[Object]:

@@ -1,4 +1,4 @@
-"""Environments whose servers are pods of the job: which ones they are, their addresses and their tokens."""
+"""Environments whose servers the operator starts: which ones they are, their addresses and their tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kuberoll_api import contract
-from kuberoll_api.model.environments import Environment, EnvironmentServers
+from kuberoll_api.model.environments import Environment, EnvironmentSandboxes, EnvironmentServers
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
@@ -15,10 +15,27 @@ from kuberoll_operator.render.objects import digest
 
 
 def served(job: RolloutJob) -> Iterator[tuple[int, Environment]]:
-    """The environments whose servers are pods of the job, with their numbers."""
+    """The environments whose servers the operator starts, with their numbers."""
     for number, spec in enumerate(job.spec.environments):
         if spec.isolation == "Remote" and not servers_of(spec).located:
             yield number, spec
+
+
+def deployed(job: RolloutJob) -> Iterator[tuple[int, Environment]]:
+    """Those of them whose servers are pods of the job."""
+    return ((number, spec) for number, spec in served(job) if servers_of(spec).sandbox is None)
+
+
+def claimed(job: RolloutJob) -> Iterator[tuple[int, Environment, EnvironmentSandboxes]]:
+    """Those of them whose servers are claimed sandboxes, with what they are claimed from."""
+    for number, spec in served(job):
+        if (sandbox := servers_of(spec).sandbox) is not None:
+            yield number, spec, sandbox
+
+
+def claim_names(job: RolloutJob, number: int, spec: Environment) -> list[str]:
+    """Names of the claims of an environment whose servers are claimed sandboxes."""
+    return [names.claim(job.metadata.name, number, index) for index in range(servers_of(spec).replicas)]
 
 
 def servers_of(spec: Environment) -> EnvironmentServers:

@@ -21,7 +21,7 @@ from kuberoll_operator.backends.pods import (
 from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, is_ours
 from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
 from kuberoll_operator.mounts import awaits_volumes
-from kuberoll_operator.render.servers import served
+from kuberoll_operator.render.servers import claim_names, claimed, served
 from kuberoll_operator.servers import ServerState, first_problem, server_states, service_states, unready
 
 Json = dict[str, Any]
@@ -117,7 +117,9 @@ def _workers_checked(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
 def _waits_for_servers(facts: Facts, before: Mapping[str, Any]) -> Verdict | None:
     """The state of the first environment without a server that is ready; None if all have one."""
     parts = [lambda job, number=number: names.environment(job, number) for number, _ in served(facts.job)]
-    return _waits_for(facts, before, parts, server_states(facts.job, facts.observed))
+    claims = [name for number, spec, _ in claimed(facts.job) for name in claim_names(facts.job, number, spec)]
+    parts += [lambda _, name=name: name for name in claims]
+    return _waits_for(facts, before, parts, server_states(facts.job, facts.observed, facts.settings))
 
 
 def _waits_for_services(facts: Facts, before: Mapping[str, Any]) -> Verdict | None:
@@ -237,7 +239,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
     outages = [(shard, item.waiting) for shard, item in sorted(observed.progress.items()) if item.waiting]
     waiting = "; shard {} waits for its policy: {}".format(*outages[0]) if outages else ""
-    without = first_problem([*server_states(job, observed), *service_states(job, observed)])
+    without = first_problem([*server_states(job, observed, facts.settings), *service_states(job, observed)])
     servers = "" if without is None else f"; {without.text}"
     text = redact(f"{running} workers are running, {count}{last}{failing}{waiting}{servers}")
     problem = _problem(observed, living, "worker")

@@ -37,7 +37,7 @@ class Serving:
     Attributes:
         host, port: Address to listen at; port 0: any that is free.
         path: Path of a Unix socket to listen at instead.
-        processes, spare, token, timeout, idle_seconds: As in `EnvironmentServer`.
+        processes, spare, token, token_digest, timeout, idle_seconds: As in `EnvironmentServer`.
         drain_seconds: Time that open episodes are given to end when the server is stopped.
     """
 
@@ -49,6 +49,7 @@ class Serving:
     processes: int = 1
     spare: int = 0
     token: str | None = None
+    token_digest: str | None = None
     timeout: float = TIMEOUT_SECONDS
     idle_seconds: float = IDLE_SECONDS
     drain_seconds: float = DRAIN_SECONDS
@@ -68,6 +69,7 @@ async def open_server(serving: Serving) -> AsyncIterator[tuple[EnvironmentServer
         spare=serving.spare,
         sandbox=serving.sandbox,
         token=serving.token,
+        token_digest=serving.token_digest,
         timeout=serving.timeout,
         idle_seconds=serving.idle_seconds,
     )

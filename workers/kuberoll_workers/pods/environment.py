@@ -1,6 +1,8 @@
 """Pod of an environment with isolation Remote: serves it over HTTP.
 
-python -m kuberoll_workers.pods.environment --config FILE
+python -m kuberoll_workers.pods.environment --config FILE [--claimed]
+
+With --claimed, in a sandbox of a warm pool, the file gets its content when the sandbox is claimed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from kuberoll_workers.environments.outcome import EnvironmentFault
 from kuberoll_workers.environments.registry import PlainSpec, UnusableEnvironment
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.serving import Serving, serve
+from kuberoll_workers.pods.claim import wait_for_claim
 from kuberoll_workers.pods.exit_codes import exit_status
 from kuberoll_workers.pods.files import ConfigRefused, clip, write_termination_message
 
@@ -38,8 +41,14 @@ def read_config(path: Path) -> EnvironmentPodConfig:
         raise ConfigRefused(f"{path}: {error}") from error
 
 
-def serving_of(config: EnvironmentPodConfig, *, token: str, host: str) -> Serving:
-    """The server of a configuration."""
+def serving_of(config: EnvironmentPodConfig, *, token: str | None, host: str) -> Serving:
+    """The server of a configuration.
+
+    Raises:
+        ConfigRefused: There is neither a token nor the digest of one.
+    """
+    if not token and not config.token_digest:
+        raise ConfigRefused(f"the variable {ENVIRONMENT_TOKEN} is not set: the server needs its token")
     spec = PlainSpec(name=config.name, type=config.type, entrypoint=config.entrypoint, config=config.config)
     return Serving(
         spec=spec,
@@ -48,7 +57,8 @@ def serving_of(config: EnvironmentPodConfig, *, token: str, host: str) -> Servin
         port=ENVIRONMENT_PORT,
         processes=config.processes,
         spare=config.spare_processes,
-        token=token,
+        token=token or None,
+        token_digest=config.token_digest,
         timeout=config.step_timeout_seconds,
     )
 
@@ -57,16 +67,18 @@ def main() -> None:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.pods.environment", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="JSON file of an EnvironmentPodConfig")
+    parser.add_argument("--claimed", action="store_true", help="wait until the file has content")
     arguments = parser.parse_args()
+    host = os.environ.get("POD_IP") or "0.0.0.0"
     try:
+        if arguments.claimed and not asyncio.run(wait_for_claim(arguments.config, host=host, port=ENVIRONMENT_PORT)):
+            return
         config = read_config(arguments.config)
         log_to_stderr(job=config.job)
         if config.modules is not None:
             sys.path.insert(0, config.modules)
         token = os.environ.pop(ENVIRONMENT_TOKEN, None)
-        if not token:
-            raise ConfigRefused(f"the variable {ENVIRONMENT_TOKEN} is not set: the server needs its token")
-        serving = serving_of(config, token=token, host=os.environ.get("POD_IP") or "0.0.0.0")
+        serving = serving_of(config, token=token, host=host)
         try:
             asyncio.run(serve(serving, lambda url: _log.info("environment %s at %s", config.name, url)))
         except EnvironmentFault as fault:

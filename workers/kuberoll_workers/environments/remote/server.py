@@ -18,6 +18,7 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 
+from kuberoll_api import contract
 from kuberoll_workers.environments.batches import AnyBatch, CloseBatch, GroupBatch, ResetBatch, StepBatch
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import EpisodeEnd, Metadata
@@ -105,6 +106,7 @@ class EnvironmentServer:
         spare: int = 0,
         sandbox: Sandbox | None = None,
         token: str | None = None,
+        token_digest: str | None = None,
         timeout: float = TIMEOUT_SECONDS,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
@@ -113,14 +115,15 @@ class EnvironmentServer:
             processes: Maximum number of instances, each in a process of its own.
             spare: Number of further processes, for calls that would wait for one that hangs.
             sandbox: Files and variables of the processes; None for the defaults.
-            token: Bearer token that requests need; None: none.
+            token: Bearer token that requests need; None: none, unless there is a digest.
+            token_digest: Digest of the token (`kuberoll_api.contract.token_digest`), instead of it.
             timeout: Limit of the time that a request may ask for, in seconds.
             idle_seconds: Time after which an episode of a stateful environment that nobody uses is closed.
         """
         self._spec = spec
         self._sandbox = sandbox
         self._executor = ProcessExecutor(spec, processes=processes, spare=spare, timeout=timeout, sandbox=sandbox)
-        self._token = token
+        self._token_digest = token_digest if token is None else contract.token_digest(token)
         self._timeout = timeout
         self._idle_seconds = idle_seconds
         self._hooks: Hooks | None = None
@@ -191,8 +194,9 @@ class EnvironmentServer:
 
         async def answer(request: web.Request) -> web.Response:
             scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-            if self._token is not None and not (
-                hmac.compare_digest(shown.strip().encode(), self._token.encode()) and scheme.lower() == "bearer"
+            if self._token_digest is not None and not (
+                hmac.compare_digest(contract.token_digest(shown.strip()), self._token_digest)
+                and scheme.lower() == "bearer"
             ):
                 return _text(401, "the Authorization header must be: Bearer and the server's token")
             try:
