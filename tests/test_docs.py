@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kuberoll_api.contract import ENVIRONMENT_ANNOTATION
 from kuberoll_api.manifest.documents import parse_documents
 from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.rolloutjob import RolloutJob
@@ -127,13 +128,15 @@ async def test_the_environment_of_the_docs_can_be_played() -> None:
     code, *_ = blocks("docs/environments.md", "python")
     module = types.ModuleType("guessing")
     exec(code, module.__dict__)
-    manifest, _, access, remote, code_execution = blocks("docs/environments.md", "yaml")
+    manifest, _, access, remote, sandboxes, template, code_execution = blocks("docs/environments.md", "yaml")
     (given,) = parse_documents(manifest)[0].value["environments"]
     spec = Environment.model_validate(given)
     (judge,) = parse_documents(access)[0].value["environments"]
     assert Environment.model_validate(judge).access.variables == ["JUDGE_API_KEY"]
-    for served in parse_documents(remote)[0].value["environments"]:
-        assert Environment.model_validate(served).isolation == "Remote"
+    for block in (remote, sandboxes):
+        for served in parse_documents(block)[0].value["environments"]:
+            assert Environment.model_validate(served).isolation == "Remote"
+    assert f"metadata.annotations['{ENVIRONMENT_ANNOTATION}']" in template
     (graded,) = parse_documents(code_execution)[0].value["environments"]
     assert parse_config(CodeExecutionConfig, Environment.model_validate(graded).config).parallel == 8
     environment = module.__dict__[str(spec.entrypoint).partition(":")[2]](spec.config)
