@@ -16,7 +16,6 @@ from kuberoll_api.model.environments import Environment, EnvironmentSandboxes
 from kuberoll_operator import names
 from kuberoll_operator.kube.resources import SANDBOX_CLAIMS
 from kuberoll_operator.model import Object
-from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.render.config import FILES_DIRECTORY, STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
@@ -188,7 +187,7 @@ def _template(context: RenderContext, number: int, spec: Environment) -> Object:
         # A server that drains is not ready, but alive.
         livenessProbe={"tcpSocket": {"port": "http"}, "timeoutSeconds": 5, "periodSeconds": 10, "failureThreshold": 6},
     )
-    template = pod_template(
+    return pod_template(
         context,
         options,
         component=names.ENVIRONMENT,
@@ -197,7 +196,6 @@ def _template(context: RenderContext, number: int, spec: Environment) -> Object:
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over=options.pod_template,
+        labels={**names.labels(context.name, names.ENVIRONMENT), names.ENVIRONMENT_LABEL: spec.name},
         pod_set=pod_set(number),
     )
-    labelled: Object = merge(template, {"metadata": {"labels": {names.ENVIRONMENT_LABEL: spec.name}}})
-    return labelled

@@ -9,7 +9,6 @@ from kuberoll_api.model.pods import PodOptions, Resources
 from kuberoll_api.model.services import GPU, ModelService
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
-from kuberoll_operator.podtemplate import merge
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS, MUTABLE, PROBE_SECONDS, STRATEGY
 from kuberoll_operator.render.objects import shaped
@@ -92,7 +91,7 @@ def _template(context: RenderContext, number: int, service: ModelService) -> Obj
         readinessProbe={**probe, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 2},
         livenessProbe={**probe, "timeoutSeconds": 10, "failureThreshold": 6},
     )
-    template = pod_template(
+    return pod_template(
         context,
         options,
         component=names.SERVICE,
@@ -101,10 +100,9 @@ def _template(context: RenderContext, number: int, service: ModelService) -> Obj
         grace_seconds=GRACE_SECONDS,
         restart_policy="Always",
         over=options.pod_template,
+        labels={**names.labels(context.name, names.SERVICE), names.SERVICE_LABEL: service.name},
         pod_set=service_pod_set(number),
     )
-    labelled: Object = merge(template, {"metadata": {"labels": {names.SERVICE_LABEL: service.name}}})
-    return labelled
 
 
 def _options(service: ModelService) -> PodOptions:
