@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from tests.cluster.process_runtime import ProcessRuntime
 from tests.cluster.runtime import Runtime
 from tests.containers.containerd import Containerd, MissingTools, require_tools

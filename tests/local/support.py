@@ -26,8 +26,8 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 from kuberoll_api.model.generation import SimulatedEngine
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.data.record import TrajectoryRecord
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE
 from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.policy import wire

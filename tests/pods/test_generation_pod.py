@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from kuberoll_api.contract import STATUS_PORT
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.local.watchdog import RUN_ID_VARIABLE, end_processes, processes_of
+from kuberoll_workers.local.watchdog import end_processes, processes_of
 from kuberoll_workers.pods.generation import PORT_VARIABLE
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.client import ServeClient

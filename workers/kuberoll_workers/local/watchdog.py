@@ -19,10 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from kuberoll_workers.data import lifetime
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.serving.processes import kill_all
-
-RUN_ID_VARIABLE = lifetime.RUN_ID_VARIABLE
 
 
 def run_variables(run_id: str) -> dict[str, str]:
