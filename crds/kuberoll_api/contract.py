@@ -198,6 +198,7 @@ class ServeArgs:
         tokens_required: Refuse to start without tokens. Tokens are not arguments, because Serve's configuration is
             widely readable: a replica takes them from its environment variables.
         tool_call_parser: Name of vLLM's tool parser; None: calls of tools are not parsed by replicas.
+        reasoning_parser: Name of vLLM's reasoning parser; None: reasoning is part of the text of a response.
         weights: Initial weights that replace the model's own.
         application: Name of the application in Serve.
         drain_seconds: Maximum time in which a replica that is stopped answers its pending requests.
@@ -218,6 +219,7 @@ class ServeArgs:
     autoscaling: dict[str, Any] | None = None
     tokens_required: bool = False
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     weights: WeightsSource | None = None
     application: str = APPLICATION
     drain_seconds: float = 600.0
@@ -248,6 +250,7 @@ class ServeArgs:
             "max_ongoing_requests": generation.max_ongoing_requests,
             "autoscaling": autoscaling_config(generation.autoscaling),
             "tool_call_parser": generation.tool_call_parser,
+            "reasoning_parser": generation.reasoning_parser,
         }
         return cls(**{**fields, **more})
 

@@ -83,6 +83,14 @@ REFUSED: dict[str, Contradiction] = {
         },
         "spec.generation.toolCallParser: Invalid value: is for engines of the job",
     ),
+    "a reasoning parser of somebody else's endpoint": Contradiction(
+        {
+            "spec.generation.backend": "External",
+            "spec.generation.external": {"url": "http://a"},
+            "spec.generation.reasoningParser": "qwen3",
+        },
+        "spec.generation.reasoningParser: Invalid value: is for engines of the job",
+    ),
     "weights of somebody else's endpoint": Contradiction(
         {
             "spec.generation.backend": "External",

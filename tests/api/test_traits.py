@@ -54,7 +54,7 @@ def test_what_makes_a_run_another_run() -> None:
     found = [path.removeprefix("spec.") for path in paths(RolloutJobSpec, "spec", Traits(), "identity", True)]
     assert found == [
         "generation.model", "generation.engine", "generation.engineArgs", "generation.toolCallParser",
-        "generation.simulated", "generation.sampling",
+        "generation.reasoningParser", "generation.simulated", "generation.sampling",
         "generation.external.api", "generation.external.model",
         "services.name", "services.model", "services.engineArgs",
         "environments.name", "environments.type", "environments.entrypoint", "environments.config",

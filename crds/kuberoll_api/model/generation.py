@@ -225,6 +225,9 @@ class External(Model):
     )
 
 
+ParserName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
+
+
 class Generation(PodOptions):
     """The policy: model, engine, number of replicas and sampling."""
 
@@ -241,13 +244,17 @@ class Generation(PodOptions):
     engine_args: Annotated[JsonObject, IDENTITY] = Field(
         default_factory=dict, description="Arguments passed to vLLM unchanged, in its spelling (max_model_len, ...)."
     )
-    tool_call_parser: Annotated[
-        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)] | None, IDENTITY
-    ] = Field(
+    tool_call_parser: Annotated[ParserName | None, IDENTITY] = Field(
         default=None,
         description="Name of the vLLM tool parser that fits the model, as in vLLM's --tool-call-parser (`hermes`, "
-        "`llama3_json`, `mistral`, ...), for rows and environments that declare tools. Absent, or with another engine: "
-        "calls are JSON objects between `<tool_call>` and `</tool_call>`.",
+        "`llama3_json`, `mistral`, ...), for rows and environments that declare tools, and for agents that call the "
+        "endpoint. Absent, or with another engine: calls in rollouts are JSON objects between `<tool_call>` and "
+        "`</tool_call>`.",
+    )
+    reasoning_parser: Annotated[ParserName | None, IDENTITY] = Field(
+        default=None,
+        description="Name of the vLLM reasoning parser that fits the model, as in vLLM's --reasoning-parser (`qwen3`, "
+        "`deepseek_r1`, ...), for agents that call the endpoint. Absent: reasoning is part of a message's content.",
     )
     simulated: Annotated[SimulatedEngine | None, IDENTITY] = Field(
         default=None, description="Settings of the Simulated engine."
@@ -296,4 +303,6 @@ class Generation(PodOptions):
                 "is for engines of the job; an external policy's responses are searched for plain tags: remove it",
                 "toolCallParser",
             )
+        if self.backend == "External" and self.reasoning_parser is not None:
+            raise contradiction("is for engines of the job, not for an external policy: remove it", "reasoningParser")
         return self

@@ -194,6 +194,11 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "is for engines of the job; an external policy's responses are searched for plain tags: remove it",
             "toolCallParser",
         ),
+        CelRule(
+            "self.backend != 'External' || !has(self.reasoningParser)",
+            "is for engines of the job, not for an external policy: remove it",
+            "reasoningParser",
+        ),
     ),
     Sampling.__name__: (
         CelRule(
