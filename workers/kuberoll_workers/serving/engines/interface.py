@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 OWN_VERSION = "0"
 """The version of the weights that a model comes with."""
@@ -59,6 +62,23 @@ class Engine(Protocol):
 
     def info(self) -> EngineInfo:
         """Describe model, limits and load; call it after `start`."""
+        ...
+
+    async def open_client(self) -> AsyncLLM:
+        """Open vLLM's own client of the engine, around which its API server's parts are mounted; call it after `start`.
+
+        Raises:
+            ImportError: vLLM is not installed.
+            PolicyUnavailable: The engine has stopped.
+        """
+        ...
+
+    def check_usable(self) -> None:
+        """Return only if the client's requests would be answered.
+
+        Raises:
+            PolicyUnavailable: The engine is broken: its client would wait for ever.
+        """
         ...
 
     async def shutdown(self) -> None:

@@ -10,7 +10,7 @@ import random
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kuberoll_api.contract import ServeArgs
 from kuberoll_api.model.generation import SimulatedEngine
@@ -25,6 +25,9 @@ from kuberoll_workers.policy.interface import (
     SamplingParameters,
 )
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_VOCABULARY = 32000
@@ -41,11 +44,19 @@ class Simulated:
     """
 
     def __init__(
-        self, *, model: str, tokenizer: str, settings: SimulatedEngine, engine_args: Mapping[str, Any]
+        self,
+        *,
+        model: str,
+        tokenizer: str,
+        settings: SimulatedEngine,
+        engine_args: Mapping[str, Any],
+        revision: str | None = None,
     ) -> None:
         """`engine_args` are vLLM's; only `max_model_len` is used."""
         self._model = model
         self._tokenizer_source = tokenizer
+        self._revision = revision
+        self._client: AsyncLLM | None = None
         self._settings = settings
         self._tokenizer: Tokenizer | None = None
         config = _model_config(model)
@@ -68,6 +79,7 @@ class Simulated:
             tokenizer=args.tokenizer,
             settings=SimulatedEngine.model_validate(args.simulated or {}),
             engine_args=args.engine_args,
+            revision=args.revision,
         )
 
     async def start(self) -> None:
@@ -131,8 +143,24 @@ class Simulated:
             ongoing_requests=self.in_flight,
         )
 
-    async def shutdown(self) -> None:
+    async def open_client(self) -> AsyncLLM:
+        if self._client is None:
+            # Imports of seconds.
+            self._client = await asyncio.to_thread(self._make_client)
+        return self._client
+
+    def _make_client(self) -> AsyncLLM:
+        from kuberoll_workers.serving.engines.simulated_core import open_client
+
+        return open_client(self, model=self._model, tokenizer=self._tokenizer_source, revision=self._revision)
+
+    def check_usable(self) -> None:
         return None
+
+    async def shutdown(self) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.shutdown()
 
 
 def version_spans(

@@ -89,6 +89,8 @@ _ARGUMENTS = {
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
     "disable_log_stats": True,
+    # The model's own sampling settings would change what a caller asks for.
+    "generation_config": "vllm",
 }
 
 _PROBE_SECONDS = 60.0
@@ -188,7 +190,6 @@ class VLLMEngine:
         self._revision = revision
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
-        self._in_flight = 0
         self._last_result = 0.0
         self._window = 0
         self._vocabulary = 0
@@ -263,9 +264,8 @@ class VLLMEngine:
         self._room = int(getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.check_usable()
         engine = self._started()
-        if self._broken is not None:
-            raise PolicyUnavailable(self._broken)
         prompt = len(request.token_ids)
         if prompt > self._window:
             raise PolicyRefused(f"the prompt has {prompt} tokens, the engine's window {self._window}")
@@ -280,7 +280,6 @@ class VLLMEngine:
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         final = None
         version = self._version
-        self._in_flight += 1
         try:
             async for output in engine.generate(
                 tokens_input(request.token_ids.tolist()),
@@ -295,8 +294,6 @@ class VLLMEngine:
         except Exception as error:
             # A dead engine, a full queue, a bug of the engine: a retry elsewhere or later may succeed.
             raise PolicyUnavailable(self._death() or f"{type(error).__name__}: {error}") from error
-        finally:
-            self._in_flight -= 1
         if final is None or not final.outputs:
             raise PolicyUnavailable("the engine ended the request without an output")
         self._last_result = asyncio.get_running_loop().time()
@@ -357,7 +354,8 @@ class VLLMEngine:
             raise PolicyUnavailable(self._death() or f"the engine is dead: {type(error).__name__}: {error}") from error
         # A busy engine proves its health by its results, and a probe would queue behind its requests.
         idle = asyncio.get_running_loop().time() - self._last_result
-        if self._in_flight == 0 and idle > _IDLE_SECONDS and not self._loading:
+        busy = engine.output_processor.has_unfinished_requests()
+        if not busy and idle > _IDLE_SECONDS and not self._loading:
             await self._probe()
 
     async def _probe(self) -> None:
@@ -394,6 +392,14 @@ class VLLMEngine:
         # vLLM counts them for each request, whether it streams or not.
         states = self._engine.output_processor.request_states.values()
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+    async def open_client(self) -> AsyncLLM:
+        return self._started()
+
+    def check_usable(self) -> None:
+        if self._broken is not None:
+            raise PolicyUnavailable(self._broken)
+        self._started()
 
     async def shutdown(self) -> None:
         if self._engine is not None:
