@@ -26,15 +26,16 @@ TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 # As the tiny policy's own, but that messages have an end, as those of most models have.
 _WITH_ENDS = (
     "{{ '<|begin|>' }}{% for tool in tools or [] %}{{ tool['function']['name'] + ';' }}{% endfor %}"
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
     "{% for call in message['tool_calls'] or [] %}"
-    "{{ call['function']['name'] + ' ' + (call['function']['arguments'] | tojson) }}{% endfor %}"
+    "{{ '<tool_call>\n' + ({'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson) }}"
+    "{{ '\n</tool_call>' }}{% endfor %}"
     "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
 def tokenizer_with_ends(directory: Path) -> Path:
-    """The tiny policy's tokenizer, with a template that closes its messages and writes tools."""
+    """The tiny policy's tokenizer, with a template that closes its messages and writes tools and calls."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(TINY / name, directory / name)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
@@ -50,7 +51,7 @@ def application(routes: OpenAIRoutes, *, key: str | None = None) -> ASGIApp:
         if key is not None and request.headers.get("Authorization") != f"Bearer {key}":
             await JSONResponse({"error": {"message": "who are you?"}}, status_code=401)(scope, receive, send)
             return
-        response = await routes.handle(request)
+        response = await routes.handle(request, request.url.path.rstrip("/"))
         if response is None:
             response = JSONResponse({"error": {"message": "there is no such route"}}, status_code=404)
         await response(scope, receive, send)
@@ -61,9 +62,10 @@ def application(routes: OpenAIRoutes, *, key: str | None = None) -> ASGIApp:
 @asynccontextmanager
 async def serving_openai(
     engine: Engine,
-    tokenizer: Path = TINY,
     *,
     template_variables: Mapping[str, Any] | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
     key: str | None = None,
 ) -> AsyncIterator[str]:
     """Serve a started engine's model as `tiny`; its base URL, without `/v1`.
@@ -71,7 +73,13 @@ async def serving_openai(
     Args:
         key: API key that requests need; None: none.
     """
-    routes = OpenAIRoutes(engine, model_name="tiny", tokenizer=str(tokenizer), template_variables=template_variables)
+    routes = OpenAIRoutes(
+        engine,
+        model_name="tiny",
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        template_variables=template_variables,
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(application(routes, key=key), lifespan="off", log_level="error")
     server = _Server(config)

@@ -93,6 +93,7 @@ IDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 async def test_our_own_openai_surface_is_token_exact() -> None:
     engine = Simulated(
         model="none",
@@ -102,7 +103,8 @@ async def test_our_own_openai_surface_is_token_exact() -> None:
     )
     await engine.start()
     async with serving_openai(engine) as url, opened(f"{url}/v1/", api="OpenAI") as client:
-        info = await client.wait_ready(10)
+        # The first request imports vLLM.
+        info = await client.wait_ready(240)
         assert (info.model, info.max_model_len) == ("tiny", WINDOW)
         for seed in range(6):
             for stop in ((), ("up", "ow")):

@@ -27,13 +27,13 @@ TOKENS = Tokens(generate="to-sample-with", weights="to-publish-with", read="to-l
 class StartingHost:
     """A host whose events are read one by one."""
 
-    def __init__(self, scratch: Path, tokens: Tokens | None = None, **app: Any) -> None:
+    def __init__(self, scratch: Path, tokens: Tokens | None = None, *, torch: bool = False, **app: Any) -> None:
         self.run_id, self.scratch = uuid.uuid4().hex, scratch
         config = scratch / "config.json"
         settings = {"model": "none", "tokenizer": "none", "engine": "Simulated", "simulated": {}, **app}
         shown = None if tokens is None else msgspec.to_builtins(tokens)
         config.write_text(json.dumps({"app": settings, "scratch": str(scratch), "tokens": shown}))
-        variables = without_torch() if settings["engine"] == "Simulated" else os.environ
+        variables = without_torch() if settings["engine"] == "Simulated" and not torch else os.environ
         with (scratch / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kuberoll_workers.serving.host", "--config", str(config)],
@@ -55,10 +55,10 @@ class StartingHost:
 
 
 @contextmanager
-def starting(*, tokens: Tokens | None = None, **app: Any) -> Iterator[StartingHost]:
+def starting(*, tokens: Tokens | None = None, torch: bool = False, **app: Any) -> Iterator[StartingHost]:
     # Not pytest's directory: the paths of sockets below it would be too long.
     scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
-    host = StartingHost(scratch, tokens, **app)
+    host = StartingHost(scratch, tokens, torch=torch, **app)
     try:
         yield host
     finally:

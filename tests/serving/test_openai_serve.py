@@ -1,10 +1,15 @@
-"""The OpenAI-compatible surface on the real Serve app, called by OpenAI's own client."""
+"""vLLM's API on the real Serve app, called by the clients of OpenAI and Anthropic and by an agent of OpenAI's SDK."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import agents
+import anthropic
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -14,25 +19,30 @@ from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.external import open_external
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
-from tests.policy.openai_serving import TINY
-from tests.serving.hosts import PATIENCE_SECONDS, starting, until_ready
+from tests.policy.openai_serving import tokenizer_with_ends
+from tests.serving.hosts import PATIENCE_SECONDS, TOKENS, starting, until_ready
 
 pytestmark = pytest.mark.ray
 
-ANSWER = "<action>up</action>"
+CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
 USER: Any = [{"role": "user", "content": "1 _\n3 2"}]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    simulated = {"responses": [ANSWER]}
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenizer_with_ends(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def url(place: Path) -> Iterator[str]:
     app: dict[str, Any] = {
-        "tokenizer": str(TINY),
-        "engine_args": {"max_model_len": 512},
-        "simulated": simulated,
+        "tokenizer": str(place),
+        "engine_args": {"max_model_len": 2048},
+        "simulated": {"responses": [CALL]},
+        "tool_call_parser": "hermes",
         "replicas": 2,
     }
-    with starting(**app) as host:
+    with starting(tokens=TOKENS, torch=True, **app) as host:
         yield until_ready(host)[-1]["url"]
         assert host.process.stdin is not None
         host.process.stdin.close()
@@ -41,28 +51,100 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKENS.generate, max_retries=0, timeout=120) as made:
         yield made
 
 
-async def test_chats_and_streams(client: AsyncOpenAI) -> None:
-    tokenizer = HuggingFaceTokenizer.load(str(TINY))
-    (model,) = (await client.models.list()).data
+async def test_chats_and_streams(client: AsyncOpenAI, place: Path) -> None:
+    tokenizer = HuggingFaceTokenizer.load(str(place))
+    model = (await client.models.list()).data[0]
     answer = await client.chat.completions.create(
         model=model.id, messages=USER, n=3, extra_body={"return_token_ids": True}
     )
-    assert [choice.message.content for choice in answer.choices] == [ANSWER] * 3
+    assert [choice.message.content for choice in answer.choices] == [CALL] * 3
     assert (answer.model_extra or {})["prompt_token_ids"] == tokenizer.render_chat(USER).tolist()
     stream = await client.chat.completions.create(model=model.id, messages=USER, stream=True)
-    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == ANSWER
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(pieces) == CALL
+    assert len(pieces) > len(tokenizer.encode(CALL))
 
 
-async def test_errors(client: AsyncOpenAI) -> None:
+async def test_errors(client: AsyncOpenAI, url: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model="none", messages=USER, logit_bias={"1": 2})
-    assert caught.value.param == "logit_bias"
+        await client.chat.completions.create(model="none", messages=USER, extra_body={"best_of": 2})
+    assert caught.value.param == "best_of"
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="gpt-9", messages=USER)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKENS.read, max_retries=0) as reader:
+        assert (await reader.models.list()).data
+        with pytest.raises(openai.PermissionDeniedError, match="scope generate"):
+            await reader.chat.completions.create(model="none", messages=USER)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.list()
+
+
+async def test_anthropic_s_clients_authenticate_their_own_way(url: str) -> None:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=TOKENS.generate, max_retries=0) as claude:
+        tool: Any = {"name": "multiply", "input_schema": {"type": "object", "properties": {}}}
+        answer = await claude.messages.create(model="none", max_tokens=200, messages=USER, tools=[tool])
+        (block,) = answer.content
+        assert block.type == "tool_use"
+        assert (block.name, block.input) == ("multiply", {"a": 6, "b": 7})
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as stranger:
+        with pytest.raises(anthropic.AuthenticationError):
+            await stranger.messages.create(model="none", max_tokens=200, messages=USER)
+
+
+@pytest.mark.parametrize("kind", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
+async def test_an_agent_of_openai_s_sdk_calls_its_tool(client: AsyncOpenAI, kind: Any) -> None:
+    made: list[tuple[int, int]] = []
+
+    @agents.function_tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        made.append((a, b))
+        return a * b
+
+    agents.set_tracing_disabled(True)
+    agent = agents.Agent(
+        name="calculator",
+        instructions="Use the tool.",
+        tools=[multiply],
+        model=kind(model="none", openai_client=client),
+        # The policy only ever writes this call: its result is the answer.
+        tool_use_behavior="stop_on_first_tool",
+    )
+    result = await agents.Runner.run(agent, "6 times 7?")
+    assert made == [(6, 7)]
+    assert int(result.final_output) == 42
+
+
+async def test_a_chat_goes_on_exactly_on_the_replica_of_its_session(client: AsyncOpenAI) -> None:
+    async def play(session: str) -> None:
+        messages = [*USER]
+        known: list[int] = []
+        for _ in range(4):
+            answer = await client.chat.completions.create(
+                model="none",
+                messages=messages,
+                tools=[{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}],
+                extra_body={"return_token_ids": True},
+                extra_headers={"x-session-id": session},
+            )
+            (choice,) = answer.choices
+            prompt = (answer.model_extra or {})["prompt_token_ids"]
+            assert prompt[: len(known)] == known
+            known = prompt + (choice.model_extra or {})["token_ids"]
+            (call,) = choice.message.tool_calls or []
+            assert call.type == "function"
+            assert json.loads(call.function.arguments) == {"a": 6, "b": 7}
+            messages += [
+                choice.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}),
+                {"role": "tool", "tool_call_id": call.id, "content": "42"},
+            ]
+
+    await asyncio.gather(*(play(f"episode-{number}") for number in range(16)))
 
 
 async def test_both_surfaces_give_the_same_tokens(url: str) -> None:
@@ -70,14 +152,14 @@ async def test_both_surfaces_give_the_same_tokens(url: str) -> None:
         request_id="r",
         session_id="s",
         token_ids=token_array([5, 6, 7]),
-        sampling=SamplingParameters(max_tokens=20, seed=1, stop=("up",)),
+        sampling=SamplingParameters(max_tokens=20, seed=1, stop=("arg",)),
     )
     results = []
     for api in ("Auto", "OpenAI", "KubeRoll"):
-        options: dict[str, Any] = {"api": api, "model": None, "api_key": None, "limit": 2}
+        options: dict[str, Any] = {"api": api, "model": None, "api_key": TOKENS.generate, "limit": 2}
         async with open_external([url], **options) as (external,):
-            assert (await external.wait_ready(30)).max_model_len == 512
+            assert (await external.wait_ready(30)).max_model_len == 2048
             results.append(await external.generate(request))
-    async with ServeClient(url, limit=1) as direct:
+    async with ServeClient(url, limit=1, token=TOKENS.generate) as direct:
         results.append(await direct.generate(request))
     assert all(result == results[0] for result in results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_sco
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[VLLMEngine]:
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VLLMEngine]:
     made = VLLMEngine(
         model=str(TINY),
-        tokenizer=str(TINY),
+        tokenizer=str(tokenizer_with_ends(tmp_path_factory.mktemp("tokenizer"))),
         revision=None,
         engine_args={"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27},
     )
@@ -33,11 +32,11 @@ async def engine() -> AsyncIterator[VLLMEngine]:
         await made.shutdown()
 
 
-async def test_a_chat_of_several_turns_is_token_exact(engine: VLLMEngine, tmp_path: Path) -> None:
+async def test_a_chat_of_several_turns_is_token_exact(engine: VLLMEngine) -> None:
     messages: list[Any] = [{"role": "user", "content": "The board is:\n1 _\n3 2\n"}]
     turns: list[list[int]] = []
     cached = 0
-    async with serving_openai(engine, tokenizer_with_ends(tmp_path)) as url, openai_client(url) as client:
+    async with serving_openai(engine) as url, openai_client(url) as client:
         for turn in range(5):
             # Hot, so that what is sampled is hardly ever what its text would be encoded to.
             answer = await client.chat.completions.create(

@@ -74,7 +74,7 @@ def check_versions(record: TrajectoryRecord) -> set[str]:
 async def test_weights_are_pushed_and_a_replica_is_killed_in_mid_run(tmp_path: Path) -> None:
     output, weights = tmp_path / "out", other_weights(tmp_path / "step-2")
     await asyncio.to_thread(output.mkdir)
-    app = {"model": str(TINY), "tokenizer": str(TINY), "engine": "VLLM", "engine_args": ENGINE}
+    app: dict[str, Any] = {"model": str(TINY), "tokenizer": str(TINY), "engine": "VLLM", "engine_args": ENGINE}
     with starting(**app, replicas=2, tokens=TOKENS) as host:
         url = (await asyncio.to_thread(until_ready, host))[-1]["url"]
         config = WorkerConfig(

@@ -36,6 +36,7 @@ from kuberoll_workers.policy.interface import (
 from kuberoll_workers.serving.engines import spare_interpreter
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
+from tests.policy.openai_serving import openai_client, serving_openai
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -306,6 +307,36 @@ async def test_a_cancelled_request_leaves_the_engine(engine: VLLMEngine) -> None
         while engine.info().ongoing_requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await engine.check_health()
+
+
+async def test_vllm_s_own_api_around_it(engine: VLLMEngine, tokenizer: HuggingFaceTokenizer) -> None:
+    chat: dict[str, Any] = {"model": "tiny", "messages": PROMPT, "extra_body": {"return_token_ids": True}}
+    direct = await engine.generate(request(tokenizer.render_chat(PROMPT), temperature=0.0))
+    async with serving_openai(engine) as url, openai_client(url) as client:
+        answer = await client.chat.completions.create(
+            **chat, temperature=0, max_tokens=24, logprobs=True, top_logprobs=3
+        )
+        (choice,) = answer.choices
+        extra = choice.model_extra or {}
+        assert extra["token_ids"] == direct.token_ids.tolist()
+        assert extra["policy_versions"] == [list(span) for span in direct.policy_versions]
+        assert choice.logprobs is not None
+        sampled = choice.logprobs.content or []
+        assert [item.logprob for item in sampled] == pytest.approx(direct.logprobs, abs=1e-4)
+        assert all(len(item.top_logprobs) == 3 for item in sampled)
+        stream = await client.chat.completions.create(**chat, temperature=0, max_tokens=24, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        streamed = [token for chunk in chunks for token in (chunk.model_extra or {}).get("token_ids") or []]
+        assert streamed == direct.token_ids.tolist()
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content
+        assert (chunks[-1].model_extra or {})["policy_versions"] == extra["policy_versions"]
+        schema = {"name": "verdict", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}},
+                                                "required": ["ok"], "additionalProperties": False}}  # fmt: skip
+        form: Any = {"type": "json_schema", "json_schema": schema}
+        formed = await client.chat.completions.create(
+            **chat, max_tokens=60, temperature=2, seed=1, response_format=form
+        )
+        assert set(json.loads(formed.choices[0].message.content or "")) == {"ok"}
 
 
 async def test_new_weights_in_the_middle_of_a_response(

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -77,7 +78,7 @@ class GenerationServer:
 
     `POST /v1/generate` continues one sequence (see `wire` for the bodies); `GET /healthz` is 200 only when the engine
     can generate; `GET /info` is an `EngineInfo`; `GET /replicas` lists the replicas; `/v1/weights` reads and changes
-    the weights of all of them. Other paths below `/v1/` are OpenAI's. Errors have the body
+    the weights of all of them. The other paths are those of vLLM's API. Errors have the body
     `{"error": {"type", "message"}}`.
     """
 
@@ -99,8 +100,8 @@ class GenerationServer:
         self._openai = OpenAIRoutes(
             self._engine,
             model_name=self._args.model_name or self._args.model,
-            tokenizer=self._args.tokenizer,
-            revision=self._args.revision,
+            tool_parser=self._args.tool_call_parser,
+            reasoning_parser=self._args.reasoning_parser,
             template_variables=self._args.chat_template_kwargs,
             executor=self._executor,
         )
@@ -138,6 +139,8 @@ class GenerationServer:
         return {"id": self._id, "version": self._weights.served_version, "problem": self._weights.problem}
 
     async def __call__(self, request: Request) -> Response:
+        from kuberoll_workers.serving.openai_api.mounted import Mounted
+
         self._ongoing += 1
         try:
             response = await self._answer(request)
@@ -147,16 +150,26 @@ class GenerationServer:
             response = _error(500, type(error).__name__, str(error))
         finally:
             self._ongoing -= 1
+        if isinstance(response, Mounted):
+            response.while_sent(self._counted)
         response.headers[LOAD_HEADER] = str(self._ongoing)
         response.headers[REPLICA_HEADER] = self._id
         return response
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._ongoing += 1
+        try:
+            yield
+        finally:
+            self._ongoing -= 1
 
     async def _answer(self, request: Request) -> Response:
         method, path = request.method, request.url.path.rstrip("/") or "/"
         if (method, path) == ("GET", "/healthz"):
             return await self._healthz()
         try:
-            authorize(request.headers.get("authorization"), self._tokens, _scope(method, path))
+            authorize(_authorization(request.headers), self._tokens, _scope(method, path))
         except AccessDenied as error:
             return _error(error.status, "Unauthorized" if error.status == 401 else "Forbidden", str(error))
         if (method, path) == ("POST", "/v1/generate"):
@@ -168,7 +181,7 @@ class GenerationServer:
             return _json(200, {"replicas": await self._replicas.read(), "version": self._weights.served_version})
         if path == "/v1/weights" and method in ("GET", "POST"):
             return await (self._change_weights(request) if method == "POST" else self._show_weights())
-        if path.startswith("/v1/") and (response := await self._openai.handle(request)) is not None:
+        if (response := await self._openai.handle(request, path)) is not None:
             return response
         return _error(404, "NotFound", f"{method} {request.url.path}: there is no such route")
 
@@ -251,6 +264,12 @@ class GenerationServer:
         self._executor.close()
         await self._follower.stop()
         await self._engine.shutdown()
+
+
+def _authorization(headers: Mapping[str, str]) -> str | None:
+    """The Authorization header, or what Anthropic's clients send in its place."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 def _scope(method: str, path: str) -> Scope:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible API of the Serve app: chat completions, completions, models."""
+"""The APIs of OpenAI and Anthropic over a replica's engine, by vLLM's own API server parts."""
 
 from kuberoll_workers.serving.openai_api.routes import OpenAIRoutes
 
