@@ -454,3 +454,47 @@ async def test_a_token_is_in_no_message(status: int, caplog: pytest.LogCaptureFi
         with pytest.raises(StepRaised):
             await remote.run(reset("a"))
     assert "a-secret-1234" not in f"{raised.value} {raised.value!r} {caplog.text}"
+
+
+class Fickle:
+    """A healthy server that closes the connections of calls, or says that it is busy, while `trouble` says so."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble = trouble
+        self.calls = 0
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.calls += 1
+        if self.trouble == "busy":
+            return web.Response(status=protocol.STATUS_BUSY, text="no instance was free")
+        if self.trouble == "gone":
+            assert request.transport is not None
+            request.transport.abort()
+        count = len(json.loads(await request.read()).get("steps", ()))
+        return web.json_response({"outcomes": [{"content": "ok", "reward": 1.0, "terminated": True}] * count})
+
+
+@pytest.mark.parametrize("trouble", ["gone", "busy"])
+async def test_a_server_that_was_lost_or_busy_rests_while_others_answer(
+    monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setattr("kuberoll_workers.environments.remote.balance.FIRST_SECONDS", 3600.0)
+    monkeypatch.setattr("kuberoll_workers.environments.remote.balance.LONGEST_SECONDS", 3600.0)
+    bad, good = Fickle(trouble), Fickle()
+    async with fake(bad) as one, fake(good) as other, executor([one, other]) as remote:
+        await remote.hooks()
+        await until(lambda: remote.parallel == 2)
+        # One for each.
+        await gather(remote.run(step(None)), remote.run(step(None)))
+        assert bad.calls == 1
+        # It answers to checks, and has no calls.
+        await until(lambda: remote.parallel == 2)
+        for _ in range(20):
+            [outcome] = await remote.run(step(None))
+            assert outcome.content == "ok"
+        assert bad.calls == 1
+        # A rest is no refusal: where nobody else is, it is asked.
+        bad.trouble, good.trouble = "", "busy"
+        [outcome] = await remote.run(step(None))
+        assert outcome.content == "ok"
+        assert bad.calls == 2

@@ -24,6 +24,7 @@ from kuberoll_workers.environments.outcome import (
 )
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.addresses import Address, Addresses
+from kuberoll_workers.environments.remote.balance import least
 from kuberoll_workers.environments.remote.replica import ConnectionLost, Replica
 
 CHECK_SECONDS: Final = 5.0
@@ -52,9 +53,9 @@ class RemoteExecutor:
 
     A call goes to the server with the fewest calls of this worker; the calls of a stateful environment's episode go to
     the server that reset it. A server that loses a connection, or fails its health checks, is taken out, and tried
-    again. A call whose connection is lost is repeated if its environment has its state in the metadata; a stateful
-    episode is lost then. One that was slow, and not gone, still holds such episodes: before it is used again, they are
-    closed.
+    again; it begins little then while others answer (`balance.Rest`). A call whose connection is lost is repeated if
+    its environment has its state in the metadata; a stateful episode is lost then. One that was slow, and not gone,
+    still holds such episodes: before it is used again, they are closed.
     """
 
     batched = True
@@ -284,9 +285,12 @@ class RemoteExecutor:
                 results: Sequence[Any] = await ask(replica)
                 return results
             except _Busy as error:
-                if asyncio.get_running_loop().time() > deadline:
+                now = asyncio.get_running_loop().time()
+                if now > deadline:
                     raise StepRaised(f"all servers of the environment are busy: {error}") from error
-                await asyncio.sleep(_BUSY_SECONDS)
+                replica.rest.begin(now)
+                if all(one.rest.lasts(now) for one in self._accepting() or ()):
+                    await asyncio.sleep(_BUSY_SECONDS)
             except ConnectionLost as error:
                 lost += 1
                 if lost >= _TRIES:
@@ -302,7 +306,7 @@ class RemoteExecutor:
                 raise self._nobody() from error
             found = self._accepting()
             assert found is not None
-        return min(found, key=lambda replica: load(replica) / replica.parallel)
+        return least(found, load, asyncio.get_running_loop().time())
 
     def _accepting(self) -> list[Replica] | None:
         return [one for one in self._replicas.values() if one.up and one.accepting and one.listed] or None
@@ -324,6 +328,8 @@ class RemoteExecutor:
                     status, data = await replica.post(f"{protocol.PREFIX}/{batch.method}", body, seconds=self._timeout)
                 finally:
                     replica.calls.discard(scope)
+            if status in (200, protocol.STATUS_FAULT):
+                replica.rest.record_answer(asyncio.get_running_loop().time())
             if status == 200:
                 return protocol.decode_results(data, batch)
             if status == protocol.STATUS_FAULT:
@@ -356,6 +362,7 @@ class RemoteExecutor:
         self._trouble = trouble
         if replica.up:
             _log.warning("environment %s: server taken out: %s", self._name, trouble)
+            replica.rest.begin(asyncio.get_running_loop().time())
         replica.lose()
         self._wake.set()
 

@@ -12,6 +12,7 @@ from yarl import URL
 from kuberoll_workers.environments import wire
 from kuberoll_workers.environments.remote import protocol
 from kuberoll_workers.environments.remote.addresses import Address
+from kuberoll_workers.environments.remote.balance import Rest
 
 _CONNECT_SECONDS: Final = 10.0
 # Less than servers usually keep idle connections open: none is to be closed under a request.
@@ -35,6 +36,7 @@ class Replica:
         calls: Time limits of the calls that wait for it.
         episodes: Number of open episodes that it holds for this worker.
         failures: Number of health checks that failed since one succeeded.
+        rest: Its pause, after it was lost or busy.
     """
 
     def __init__(self, address: Address, *, token: str | None) -> None:
@@ -46,6 +48,7 @@ class Replica:
         self.calls: set[asyncio.Timeout] = set()
         self.episodes = 0
         self.failures = 0
+        self.rest = Rest()
         headers = {"User-Agent": "kuberoll"}
         if address.host is not None:
             headers["Host"] = address.host
