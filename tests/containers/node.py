@@ -83,6 +83,11 @@ class ContainerNode:
         assert isinstance(home, ContainerPod)
         return home
 
+    async def crash(self, name: str) -> None:
+        """SIGKILL to the containers of a pod, which are started again as its restartPolicy says."""
+        for container in self._runners[name].containers:
+            await container.kill()
+
     def pod(self, name: str) -> Object:
         """A pod as it is now."""
         return self._runners[name].pod

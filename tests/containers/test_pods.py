@@ -7,7 +7,7 @@ import contextlib
 import json
 import ssl
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +210,22 @@ async def check(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Objec
     assert ended(done)["exitCode"] == 0, f"{ended(done)}\n{node.log(name)[-6000:]}"
 
 
-async def play(node: ContainerNode, made: RolloutJob, parts: Mapping[str, Object], trajectories: int) -> None:
-    """The worker's pod, then the finish pod, to their ends."""
+async def play(
+    node: ContainerNode,
+    made: RolloutJob,
+    parts: Mapping[str, Object],
+    trajectories: int,
+    *,
+    beside: Collection[str] = (),
+) -> None:
+    """The worker's pod, then the finish pod, to their ends.
+
+    Args:
+        beside: Further children whose pods run.
+    """
     # A pod that is new here is one that nobody has run in a container.
     pods = {name for name, child in parts.items() if child["kind"] in ("Deployment", "Job", "RayService")}
-    assert pods - {"Deployment/generation", "RayService/gen"} == {"Job/check", "Job/workers", "Job/finish"}
+    assert pods - {"Deployment/generation", "RayService/gen"} == {"Job/check", "Job/workers", "Job/finish", *beside}
     worker, finish = f"{made.metadata.name}-worker-0", f"{made.metadata.name}-finish-0"
     node.run(pod_of(parts["Job/workers"], worker, index=0))
     done = await node.until(worker, lambda item: phase(item) in ("Succeeded", "Failed"), ENGINE_SECONDS)
