@@ -21,6 +21,7 @@ from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, TEMPORARY_DIRECTORY, Volumes, container, pod_template
 from kuberoll_operator.render.policy_access import policy_access_names, policy_access_variables
+from kuberoll_operator.render.server_files import server_files
 from kuberoll_operator.render.servers import claim_names, claimed, deployed, served, server_token_variable, servers_of
 from kuberoll_operator.render.workload import PodSet
 
@@ -129,7 +130,7 @@ def _config_of(context: RenderContext, spec: Environment) -> EnvironmentPodConfi
         processes=spec.processes,
         spare_processes=spec.spare_processes,
         step_timeout_seconds=spec.step_timeout_seconds,
-        modules=None if context.job.spec.workers.files is None else FILES_DIRECTORY,
+        modules=None if server_files(context.job, spec) is None else FILES_DIRECTORY,
         variables=[*spec.access.variables, *policy_access_names(spec)],
         readable_paths=spec.access.readable_paths,
         writable_paths=spec.access.writable_paths,
@@ -160,8 +161,8 @@ def _template(context: RenderContext, number: int, spec: Environment) -> Object:
     volumes.add("config", CONFIG_DIRECTORY, config, read_only=True)
     volumes.add("state", STATE_DIRECTORY, {"emptyDir": {}})
     volumes.add("tmp", TEMPORARY_DIRECTORY, {"emptyDir": {}})
-    if (files := context.job.spec.workers.files) is not None:
-        named = files.config_map.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if (files := server_files(context.job, spec)) is not None:
+        named = files.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         volumes.add("files", FILES_DIRECTORY, {"configMap": named}, read_only=True)
     probe = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 5, "periodSeconds": _PROBE_SECONDS}
     main = container(
