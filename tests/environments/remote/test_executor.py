@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -338,6 +339,22 @@ async def test_an_environment_that_its_child_server_cannot_create_is_refused_at_
         assert raised.value.traceback.frames[-1].file.endswith("episodic.py")
     finally:
         await made.close()
+
+
+async def test_a_child_server_needs_no_short_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a Unix socket has at most 107 characters."""
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    remote = child_server("PlainRooms", tmp_path)
+    try:
+        [outcome] = await remote.run(step(None))
+        assert outcome.content == "step 1"
+    finally:
+        await remote.close()
+    assert list(long.iterdir()) == []
 
 
 async def test_the_child_server_comes_again_and_ends_with_its_executor(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ _START_SECONDS = 330.0
 _MOST_BYTES = 1 << 20
 _END_SECONDS = 20.0
 _SOCKET = "server.sock"
+_LONGEST_PATH = 107
+"""Of a Unix socket."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class ChildServer:
 
     async def _start(self) -> None:
         sandbox.hide_from_others()
-        self._scratch = tempfile.mkdtemp(prefix="kuberoll-environment-")
+        self._scratch = _directory()
         self._channel, theirs = socket.socketpair()
         watched, self._control = os.pipe()
         try:
@@ -147,3 +150,12 @@ class ChildServer:
             self._keeper = None
         with contextlib.suppress(OSError):
             shutil.rmtree(self._scratch)
+
+
+def _directory() -> str:
+    """A new directory of this user alone; where the path of a socket in it would be too long, below /tmp."""
+    made = tempfile.mkdtemp(prefix="kuberoll-environment-")
+    if len(os.fsencode(f"{made}/{_SOCKET}")) <= _LONGEST_PATH:
+        return made
+    Path(made).rmdir()
+    return tempfile.mkdtemp(prefix="kuberoll-environment-", dir="/tmp")
