@@ -6,25 +6,34 @@ import contextlib
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from anyio.from_thread import start_blocking_portal
 
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from tests.environments import episodic
 from tests.environments.episodic import events_in, unclosed
 from tests.environments.remote.servers import ServerProcess
+from tests.local import stubborn_mcp
 from tests.local.support import (
     PATIENCE_SECONDS,
+    Endpoint,
+    Run,
     external_generation,
     manifest,
     run_to_end,
     running,
     trajectories,
     wait_for_trajectories,
+    wait_until_none_is_left,
 )
+from tests.policy.openai_serving import tokenizer_with_ends
 
 ROWS = [{"prompt": f"Find a way out of room {number}.\n"} for number in range(40)]
 
@@ -180,3 +189,91 @@ def test_a_server_that_outlives_its_worker_closes_what_the_worker_has_left(tmp_p
                 psutil.Process(server.process.pid).wait(timeout=0.1)
     finally:
         server.close()
+
+
+# Scores the second response: the first one leaves the episode open.
+TWICE = """
+from kuberoll_workers.environments import EnvironmentReturn
+
+
+class Twice:
+    def __init__(self, config):
+        pass
+
+    def step(self, logs, metadata):
+        ends = [sum(message["role"] == "assistant" for message in log) == 2 for log in logs]
+        observations = [{"role": "environment", "content": "."}] * len(ends)
+        return EnvironmentReturn(observations, None, None, [1.0] * len(ends), ends)
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+"""
+
+
+@pytest.mark.processes
+def test_a_run_that_is_killed_as_a_whole_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not its children's servers, and servers that end neither with their input nor by SIGTERM."""
+    for module in (episodic, stubborn_mcp):
+        assert module.__file__ is not None
+        shutil.copy(module.__file__, tmp_path)
+    (tmp_path / "twice.py").write_text(TWICE)
+    notes, model, scratch = tmp_path / "notes", tmp_path / "model", tmp_path / "scratch"
+    for folder in (notes, model, scratch):
+        folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    tokenizer_with_ends(model)
+    server = {"command": sys.executable, "args": [str(tmp_path / "stubborn_mcp.py")]}
+    tools = {"servers": {"shop": server}, "scorer": {"entrypoint": "twice:Twice"}}
+    rooms: dict[str, Any] = {
+        "entrypoint": "episodic:Rooms",
+        "config": {"directory": str(notes)},
+        "access": {"writablePaths": [str(notes)]},
+    }
+    environments: list[dict[str, Any]] = [
+        {"name": "rooms", "isolation": "Remote", **rooms},
+        *(
+            {"name": f"{isolation.lower()}-tools", "type": "mcp", "config": tools, "isolation": isolation}
+            for isolation in ("Inline", "Process", "Remote")
+        ),
+    ]
+    for item in environments:
+        item["stepTimeoutSeconds"] = 120
+    rows = [{"prompt": "Go.\n", "task_name": item["name"]} for item in environments for _ in range(2)]
+    endpoint = Endpoint()
+    # All episodes are open then, and have taken a step.
+    endpoint.holds = lambda request: int(request.request_id.split("-")[3]) == 2
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(endpoint.serving()):
+        job = manifest(
+            tmp_path / "job.yaml",
+            dataset={"source": {"rows": rows}},
+            environments=environments,
+            generation={"backend": "External", "external": {"url": endpoint.url}, "model": {"source": str(model)}},
+            rollout={"concurrency": len(rows)},
+        )
+        with running(job, "--output", tmp_path / "out", "--metrics-port", "0") as run:
+            run_id = run.run_id()
+            wait_until_waiting(run, endpoint, len(rows))
+            below = psutil.Process(run.process.pid).children(recursive=True)
+            stubborn = [one for one in below if one.cmdline()[-1:] == server["args"]]
+            assert len(stubborn) == 6
+            # Those of the worker itself are the watchdog's, the others their keepers'.
+            assert [one.environ().get(RUN_ID_VARIABLE) for one in stubborn].count(run_id) == 2
+            assert len([one for one in below if is_server(one)]) == 2
+            run.process.kill()
+            run.process.wait()
+            # Its watchdog is one of them.
+            _, left = psutil.wait_procs(below, timeout=PATIENCE_SECONDS)
+            assert not left, [one.cmdline() for one in left]
+            wait_until_none_is_left(run_id)
+    assert list(scratch.iterdir()) == []
+
+
+def wait_until_waiting(run: Run, endpoint: Endpoint, count: int) -> None:
+    """Wait until so many requests are held up."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(endpoint.waiting) < count:
+        run.assert_runs()
+        assert " failed" not in run.printed()
+        assert time.monotonic() < deadline, run.printed()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(timeout=0.05)
