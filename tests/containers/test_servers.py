@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kuberoll_operator.console.shipping import files_config_map, with_files
 from kuberoll_workers.environments.builtin.calculator import CalculatorEnvironment
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.environments.remote import protocol
+from tests.classifier import ENGINE_ARGS, VARIABLES, logits, make_classifier
 from tests.cluster.jobs import contents, read_output, stored_lines
 from tests.containers.images import ROOT, name_of
 from tests.containers.node import ContainerNode, is_ready, pod_of
@@ -102,13 +103,13 @@ CLOSED = [
 """An environment beside the manifest that looks around."""
 
 
-def job(name: str, isolation: str, seconds: float) -> RolloutJob:
-    """Three environments, one of them beside the manifest, against a simulated engine without Ray.
+def generation(responses: Sequence[str], seconds: float) -> Object:
+    """`spec.generation` with the tests' engine without Ray, in the default worker image.
 
     Args:
         seconds: That a response takes.
     """
-    # The engine of the tests, in the default worker image: it alone has the tests' modules.
+    # Its pod alone has the tests' modules.
     engine = {
         "name": "generation",
         "image": name_of("worker"),
@@ -120,30 +121,38 @@ def job(name: str, isolation: str, seconds: float) -> RolloutJob:
         "volumeMounts": [{"name": "tests", "mountPath": "/opt/kuberoll-tests/tests", "readOnly": True}],
     }
     volumes = [{"name": "tests", "hostPath": {"path": str(ROOT / "tests")}}]
-    remote = {"isolation": isolation, "stepTimeoutSeconds": 120}
-    strict = isolation == "Remote"
-    spec = {
-        "generation": {
-            "backend": "Native",
-            "model": {"source": MODEL},
-            "engine": "Simulated",
-            "simulated": {"responses": ANSWERS, "firstTokenSeconds": seconds},
-            "engineArgs": {"max_model_len": 512},
-            "sampling": {"seed": 7},
-            "podTemplate": {"spec": {"containers": [engine], "volumes": volumes}},
-        },
-        "environments": [
-            {"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "maxMoves": 6}, **remote},
-            {"name": "sums", "type": "calculator", "config": {"maxCalls": 3}, "processes": 2, **remote},
-            {"name": "spy", "entrypoint": "spying:Spy", "config": {"strict": strict}, **remote},
-        ],
-        "dataset": {"source": {"uri": "rows/all.jsonl"}, "repeats": REPEATS},
-        "rollout": {"concurrency": 8},
-        "workers": {"replicas": 1, "resources": {"limits": {"memory": "2Gi"}}},
-        "output": {"uri": f"pvc://store/{name}"},
+    return {
+        "backend": "Native",
+        "model": {"source": MODEL},
+        "engine": "Simulated",
+        "simulated": {"responses": list(responses), "firstTokenSeconds": seconds},
+        "engineArgs": {"max_model_len": 512},
+        "sampling": {"seed": 7},
+        "podTemplate": {"spec": {"containers": [engine], "volumes": volumes}},
     }
+
+
+def job_of(name: str, **spec: Any) -> RolloutJob:
     head = {"apiVersion": "kuberoll.io/v1alpha1", "kind": "RolloutJob"}
-    return RolloutJob.model_validate({**head, "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
+    workers = {"replicas": 1, "resources": {"limits": {"memory": "2Gi"}}}
+    fields = {"workers": workers, "output": {"uri": f"pvc://store/{name}"}, **spec}
+    return RolloutJob.model_validate({**head, "metadata": {"name": name, "namespace": NAMESPACE}, "spec": fields})
+
+
+def job(name: str, isolation: str, seconds: float) -> RolloutJob:
+    """Three environments, one of them beside the manifest; a response takes so many seconds."""
+    shared = {"isolation": isolation, "stepTimeoutSeconds": 120}
+    return job_of(
+        name,
+        generation=generation(ANSWERS, seconds),
+        environments=[
+            {"name": "puzzle", "type": "sliding_puzzle", "config": {"size": 2, "maxMoves": 6}, **shared},
+            {"name": "sums", "type": "calculator", "config": {"maxCalls": 3}, "processes": 2, **shared},
+            {"name": "spy", "entrypoint": "spying:Spy", "config": {"strict": isolation == "Remote"}, **shared},
+        ],
+        dataset={"source": {"uri": "rows/all.jsonl"}, "repeats": REPEATS},
+        rollout={"concurrency": 8},
+    )
 
 
 def rows(made: RolloutJob) -> Iterator[Object]:
@@ -233,9 +242,9 @@ print(json.dumps({
 """
 
 
-async def look_into(home: ContainerPod, secrets: dict[str, str]) -> Object:
+async def look_into(home: ContainerPod, container: str, secrets: dict[str, str]) -> Object:
     """What a process of the server's user finds in its container, with no Landlock around it."""
-    code, text = await home.execute("environment", ["python", "-c", LOOK, json.dumps(secrets)], 120)
+    code, text = await home.execute(container, ["python", "-c", LOOK, json.dumps(secrets)], 120)
     assert code == 0, text
     found: Object = json.loads(text)
     return found
@@ -252,13 +261,17 @@ async def check_server(node: ContainerNode, home: ContainerPod, number: int, sec
     """A server has its own token, and nothing else of the job."""
     own = f"Secret/env-tokens/{number}"
     assert await _identity(home, "environment") == (65532, 65532, "kuberoll", "/home/kuberoll")
-    seen = await look_into(home, secrets)
+    seen = await look_into(home, "environment", secrets)
     # Of the container's first process, and of this one, which has the same variables.
     assert set(seen["seen"]) == {own}
     assert all(path.startswith("/proc/") for path in seen["seen"][own]), seen["seen"]
     assert "kuberoll_workers.pods.environment" in seen["init"]
     assert not [path for path in seen["files"] if "shard-" in path or path.endswith("job.json")]
     assert "/claims/" not in seen["mounts"]
+    # Of the files beside the manifest the code alone.
+    mounted = {path for path in seen["files"] if path.startswith("/opt/kuberoll-files/") and "/.." not in path}
+    assert mounted == {"/opt/kuberoll-files/spying.py"}
+    assert not [path for path in seen["files"] if path.endswith(".jsonl")]
     read_only = "Read-only file system"
     closed = dict.fromkeys(("/", "/etc", "/opt/kuberoll", "/home/kuberoll", "/etc/kuberoll-environment"), read_only)
     assert seen["writable"] == {**closed, "/tmp": True, "/var/lib/kuberoll": True}
@@ -316,3 +329,69 @@ async def test_environments_in_pods_of_their_own_and_the_kill_of_one(
         assert not [key for key, value in secrets.items() if value in node.log(name)]
         [over] = (await node.delete(name))["status"]["containerStatuses"]
         assert over["state"]["terminated"]["exitCode"] == 0, node.log(name)[-3000:]
+
+
+@pytest.mark.engine
+async def test_a_service_in_a_pod_of_its_own_and_its_kill(
+    node: ContainerNode, worker_image: str, generation_image: str, tmp_path: Path
+) -> None:
+    """vLLM's own server behind its key scores every trajectory, though it is killed in between."""
+    model, place = make_classifier(tmp_path / "model"), "/models/grader"
+    for path in (model, *model.rglob("*")):
+        path.chmod(0o755)
+    service = {
+        "name": "grader",
+        "model": {"source": place},
+        "engineArgs": dict(ENGINE_ARGS),
+        "env": [{"name": name, "value": value} for name, value in VARIABLES.items()],
+        "resources": {"limits": {"memory": "5Gi"}},
+        "volumes": [{"name": "model", "hostPath": {"path": str(model)}}],
+        "volumeMounts": [{"name": "model", "mountPath": place, "readOnly": True}],
+    }
+    # As long as the server takes to come again.
+    patience = {"attempts": 100, "requestSeconds": 60}
+    made = job_of(
+        "graded",
+        generation=generation(["4", "The answer is 4, I think.", "<action>up</action>"], 0.3),
+        services=[service],
+        environments=[
+            {
+                "name": "helpful",
+                "type": "reward_model",
+                "config": {"service": "grader", **patience},
+                "stepTimeoutSeconds": 900,
+            }
+        ],
+        dataset={"source": {"rows": [{"prompt": f"task {number}"} for number in range(8)]}, "repeats": 4},
+        rollout={"maxTurns": 1, "concurrency": 4},
+    )
+    parts = await children(node, made)
+    secrets = await with_tokens(node, parts)
+    own = "Secret/service-tokens/0"
+    part, pod = "Deployment/service-0", "graded-service-0"
+    assert parts[part]["spec"]["template"]["spec"]["containers"][0]["image"] == generation_image
+    home = await started(node, parts, part, pod)
+    assert await _identity(home, "service") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    seen = await look_into(home, "service", secrets)
+    assert set(seen["seen"]) == {own}, seen["seen"]
+    assert not [path for path in seen["files"] if "shard-" in path]
+    assert "/claims/" not in seen["mounts"]
+    assert (set(seen["capabilities"]), seen["privileges"]) == ({0}, ["1", "2"])
+    url = f"http://{home.address}:{contract.SERVICE_PORT}"
+    statuses = {name: await answers(f"{url}/v1/models", value) for name, value in secrets.items()}
+    assert statuses == {name: 200 if name == own else 401 for name in secrets}
+    assert await answers(f"{url}/v1/models", None) == 401
+    await started(node, parts, "Deployment/generation", "graded-generation")
+    await check(node, made, parts)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(play(node, made, parts, 32, beside=[part]))
+        await stored(node, made, 4)
+        await node.crash(pod)
+    [status] = (await node.until(pod, is_ready, ENGINE_SECONDS))["status"]["containerStatuses"]
+    assert (status["restartCount"], status["lastState"]["terminated"]["exitCode"]) == (1, 137)
+    records = read_output(node.claim(NAMESPACE, "store") / "graded")
+    chats = [[{"role": item.role, "content": item.content} for item in record.messages[:2]] for record in records]
+    assert [record.total_reward for record in records] == pytest.approx(logits(model, chats), abs=1e-4)
+    assert not [key for key, value in secrets.items() if value in node.log(pod)]
+    over = await node.delete(pod)
+    assert over["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 0, node.log(pod)[-3000:]
