@@ -163,7 +163,7 @@ def test_the_contract(address: str) -> None:
 
 async def test_a_server_that_is_not_there_is_named() -> None:
     for spec in ({"url": "http://127.0.0.1:9/mcp"}, {"command": "/no/such/program"}):
-        environment = McpEnvironment(config(shop=spec))
+        environment = McpEnvironment({**config(shop=spec), "connectSeconds": 0})
         with pytest.raises(ServerError, match=r"^MCP server shop: "):
             await begin(environment)
         await environment.shutdown()

@@ -372,7 +372,7 @@ async def test_a_row_that_the_server_refuses_names_its_field(servers: Any) -> No
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
-    environment = NemoGymEnvironment({"url": "http://127.0.0.1:9/"})
+    environment = NemoGymEnvironment({"url": "http://127.0.0.1:9/", "connectSeconds": 0})
     with pytest.raises(ServerError, match=r"^http://127\.0\.0\.1:9/seed_session: Connection refused"):
         await environment.reset([episode({"responses_create_params": {"input": []}})])
 

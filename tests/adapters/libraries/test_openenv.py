@@ -220,7 +220,7 @@ async def test_each_session_ends_with_its_episode(servers: Any) -> None:
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
-    environment = OpenEnvEnvironment({"url": "http://127.0.0.1:9/"})
+    environment = OpenEnvEnvironment({"url": "http://127.0.0.1:9/", "connectSeconds": 0})
     with pytest.raises(ServerError, match=r"^http://127\.0\.0\.1:9/ws: Connection refused"):
         await begin(environment)
 

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import orjson
 
+CONNECT_SECONDS: Final = 20.0
+"""Default time that a server which refuses connections is waited for: less than the default of stepTimeoutSeconds."""
+
+_Result = TypeVar("_Result")
+
 _CONNECT_SECONDS = 30.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _SHOWN = 500
 
 
 class ServerError(RuntimeError):
     """A server cannot be reached, or refused a request; the message names its address."""
+
+
+class Unreachable(ServerError):
+    """There is no connection: nothing was sent."""
+
+
+async def patiently(ask: Callable[[], Awaitable[_Result]], seconds: float) -> _Result:
+    """The result of `ask`, which is called again while the server cannot be reached, as when it is started again.
+
+    Args:
+        seconds: Time after which it is not.
+
+    Raises:
+        Unreachable: It could not be reached for so long.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline, pause = clock() + seconds, _SHORTEST_PAUSE
+    while True:
+        try:
+            return await ask()
+        except Unreachable:
+            if clock() + pause > deadline:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(_LONGEST_PAUSE, 2 * pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +91,7 @@ async def post(url: str, value: Any, cookies: Mapping[str, str]) -> Answer:
     in a process of its own have an event loop each.
 
     Raises:
+        Unreachable: There is no connection.
         ServerError: No complete answer came.
     """
     headers = {"Content-Type": "application/json"}
@@ -77,7 +110,13 @@ async def post(url: str, value: Any, cookies: Mapping[str, str]) -> Answer:
             new = {name: morsel.coded_value for name, morsel in response.cookies.items()}
             return Answer(url, response.status, body, {**cookies, **new})
     except (aiohttp.ClientError, OSError) as error:
-        raise ServerError(f"{url}: {reason_of(error)}") from error
+        raise failed(url, error) from error
+
+
+def failed(url: str, error: aiohttp.ClientError | OSError) -> ServerError:
+    """What to raise for a request without an answer."""
+    kind = Unreachable if isinstance(error, aiohttp.ClientConnectorError) else ServerError
+    return kind(f"{url}: {reason_of(error)}")
 
 
 def reason_of(error: aiohttp.ClientError | OSError) -> str:

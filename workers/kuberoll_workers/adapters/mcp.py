@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, JsonValue, model_validator
 
 from kuberoll_workers.adapters.background import BackgroundLoop
-from kuberoll_workers.adapters.http import ServerError
+from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, Unreachable, patiently
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
@@ -64,6 +64,12 @@ class McpConfig(EnvironmentConfig):
 
     servers: dict[str, McpServer] = Field(min_length=1, max_length=64, description="Servers by name.")
     scorer: Scorer = Field(description="The environment that scores a response without tool calls.")
+    connect_seconds: float = Field(
+        default=CONNECT_SECONDS,
+        ge=0,
+        le=3600,
+        description="Seconds for which a server that refuses connections, as while it starts again, is tried again.",
+    )
 
 
 class McpEnvironment(EnvironmentInterface):
@@ -109,9 +115,12 @@ class McpEnvironment(EnvironmentInterface):
         return list(await asyncio.gather(*map(self._begin, episodes)))
 
     async def _begin(self, episode: Episode) -> EpisodeStart:
-        await self._free(episode.id)
-        sessions = self._sessions[episode.id] = _Sessions(self._client, self._config.servers)
-        tools = await self._loop.run(sessions.open())
+        async def opened() -> list[dict[str, Any]]:
+            await self._free(episode.id)
+            sessions = self._sessions[episode.id] = _Sessions(self._client, self._config.servers)
+            return await self._loop.run(sessions.open())
+
+        tools = await patiently(opened, self._config.connect_seconds)
         return EpisodeStart(metadata={**(episode.metadata or {}), _EPISODE: episode.id}, tools=tools)
 
     async def step(  # type: ignore[override]
@@ -206,9 +215,7 @@ class _Sessions:
                     await self._over.wait()
         except BaseException as error:
             if not ready.done():
-                cause = _first(error)
-                failed = cause if isinstance(cause, ValueError) else ServerError(f"MCP server {server}: {cause}")
-                ready.set_exception(failed)
+                ready.set_exception(_failure(server, _first(error)))
 
     def _tool(self, server: str, client: Any, tool: Any) -> dict[str, Any]:
         if tool.name in self._clients:
@@ -231,7 +238,7 @@ class _Sessions:
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            if error.code == _CONNECTION_CLOSED:
+            if error.code == _CONNECTION_CLOSED or not await _answers(client):
                 raise ServerError(f"the session of the MCP tool {name} is lost: {error.message}") from error
             return f"Error: {error.message}"
         return "\n".join(map(_text, result.content))
@@ -268,6 +275,26 @@ async def _listed(client: Any) -> list[Any]:
         cursor = page.next_cursor
         if cursor is None:
             return found
+
+
+async def _answers(client: Any) -> bool:
+    """True if a session is alive: a server that was started again answers any request of an old one with an error."""
+    from mcp import MCPError
+
+    try:
+        await client.list_tools()
+    except MCPError:
+        return False
+    return True
+
+
+def _failure(server: str, cause: BaseException) -> Exception:
+    import httpx2
+
+    if isinstance(cause, ValueError):
+        return cause
+    kind = Unreachable if isinstance(cause, httpx2.ConnectError) else ServerError
+    return kind(f"MCP server {server}: {cause}")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Literal
 import orjson
 from pydantic import Field
 
+from kuberoll_workers.adapters.background import BackgroundLoop
 from kuberoll_workers.adapters.episodes import reward_metrics
-from kuberoll_workers.adapters.http import Answer, ServerError, post
+from kuberoll_workers.adapters.http import CONNECT_SECONDS, Answer, ServerError, patiently, post
 from kuberoll_workers.adapters.nemo_gym_steps import SteppedEpisodes
+from kuberoll_workers.adapters.presence import Presence
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.interface import (
@@ -49,8 +51,15 @@ class NemoGymConfig(EnvironmentConfig):
     )
     recovery: Literal["restart", "metadata"] = Field(
         default="restart",
-        description="After a failed step: restart begins the trajectory again, in a new session; metadata repeats the "
-        "step in the same session, for servers that only verify, or whose tools may be called twice.",
+        description="After a failed step, or when the server was gone: restart begins the trajectory again, in a new "
+        "session; metadata repeats the step in the same session, for servers that only verify, or whose sessions "
+        "outlive them and whose tools may be called twice.",
+    )
+    connect_seconds: float = Field(
+        default=CONNECT_SECONDS,
+        ge=0,
+        le=3600,
+        description="Seconds for which a server that refuses connections, as while it starts again, is tried again.",
     )
     parallel: int = Field(default=64, ge=1, le=4096, description="Maximum number of steps at the same time.")
 
@@ -62,9 +71,12 @@ class NemoGymEnvironment(EnvironmentInterface):
     observation. The job's last turn is verified, whatever it has. A server with `/reset` and `/step` does all this
     itself: see `SteppedEpisodes`.
 
-    Episode state: the row's fields, and `nemo_gym`: `cookies` of the session, `prompt`, the number of the prompt's
-    messages, `tools`, the names of the row's, `turns_left`, and at the end `verification`, the fields that the server
-    has added.
+    A server's sessions end with it, but those of NeMo Gym answer for a session that they have lost as for an empty one.
+    So the end of the server is watched for, and the episodes of its sessions fail.
+
+    Episode state: the row's fields, and `nemo_gym`: `episode`, `cookies` of the session, `prompt`, the number of the
+    prompt's messages, `tools`, the names of the row's, `turns_left`, and at the end `verification`, the fields that
+    the server has added.
     """
 
     row_metadata: ClassVar[Mapping[str, str]] = {"expected_answer": "and further fields: those of the server's rows"}
@@ -77,6 +89,9 @@ class NemoGymEnvironment(EnvironmentInterface):
         self._config = parse_config(NemoGymConfig, config)
         self._url = self._config.url.rstrip("/")
         self.parallel_steps = self._config.parallel
+        self._loop = BackgroundLoop()
+        self._presence = Presence(self._url, self._loop) if self._config.recovery == "restart" else None
+        self._began: dict[str, int] = {}
         self._stepped = SteppedEpisodes(self._checked_post) if self._config.agent == "gymnasium_agent" else None
 
     @property
@@ -91,10 +106,25 @@ class NemoGymEnvironment(EnvironmentInterface):
             UnusableRow: The server refuses the row's fields.
             ServerError: There is no session.
         """
-        begin = self._begin if self._stepped is None else self._stepped.begin
-        return list(await asyncio.gather(*map(begin, episodes)))
+        return list(await asyncio.gather(*map(self._begin, episodes)))
 
     async def _begin(self, episode: Episode) -> EpisodeStart:
+        begin = self._seed if self._stepped is None else self._stepped.begin
+        if self._presence is not None:
+            self._began[episode.id] = await self._presence.watch()
+        start = await begin(episode)
+        self._check_session(episode.id)
+        return start
+
+    def _check_session(self, name: str) -> None:
+        """
+        Raises:
+            ServerError: The server has ended since the episode's session began.
+        """
+        if self._presence is not None and self._began.get(name, self._presence.ends) != self._presence.ends:
+            raise ServerError(f"{self._url}: the server was gone, and with it the session of the episode {name}")
+
+    async def _seed(self, episode: Episode) -> EpisodeStart:
         row = dict(episode.metadata or {})
         request = {**row, **_params(episode.messages)}
         names = None
@@ -103,6 +133,7 @@ class NemoGymEnvironment(EnvironmentInterface):
             names = [tool["function"]["name"] for tool in episode.tools]
         answer = await self._checked_post("seed_session", request, {})
         state = {
+            "episode": episode.id,
             "cookies": answer.cookies,
             "prompt": len(episode.messages),
             "tools": names,
@@ -119,11 +150,20 @@ class NemoGymEnvironment(EnvironmentInterface):
             UnusableRow: The server refuses a row's fields.
             ServerError: It cannot be reached, or failed.
         """
-        turn = self._turn if self._stepped is None else self._stepped.turn
         pairs = zip(message_log_batch, metadata, strict=True)
-        turns = await asyncio.gather(*(turn(log, state or {}) for log, state in pairs))
+        turns = await asyncio.gather(*(self._checked_turn(log, state or {}) for log, state in pairs))
         observations, states, rewards, ends = zip(*turns, strict=True)
         return EnvironmentReturn(list(observations), list(states), None, list(rewards), list(ends))
+
+    async def _checked_turn(
+        self, log: Sequence[ChatMessage], metadata: Mapping[str, Any]
+    ) -> tuple[Any, Any, float, bool]:
+        turn, name = self._turn if self._stepped is None else self._stepped.turn, metadata[_STATE]["episode"]
+        self._check_session(name)
+        result = await turn(log, metadata)
+        # What was asked meanwhile may have been answered by the server that follows.
+        self._check_session(name)
+        return result
 
     async def _turn(self, log: Sequence[ChatMessage], metadata: Mapping[str, Any]) -> tuple[Any, Any, float, bool]:
         state = metadata[_STATE]
@@ -167,7 +207,7 @@ class NemoGymEnvironment(EnvironmentInterface):
         return float(reward), added
 
     async def _post(self, name: str, value: Any, cookies: Mapping[str, str]) -> Answer:
-        return await post(f"{self._url}/{name}", value, cookies)
+        return await patiently(lambda: post(f"{self._url}/{name}", value, cookies), self._config.connect_seconds)
 
     async def _checked_post(self, name: str, value: Any, cookies: Mapping[str, str]) -> Answer:
         """
@@ -184,8 +224,16 @@ class NemoGymEnvironment(EnvironmentInterface):
 
     async def close(self, episodes: list[EpisodeEnd]) -> None:  # type: ignore[override]
         """End the episodes at a server that can be told so; others keep their sessions until they end."""
+        for episode in episodes:
+            self._began.pop(episode.id, None)
         if self._stepped is not None:
             await asyncio.gather(*map(self._stepped.close, episodes))
+
+    async def shutdown(self) -> None:  # type: ignore[override]
+        """Close the connection by which the server's end is noticed."""
+        if self._presence is not None:
+            await self._presence.stop()
+        self._loop.stop()
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Add `mean_reward` and `mean_turns`."""

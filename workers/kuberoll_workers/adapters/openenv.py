@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 from kuberoll_workers.adapters.background import BackgroundLoop
 from kuberoll_workers.adapters.episodes import reward_metrics, seed_of, seeded_rows
 from kuberoll_workers.adapters.functions import function_of
-from kuberoll_workers.adapters.http import ServerError, reason_of
+from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, failed, patiently, reason_of
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, first_tagged, quoted, reply_of
 from kuberoll_workers.environments.interface import (
@@ -74,6 +74,12 @@ class OpenEnvConfig(EnvironmentConfig):
         description="Of an episode whose connection is lost: restart begins the trajectory again; replay repeats its "
         "actions in a new session, for environments that their seed and actions determine.",
     )
+    connect_seconds: float = Field(
+        default=CONNECT_SECONDS,
+        ge=0,
+        le=3600,
+        description="Seconds for which a server that refuses connections, as while it starts again, is tried again.",
+    )
 
 
 class InvalidAction(ValueError):
@@ -92,7 +98,8 @@ class _Connection:
     async def open(cls, url: str) -> _Connection:
         """
         Raises:
-            ServerError: The server cannot be reached.
+            Unreachable: There is no connection.
+            ServerError: The server has refused it.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout)
@@ -100,7 +107,7 @@ class _Connection:
             return cls(url, session, await session.ws_connect(url, max_msg_size=_MAX_MESSAGE))
         except (aiohttp.ClientError, OSError) as error:
             await session.close()
-            raise ServerError(f"{url}: {reason_of(error)}") from error
+            raise failed(url, error) from error
         except BaseException:
             await session.close()
             raise
@@ -206,7 +213,9 @@ class OpenEnvEnvironment(EnvironmentInterface):
             raise UnusableRow(f"metadata.reset: found {given!r}; it must be an object, or absent")
         seed = seed_of(episode)
         await self._free(episode.id)
-        connection = self._connections[episode.id] = await self._loop.run(_Connection.open(self._url))
+        connection = self._connections[episode.id] = await patiently(
+            lambda: self._loop.run(_Connection.open(self._url)), self._config.connect_seconds
+        )
         arguments = {**self._config.parameters, **given, "seed": seed, "episode_id": episode.id}
         found = await self._loop.run(connection.ask("reset", arguments))
         return EpisodeStart(
