@@ -6,6 +6,7 @@ python serve_nemo_gym.py mcqa
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
 from typing import Any
@@ -44,10 +45,12 @@ def make(found: Any, name: str) -> Any:
 
 
 def serve(app: Any) -> None:
-    """Serve an app at a free port, which is printed."""
+    """Serve an app at a free port, or the one that a variable names; it is printed."""
     import uvicorn
 
-    listening = socket.create_server(("127.0.0.1", 0))
+    from tests.adapters.libraries.foreign import PORT_VARIABLE
+
+    listening = socket.create_server(("127.0.0.1", int(os.environ.get(PORT_VARIABLE, "0"))))
     config = uvicorn.Config(app, log_level="warning")
     print(f"port {listening.getsockname()[1]}", flush=True)
     uvicorn.Server(config).run(sockets=[listening])
