@@ -278,6 +278,7 @@ class Node:
         self._count = 0
         self._reschedule = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._leaving: set[PodRunner] = set()
 
     async def start(self) -> None:
         """Registers the node and begins."""
@@ -300,10 +301,11 @@ class Node:
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for runner in self.runners.values():
+        runners = [*self.runners.values(), *self._leaving]
+        for runner in runners:
             if runner.end is not None:
                 runner.end.cancel()
-        await asyncio.gather(*(runner.kill() for runner in self.runners.values()), return_exceptions=True)
+        await asyncio.gather(*(runner.kill() for runner in runners), return_exceptions=True)
         await self.services.close()
         await self.runtime.close()
         for error in ended:
@@ -393,6 +395,8 @@ class Node:
         if (runner := self.runners.pop(uid, None)) is not None:
             # Forced: nobody waits for its processes any more, but they are not to stay.
             runner.end = runner.end or asyncio.create_task(runner.kill())
+            self._leaving.add(runner)
+            runner.end.add_done_callback(lambda _, left=runner: self._leaving.discard(left))  # type: ignore[misc]
 
     async def _schedule(self) -> None:
         while True:
