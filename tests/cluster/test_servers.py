@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 
-from tests.cluster.api import condition, is_true
+from tests.cluster.api import Object, condition, is_true
 from tests.cluster.jobs import CLAIM, children, contents, read_output, rollout_job
 from tests.cluster.test_lifecycle import (
+    PATIENCE,
     Cluster,
     check_complete,
     cluster,
@@ -91,3 +93,102 @@ async def test_servers_end_when_the_job_is_suspended_and_come_again(cluster: Clu
     await cluster.nothing_runs()
     await cluster.patch({"suspend": False})
     check_complete(cluster, await cluster.job(complete))
+
+
+VERDICTS = {"[[A=B]]": 1.0, "[[A!=B]]": 0.0}
+
+
+def judged_job(namespace: str) -> Object:
+    """Its policy, behind Ray Serve, answers with verdicts, and judges these; two more environments look around."""
+    remote = {"isolation": "Remote", "remote": {}}
+    asking = {"entrypoint": "tests.cluster.asking:Asking", **remote}
+    environments: list[Object] = [
+        {"name": "puzzle", "type": "judge", **remote},
+        {"name": "asking", **asking, "config": {"asks": True}, "access": {"policy": True}},
+        {"name": "other", **asking},
+    ]
+    rows = [
+        {"prompt": f"task {number}", "task_name": item["name"], "metadata": {"ground_truth": "up"}}
+        for item in environments
+        for number in range(4)
+    ]
+    generation = {"simulated": {"responses": list(VERDICTS)}}
+    dataset = {"source": {"rows": rows}, "repeats": 2}
+    job = rollout_job(namespace, light=False, generation=generation, dataset=dataset, rollout={"maxTurns": 1})
+    job["spec"]["environments"] = environments
+    return job
+
+
+async def named(cluster: Cluster, kind: str, part: str) -> Object:
+    """The one object whose name has this part."""
+    [found] = [item for item in await cluster.api.list(kind, cluster.namespace) if part in item["metadata"]["name"]]
+    return dict(found)
+
+
+async def test_servers_ask_the_policy_with_a_token_of_their_own(cluster: Cluster, ray_pods: None) -> None:
+    cluster.operator()
+    made = await cluster.create(judged_job(cluster.namespace))
+    owner = {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "name": "puzzles",
+        "uid": made["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    servers = await cluster.api.wait(
+        "Deployment", cluster.namespace, "puzzles-env-0", lambda item: item is not None, seconds=PATIENCE
+    )
+    assert servers is not None
+    [container] = servers["spec"]["template"]["spec"]["containers"]
+    secret = await named(cluster, "Secret", "-env-policy-")
+    name = secret["metadata"]["name"]
+    variables = {item["name"]: item.get("valueFrom") for item in container["env"]}
+    assert variables["KUBEROLL_POLICY_URL"] == {"secretKeyRef": {"name": name, "key": "url"}}
+    assert variables["KUBEROLL_POLICY_TOKEN"] == {"secretKeyRef": {"name": name, "key": "token"}}
+    assert secret["immutable"] is True
+    given = {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
+    assert given["url"] == f"http://puzzles-generation.{cluster.namespace}.svc:8000/v1"
+    tokens = (await named(cluster, "Secret", "puzzles-tokens-"))["data"]
+    assert secret["data"]["token"] not in tokens.values()
+    policies = {item["metadata"]["name"]: item for item in await cluster.api.list("NetworkPolicy", cluster.namespace)}
+    for item in (servers, secret, *policies.values()):
+        assert item["metadata"]["ownerReferences"] == [owner]
+    engines = {"app.kubernetes.io/component": "generation", "kuberoll.io/job": "puzzles"}
+    port = [{"protocol": "TCP", "port": 8000}]
+    way = {"ports": port, "to": [{"podSelector": {"matchLabels": engines}}]}
+    assert [way in policies[f"puzzles-env-{number}"]["spec"]["egress"] for number in range(3)] == [True, True, False]
+    entrance = {
+        "matchExpressions": [{"key": "kuberoll.io/environment", "operator": "In", "values": ["asking", "puzzle"]}],
+        "matchLabels": {"app.kubernetes.io/component": "environment", "kuberoll.io/job": "puzzles"},
+    }
+    assert {"ports": port, "from": [{"podSelector": entrance}]} in policies["puzzles-generation"]["spec"]["ingress"]
+
+    item = await cluster.job(complete)
+    assert is_true(item, "Complete"), cluster.said()
+    records = read_output(cluster.output())
+    states = {
+        place: [dict(record.metadata or {}) for record in records if record.task_name == place]
+        for place in ("puzzle", "asking", "other")
+    }
+    assert [len(found) for found in states.values()] == [8, 8, 8]
+    judged = [state["judge"] for state in states["puzzle"]]
+    assert [judge["score"] for judge in judged] == [VERDICTS[judge["verdict"]] for judge in judged]
+    assert [record.total_reward for record in records if record.task_name == "puzzle"] == [
+        judge["score"] for judge in judged
+    ]
+    both = ["KUBEROLL_POLICY_TOKEN", "KUBEROLL_POLICY_URL"]
+    assert all(state == {"variables": both, "chat": 200, "weights": 403} for state in states["asking"])
+    assert all(state == {"variables": []} for state in states["other"])
+
+    await cluster.api.delete("RolloutJob", cluster.namespace, "puzzles")
+    await cluster.nothing_left()
+    await cluster.gone("Secret", name)
+    await cluster.create({**judged_job(cluster.namespace)})
+    again = await cluster.api.wait(
+        "Deployment", cluster.namespace, "puzzles-env-0", lambda item: item is not None, seconds=PATIENCE
+    )
+    assert again is not None
+    other = await named(cluster, "Secret", "-env-policy-")
+    assert other["metadata"]["name"] != name
+    assert other["data"]["token"] != secret["data"]["token"], "another job has another token"
