@@ -16,7 +16,7 @@ TINY = MODELS / "tiny-policy"
 WORKER = name_of("worker")
 CLAIM = "store"
 ANSWERS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]
-CHILD_KINDS = ("ConfigMap", "Deployment", "Service", "Job", "NetworkPolicy", "Pod", "ReplicaSet")
+CHILD_KINDS = ("ConfigMap", "Deployment", "Service", "Job", "NetworkPolicy", "Pod", "ReplicaSet", "Secret")
 
 
 def light_engine() -> Object:
