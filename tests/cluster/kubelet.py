@@ -1,6 +1,7 @@
 """A kubelet and a scheduler for tests: one node, whose containers a runtime starts.
 
-They are containers, or processes of this machine (`tests.cluster.pods`). NetworkPolicies are not enforced.
+They are containers, or processes of this machine (`tests.cluster.pods`). NetworkPolicies are not enforced,
+but by `tests.cluster.network_policies`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ T = TypeVar("T")
 NODE = "test-node"
 _RETRY_SECONDS = 0.2
 _LONGEST_BACKOFF_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
 
 DEFAULT_CAPACITY: Mapping[str, str] = {
     "cpu": "64",
@@ -267,6 +269,7 @@ class Node:
         capacity: Mapping[str, str],
         probe_seconds: float,
         backoff_seconds: float,
+        direct_services: bool,
     ) -> None:
         self.api, self.directory, self.runtime = api, directory, runtime
         self.probe_seconds, self.backoff_seconds = probe_seconds, backoff_seconds
@@ -274,7 +277,7 @@ class Node:
         self.pods: dict[str, Object] = {}
         self.runners: dict[str, PodRunner] = {}
         self.address = runtime.address
-        self.services = Services(runtime, lambda: list(self.pods.values()))
+        self.services = Services(runtime, lambda: list(self.pods.values()), direct=direct_services)
         self._count = 0
         self._reschedule = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -445,13 +448,16 @@ def _key(item: Object) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def running_kubelet(server: ApiServer, make_runtime: Callable[[Path], Runtime]) -> Iterator[Kubelet]:
+def running_kubelet(
+    server: ApiServer, make_runtime: Callable[[Path], Runtime], *, direct_services: bool = False
+) -> Iterator[Kubelet]:
     """One node with 8 GPUs.
 
     Args:
         make_runtime: Makes what starts its containers, which writes their logs to a directory.
+        direct_services: See `Services`.
     """
-    kubelet = Kubelet(server.url, server.token, server.authority, make_runtime)
+    kubelet = Kubelet(server.url, server.token, server.authority, make_runtime, direct_services=direct_services)
     try:
         yield kubelet
     finally:
@@ -471,6 +477,7 @@ class Kubelet:
         capacity: Mapping[str, str] = DEFAULT_CAPACITY,
         probe_seconds: float = 0.5,
         backoff_seconds: float = 0.3,
+        direct_services: bool = False,
     ) -> None:
         # Not pytest's directory: the paths of sockets below it would be too long.
         self.directory = Path(tempfile.mkdtemp(prefix="k", dir="/tmp"))
@@ -482,6 +489,7 @@ class Kubelet:
             "capacity": capacity,
             "probe_seconds": probe_seconds,
             "backoff_seconds": backoff_seconds,
+            "direct_services": direct_services,
         }
         self._make_runtime = make_runtime
         self._node: Node | None = None
@@ -549,14 +557,29 @@ class Kubelet:
         """
 
         async def ask() -> str:
-            for runner in self.node.runners.values():
-                if (runner.namespace, runner.name) == (namespace, pod):
-                    for item in runner.containers:
-                        if item.name == container and isinstance(item.execution, ContainerExecution):
-                            return await item.execution.exec_url(command)
-            raise LookupError(f"{namespace}/{pod} has no container {container} that runs")
+            return await self._execution(namespace, pod, container).exec_url(command)
 
         return self._do(ask())
+
+    def execute(self, namespace: str, pod: str, container: str, command: Sequence[str]) -> int:
+        """The exit code of a command in a container of the runtime.
+
+        Raises:
+            LookupError: No such container runs.
+        """
+
+        async def ask() -> int:
+            return await self._execution(namespace, pod, container).execute(command, _COMMAND_SECONDS)
+
+        return self._do(ask())
+
+    def _execution(self, namespace: str, pod: str, container: str) -> ContainerExecution:
+        for runner in self.node.runners.values():
+            if (runner.namespace, runner.name) == (namespace, pod):
+                for item in runner.containers:
+                    if item.name == container and isinstance(item.execution, ContainerExecution):
+                        return item.execution
+        raise LookupError(f"{namespace}/{pod} has no container {container} that runs")
 
     def evict(self, namespace: str, pod: str) -> None:
         """Through the API, as a drain of the node does: condition DisruptionTarget, then deletion."""

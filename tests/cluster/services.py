@@ -55,10 +55,12 @@ class Services:
     Args:
         runtime: Has addresses for Services.
         pods: All pods, as last seen.
+        direct: Whether their names stand for the addresses of ready pods, as those of headless ones do. Connections
+            then come from who makes them, which NetworkPolicies tell apart, and ports are the pods'.
     """
 
-    def __init__(self, runtime: Runtime, pods: Callable[[], list[Object]]) -> None:
-        self._runtime, self._pods = runtime, pods
+    def __init__(self, runtime: Runtime, pods: Callable[[], list[Object]], *, direct: bool = False) -> None:
+        self._runtime, self._pods, self._direct = runtime, pods, direct
         self._services: dict[tuple[str, str], Object] = {}
         self._listeners: dict[tuple[str, str], list[asyncio.Server]] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -89,7 +91,7 @@ class Services:
         service = self._services.get((parts[1], parts[0])) if len(parts) == 3 and parts[2] == "svc" else None
         if service is None:
             return None
-        if service["spec"].get("clusterIP") != "None":
+        if service["spec"].get("clusterIP") != "None" and not self._direct:
             return [self.address(parts[1], parts[0])]
         early = service["spec"].get("publishNotReadyAddresses", False)
         found = [pod for pod in self._pods() if selects(service, pod) and (early or is_ready(pod))]

@@ -66,6 +66,7 @@ class Containerd:
         gateway: The machine's address as pods see it.
         name_server: Address of the cluster's DNS server.
         services: Addresses for Services.
+        name_space: Network namespace of the name server and of Services.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -78,7 +79,7 @@ class Containerd:
         network = _free_network()
         pods, self.services = network.subnets()
         self.gateway, self.name_server = str(pods[1]), str(pods[2])
-        self._bridge = f"krt{network.network_address.packed[1]}"
+        self._bridge = self.name_space = f"krt{network.network_address.packed[1]}"
         self._watchdog = subprocess.Popen(
             [sys.executable, "-m", "tests.containers.watchdog", str(self.state), str(directory), self._bridge],
             stdin=subprocess.PIPE,
@@ -145,7 +146,7 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
         _run("ip", "addr", "add", f"{self.gateway}/{pods.prefixlen}", "dev", self._bridge)
         _run("ip", "link", "set", self._bridge, "up")
         # Services and names have a namespace of their own: whatever port they take, nobody on the machine has it.
-        space, inner = self._bridge, f"{self._bridge}i"
+        space, inner = self.name_space, f"{self._bridge}i"
         _run("ip", "netns", "add", space)
         _run("ip", "link", "add", f"{space}o", "type", "veth", "peer", "name", inner, "netns", space)
         _run("ip", "link", "set", f"{space}o", "master", self._bridge, "up")
@@ -160,7 +161,7 @@ disabled_plugins = ["io.containerd.internal.v1.restart", "io.containerd.tracing.
 
         def make() -> socket.socket:
             # Of this thread alone, which then ends.
-            with Path(f"/run/netns/{self._bridge}").open() as space:
+            with Path(f"/run/netns/{self.name_space}").open() as space:
                 if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
                     raise OSError(ctypes.get_errno(), "setns")
             made = socket.socket(socket.AF_INET, kind)
