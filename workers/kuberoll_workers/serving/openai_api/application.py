@@ -13,7 +13,9 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import PolicyUnavailable
+from kuberoll_workers.serving.openai_api.exact_client import ExactClient
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ _TASKS = ("generate",)
 
 
 async def make_application(
-    client: Any,
+    client: ExactClient,
     *,
     names: list[str],
     tool_parser: str | None,
@@ -33,7 +35,7 @@ async def make_application(
     """Build the application; it is ready for requests.
 
     Args:
-        client: An engine client, as vLLM's serving classes use it.
+        client: The engine's, as vLLM's serving classes use it.
         names: Names of the model, the first of which answers have.
         tool_parser: vLLM's name of the parser of tool calls; None: calls are not parsed.
         reasoning_parser: vLLM's name of the parser of reasoning; None: reasoning is part of the content.
@@ -72,6 +74,7 @@ async def make_application(
     state = application.state
     state.openai_serving_chat = _VersionedServing(state.openai_serving_chat)
     state.openai_serving_completion = _VersionedServing(state.openai_serving_completion)
+    state.serving_tokenization = _ExactTokenization(state.serving_tokenization, client)
     return application
 
 
@@ -116,6 +119,26 @@ class _VersionedServing:
                 choice.policy_versions = versions[choice.index]
         elif hasattr(answer, "__aiter__"):
             return _versioned_events(answer)
+        return answer
+
+
+class _ExactTokenization:
+    """vLLM's tokenization, but that a chat has the ids that the model reads when it is asked to continue it.
+
+    Callers that learn the ids of a prompt in this way, as NeMo Gym's model server does, learn the true ones.
+    """
+
+    def __init__(self, serving: Any, client: ExactClient) -> None:
+        self._serving, self._client = serving, client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._serving, name)
+
+    async def create_tokenize(self, request: Any, raw_request: Request) -> Any:
+        answer = await self._serving.create_tokenize(request, raw_request)
+        if hasattr(request, "messages") and hasattr(answer, "tokens"):
+            found = self._client.continue_prompt(EXCHANGE.get(), None, token_array(answer.tokens))
+            answer.tokens, answer.count = found.ids.tolist(), len(found.ids)
         return answer
 
 

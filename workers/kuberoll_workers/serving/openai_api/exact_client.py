@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from array import array
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.engines.interface import Engine
-from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Generated
+from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, VersionSpans
 
 if TYPE_CHECKING:
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
 
-_log = logging.getLogger("ray.serve")
+
+class Continued(NamedTuple):
+    """A prompt in its session."""
+
+    session: str
+    ids: array[int]
+    continuity: Continuity
 
 
 class ExactClient:
@@ -32,6 +38,16 @@ class ExactClient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+    def continue_prompt(self, exchange: Exchange, session: str | None, rendered: array[int]) -> Continued:
+        """Find the ids that the model reads for a prompt.
+
+        Args:
+            session: Session that the body names; None: none.
+            rendered: The prompt as the chat template and the tokenizer gave it.
+        """
+        found = exchange.session or session or self._memory.session_of(rendered)
+        return Continued(found, *self._memory.continue_chat(found, rendered))
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -58,8 +74,7 @@ class ExactClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._engine.check_usable()
         rendered = token_array(prompt["prompt_token_ids"])
-        session = exchange.session or options.get("session_id") or self._memory.session_of(rendered)
-        ids, continuity = self._memory.continue_chat(session, rendered)
+        session, ids, continuity = self.continue_prompt(exchange, options.get("session_id"), rendered)
         exchange.continuity = continuity
         if continuity == "realigned":
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
