@@ -228,7 +228,7 @@ async def test_an_unknown_parser_is_named(with_ends: Path) -> None:
     await engine.start()
     async with serving_openai(engine, tool_parser="hermse") as url, openai_client(url) as client:
         with pytest.raises(openai.InternalServerError, match="did you mean hermes") as caught:
-            await client.models.list()
+            await client.completions.create(model="tiny", prompt="x")
         assert caught.value.status_code == 501
     await engine.shutdown()
 

@@ -49,7 +49,7 @@ class Serving(NamedTuple):
 def serving(request: pytest.FixtureRequest) -> Iterator[Serving]:
     engine = {"engine": request.param, **ENGINES[request.param]}
     # The one replica must not be taken out of service: there is no other.
-    with starting(model=str(TINY), tokenizer=str(TINY), replicas=1, tokens=TOKENS, **engine) as started:
+    with starting(model=str(TINY), tokenizer=str(TINY), replicas=1, tokens=TOKENS, torch=True, **engine) as started:
         yield Serving(started, until_ready(started)[-1]["url"], request.param)
 
 

@@ -65,7 +65,6 @@ async def make_application(
     application.state.args = arguments
     for attach in _routers():
         attach(application)
-    application.get("/v1/models/{name:path}")(_show_model)
     init_exception_handler(application)
     for kind in (PolicyUnavailable, EngineDeadError, EngineGenerateError):
         application.exception_handler(kind)(_unavailable)
@@ -82,11 +81,10 @@ def _routers() -> list[Callable[[FastAPI], None]]:
     from vllm.entrypoints.anthropic.api_router import attach_router as messages
     from vllm.entrypoints.openai.chat_completion.api_router import attach_router as chats
     from vllm.entrypoints.openai.completion.api_router import attach_router as completions
-    from vllm.entrypoints.openai.models.api_router import attach_router as models
     from vllm.entrypoints.openai.responses.api_router import attach_router as responses
     from vllm.entrypoints.serve.tokenize.api_router import attach_router as tokenize
 
-    return [models, chats, completions, responses, messages, tokenize]
+    return [chats, completions, responses, messages, tokenize]
 
 
 class _VersionedServing:
@@ -165,15 +163,6 @@ def _last_chunk(event: str) -> dict[str, Any] | None:
     return chunk if isinstance(chunk, dict) and chunk.get("choices") else None
 
 
-async def _show_model(name: str, request: Request) -> JSONResponse:
-    models = (await request.app.state.openai_serving_models.show_available_models()).data
-    found = next((model for model in models if model.id == name), None)
-    if found is None:
-        message = f"The model `{name}` does not exist. Valid names: {', '.join(model.id for model in models)}."
-        return _error(404, message, "NotFoundError", param="model")
-    return JSONResponse(found.model_dump())
-
-
 async def _unavailable(_: Request, error: Exception) -> JSONResponse:
     return _error(503, str(error) or type(error).__name__, "ServiceUnavailableError")
 
@@ -182,6 +171,6 @@ async def _nested(_: Request, __: Exception) -> JSONResponse:
     return _error(400, "the request is nested too deeply", "BadRequestError")
 
 
-def _error(status: int, message: str, kind: str, *, param: str | None = None) -> JSONResponse:
-    error = {"message": message, "type": kind, "param": param, "code": status}
+def _error(status: int, message: str, kind: str) -> JSONResponse:
+    error = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": error}, status_code=status)

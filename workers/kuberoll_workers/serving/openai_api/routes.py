@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,12 +35,13 @@ PATHS: Final = frozenset(
         "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
-        "/v1/models",
         "/tokenize",
         "/detokenize",
     }
 )
-"""Paths of vLLM's API that a replica answers, beside `/v1/models/NAME`."""
+"""Paths of vLLM's API that a replica answers."""
+
+_MODELS: Final = "/v1/models"
 
 # Longer bodies are checked in a thread.
 _SHORT_BYTES = 64 << 10
@@ -88,6 +90,7 @@ class OpenAIRoutes:
         self._executor = BoundedExecutor() if executor is None else executor
         self._opening = asyncio.Lock()
         self._opened: _Opened | None = None
+        self._created = int(time.time())
 
     async def handle(self, request: Request, path: str) -> Response | None:
         """Respond to a request; None if it is for another route.
@@ -95,7 +98,10 @@ class OpenAIRoutes:
         Args:
             path: The request's path, without a slash at its end.
         """
-        if path not in PATHS and not path.startswith("/v1/models/"):
+        if request.method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
+            # The only route that vLLM need not be imported for: clients ask it before anything else.
+            return self._models(path[len(_MODELS) + 1 :])
+        if path not in PATHS:
             return None
         from kuberoll_workers.serving.openai_api.mounted import Mounted
 
@@ -112,6 +118,29 @@ class OpenAIRoutes:
             return _error(503, str(error))
         EXCHANGE.set(Exchange(session=request.headers.get(SESSION_HEADER)))
         return Mounted(opened.application, body, path=path)
+
+    def _models(self, name: str) -> Response:
+        info = self._engine.info()
+        names = self._names()
+        if name and name not in names:
+            message = f"The model `{name}` does not exist. Valid names: {', '.join(names)}."
+            return _error(404, message, param="model", kind="NotFoundError")
+        models = [
+            {
+                "id": found,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "kuberoll",
+                "root": info.model,
+                "max_model_len": info.max_model_len,
+            }
+            for found in ([name] if name else names)
+        ]
+        return _json(200, models[0] if name else {"object": "list", "data": models})
+
+    def _names(self) -> list[str]:
+        """Names of the model, the first of which answers have."""
+        return list(dict.fromkeys((self._model, self._engine.info().model)))
 
     async def _check(self, body: bytes, abilities: Abilities) -> None:
         if len(body) <= _SHORT_BYTES:
@@ -147,10 +176,9 @@ class OpenAIRoutes:
         tool_parser, reasoning_parser = self._parsers
         tokenizer = client.renderer.tokenizer
         texts = await asyncio.to_thread(_texts, tokenizer, tool_parser)
-        info = self._engine.info()
         made = await application.make_application(
             exact.ExactClient(client, self._engine, ChatMemory(texts)),
-            names=list(dict.fromkeys((self._model, info.model))),
+            names=self._names(),
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
             template_variables=self._variables,
@@ -200,9 +228,12 @@ def _renders_tools(tokenizer: Any) -> bool:
     return True
 
 
-def _error(status: int, message: str, *, param: str | None = None) -> Response:
+def _error(status: int, message: str, *, param: str | None = None, kind: str | None = None) -> Response:
+    kind = kind or ("BadRequestError" if status < 500 else "InternalServerError")
+    return _json(status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def _json(status: int, content: Any) -> Response:
     from starlette.responses import Response
 
-    kind = "BadRequestError" if status < 500 else "InternalServerError"
-    content = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
