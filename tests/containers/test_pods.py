@@ -90,7 +90,7 @@ async def test_the_operator_starts_leads_and_ends(node: ContainerNode, operator_
         assert status["restartCount"] == 0, node.log("operator")
         [lease] = emulator.all("leases")
         assert lease["spec"]["holderIdentity"]
-        assert await _identity(home, "operator") == (65532, 65532, "kuberoll", "/home/kuberoll")
+        assert await identity(home, "operator") == (65532, 65532, "kuberoll", "/home/kuberoll")
         # It writes to what it has mounted, and nowhere else.
         for path, code in (("/tmp/x", 0), ("/opt/kuberoll/x", 1), ("/home/kuberoll/x", 1)):
             assert (await home.execute("operator", ["touch", path]))[0] == code
@@ -98,7 +98,7 @@ async def test_the_operator_starts_leads_and_ends(node: ContainerNode, operator_
     assert (ended(over)["exitCode"], ended(over)["reason"]) == (0, "Completed"), node.log("operator")
 
 
-async def _identity(home: ContainerPod, container: str) -> tuple[int, int, str, str]:
+async def identity(home: ContainerPod, container: str) -> tuple[int, int, str, str]:
     """User, group, name and home, as a library finds them."""
     code = "import os, pwd; u = pwd.getpwuid(os.getuid()); print(os.getuid(), os.getgid(), u.pw_name, u.pw_dir)"
     status, text = await home.execute(container, ["python", "-c", code])
@@ -266,7 +266,7 @@ async def test_a_job_of_native_generation(
     home = node.run(pod_of(parts["Deployment/generation"], name))
     ready = await node.until(name, is_ready, ENGINE_SECONDS)
     assert ready["status"]["containerStatuses"][0]["restartCount"] == 0
-    assert await _identity(home, "generation") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    assert await identity(home, "generation") == (65532, 65532, "kuberoll", "/home/kuberoll")
     await play(node, made, parts, 4 * count)
     output = RunFiles(str(node.claim(NAMESPACE, "store") / made.metadata.name))
     rewards = [record.total_reward for record in output.trajectories() if record.task_name == "beside"]
@@ -291,7 +291,7 @@ async def test_a_job_of_kuberays_pods(node: ContainerNode, worker_image: str, ge
     head, engine = "ray-head", "ray-engines-0"
     home = node.run(pod_of(service, head, template=kuberay.head_template(service)))
     started = await node.until(head, is_ready, ENGINE_SECONDS)
-    assert await _identity(home, "head") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    assert await identity(home, "head") == (65532, 65532, "kuberoll", "/home/kuberoll")
     node.run(pod_of(service, engine, template=kuberay.worker_template(service)))
     # What KubeRay's operator does when the head's dashboard answers.
     url = f"http://{started['status']['podIP']}:{kuberay.DASHBOARD_PORT}/api/serve/applications/"

@@ -28,9 +28,9 @@ from tests.containers.test_pods import (
     MODEL,
     NAMESPACE,
     SECONDS,
-    _identity,
     check,
     children,
+    identity,
     play,
 )
 
@@ -260,7 +260,7 @@ async def answers(url: str, token: str | None) -> int:
 async def check_server(node: ContainerNode, home: ContainerPod, number: int, secrets: dict[str, str]) -> None:
     """A server has its own token, and nothing else of the job."""
     own = f"Secret/env-tokens/{number}"
-    assert await _identity(home, "environment") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    assert await identity(home, "environment") == (65532, 65532, "kuberoll", "/home/kuberoll")
     seen = await look_into(home, "environment", secrets)
     # Of the container's first process, and of this one, which has the same variables.
     assert set(seen["seen"]) == {own}
@@ -371,7 +371,7 @@ async def test_a_service_in_a_pod_of_its_own_and_its_kill(
     part, pod = "Deployment/service-0", "graded-service-0"
     assert parts[part]["spec"]["template"]["spec"]["containers"][0]["image"] == generation_image
     home = await started(node, parts, part, pod)
-    assert await _identity(home, "service") == (65532, 65532, "kuberoll", "/home/kuberoll")
+    assert await identity(home, "service") == (65532, 65532, "kuberoll", "/home/kuberoll")
     seen = await look_into(home, "service", secrets)
     assert set(seen["seen"]) == {own}, seen["seen"]
     assert not [path for path in seen["files"] if "shard-" in path]

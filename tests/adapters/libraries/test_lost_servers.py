@@ -163,10 +163,12 @@ async def play(
 ) -> tuple[dict[Any, TrajectoryRecord], float]:
     """Trajectories by key, and the number of episodes that were recovered."""
     url = f"{server.url}{subject.path}"
-    config = {**subject.config, **({"servers": {"shop": {"url": url}}} if subject.type == "mcp" else {"url": url})}
+    place = {"servers": {"shop": {"url": url}}} if subject.type == "mcp" else {"url": url}
+    # On a machine that has other things to do, a server takes a while to start.
+    config = {**subject.config, **place, "connectSeconds": 200}
     spec = PlainSpec(name="env", type=subject.type, entrypoint=None, config=config)
     runner = EnvironmentRunner(
-        make_executor(spec, isolation=isolation, processes=2, timeout=120), max_batch=TRAJECTORIES
+        make_executor(spec, isolation=isolation, processes=2, timeout=240), max_batch=TRAJECTORIES
     )
     left = set(kills)
 
