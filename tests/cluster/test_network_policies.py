@@ -46,12 +46,12 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """A control plane of these tests' own: kube-router looks after all pods that it knows of."""
-    if kind_of_pods() != "containers":
-        pytest.skip("the pods are no containers")
     try:
         binary()
     except Unusable as why:
         pytest.skip(str(why))
+    if kind_of_pods() != "containers":
+        pytest.skip("the pods are no containers")
     server = start_api_server(tmp_path_factory.mktemp("policies-server"))
     try:
         start_controller_manager(server)
@@ -61,19 +61,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 @pytest.fixture(scope="module")
-def kubelet(server: ApiServer, containerd: Containerd, worker_image: str) -> Iterator[Kubelet]:
-    with running_kubelet(server, containers(containerd), direct_services=True) as kubelet:
+def machine(server: ApiServer, request: pytest.FixtureRequest) -> Containerd:
+    """What runs the containers, with the workers' image; not made where the test is skipped."""
+    found: Containerd = request.getfixturevalue("containerd")
+    request.getfixturevalue("worker_image")
+    return found
+
+
+@pytest.fixture(scope="module")
+def kubelet(server: ApiServer, machine: Containerd) -> Iterator[Kubelet]:
+    with running_kubelet(server, containers(machine), direct_services=True) as kubelet:
         yield kubelet
 
 
 @pytest.fixture(scope="module")
-def metadata_server(containerd: Containerd) -> Iterator[None]:
+def metadata_server(machine: Containerd) -> Iterator[None]:
     """An answer where clouds serve credentials, as pods of this machine see it."""
-    space = containerd.name_space
+    space = machine.name_space
     subprocess.run(["ip", "-n", space, "addr", "add", f"{METADATA}/32", "dev", "lo"], check=True)
-    route = [f"{METADATA}/32", "via", containerd.name_server]
+    route = [f"{METADATA}/32", "via", machine.name_server]
     subprocess.run(["ip", "route", "add", *route], check=True)
-    bound = containerd.socket_of(METADATA, 80)
+    bound = machine.socket_of(METADATA, 80)
     bound.listen()
     try:
         yield
@@ -91,14 +99,14 @@ async def api(server: ApiServer) -> AsyncIterator[Api]:
 
 @pytest_asyncio.fixture
 async def cluster(
-    api: Api, server: ApiServer, kubelet: Kubelet, containerd: Containerd, tmp_path: Path
+    api: Api, server: ApiServer, kubelet: Kubelet, machine: Containerd, tmp_path: Path
 ) -> AsyncIterator[Cluster]:
     for name in (NAMESPACE, ELSEWHERE):
         await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         await api.wait("ServiceAccount", name, "default", lambda item: item is not None)
     token = await install(api)
     await make_claim(api, NAMESPACE)
-    await name_server_as_pod(api, containerd)
+    await name_server_as_pod(api, machine)
     proxy = ApiProxy(server.url, server.authority)
     cluster = Cluster(api, kubelet, proxy, NAMESPACE, tmp_path, token)
     try:
@@ -109,7 +117,7 @@ async def cluster(
         proxy.stop()
 
 
-async def name_server_as_pod(api: Api, containerd: Containerd) -> None:
+async def name_server_as_pod(api: Api, machine: Containerd) -> None:
     """The cluster's DNS is a pod of a namespace; here it is one on paper, at the name server's address."""
     pod = {
         "apiVersion": "v1",
@@ -118,7 +126,7 @@ async def name_server_as_pod(api: Api, containerd: Containerd) -> None:
         "spec": {"nodeName": "another", "containers": [{"name": "dns", "image": "dns"}]},
     }
     await api.create(pod)
-    address = containerd.name_server
+    address = machine.name_server
     status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
     await api.patch("Pod", ELSEWHERE, "dns", {"status": status}, subresource="status")
 
