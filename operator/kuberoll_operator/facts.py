@@ -35,7 +35,7 @@ from kuberoll_operator.queueing import Quota
 from kuberoll_operator.render.hosting import Hosting
 from kuberoll_operator.render.policy_access import policy_access_problem
 from kuberoll_operator.render.servers import claim_names, claimed, deployed, served
-from kuberoll_operator.servers import service_states, unready
+from kuberoll_operator.servers import ServerState, server_states, service_states, unready
 from kuberoll_operator.settings import Settings
 
 FATAL_WRITE_ERRORS: Final = frozenset({Reason.INVALID_TEMPLATE})
@@ -141,6 +141,8 @@ class Facts:
         backend: Name of the generation backend.
         hosting: How the policy is hosted.
         ready: True if generation is ready: from when all replicas are, for as long as one is.
+        servers: States of the environments' servers that the operator starts, in the order of the job.
+        services: States of the services, in the order of the job.
         failure: First cause for which the job fails or has failed.
         name_conflict:Why a child cannot be written: an object of another owner has its name.
         quota: The job's share of a queue's quota.
@@ -157,6 +159,8 @@ class Facts:
     hosting: Hosting
     generation: GenerationState
     ready: bool
+    servers: tuple[ServerState, ...]
+    services: tuple[ServerState, ...]
     shards: Shards
     check: Check
     finish: Finish
@@ -181,6 +185,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
     check = _check(job, raw, observed, name, generation=generation, shards=shards)
     end = _finish(job, raw, observed)
     ready = _is_ready(generation, status)
+    services = tuple(service_states(job, observed))
     quota = queueing.quota_of(job, workload_of(job, raw, observed), observed.quota, settings)
     failure = _failure(
         job,
@@ -206,7 +211,7 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
             job,
             raw,
             ready=ready,
-            served_now=unready(service_states(job, observed)) is None,
+            served_now=unready(services) is None,
             shards=shards,
             check=check,
             finish=end,
@@ -217,6 +222,8 @@ def compute_facts(job: RolloutJob, raw: Object, observed: Observed, settings: Se
         hosting=backend.hosting(job, raw["metadata"]["namespace"], settings),
         generation=generation,
         ready=ready,
+        servers=tuple(server_states(job, observed, settings)),
+        services=services,
         shards=shards,
         check=check,
         finish=end,

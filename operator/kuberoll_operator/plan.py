@@ -39,7 +39,7 @@ from kuberoll_operator.render.generation import MUTABLE as MUTABLE_SERVICES
 from kuberoll_operator.render.objects import has_other_shape, keep_shape, ref
 from kuberoll_operator.render.servers import served
 from kuberoll_operator.render.workers import MUTABLE as MUTABLE_WORKERS
-from kuberoll_operator.servers import outdated_claims, server_refs, server_states, service_deployments, unready
+from kuberoll_operator.servers import outdated_claims, server_refs, service_deployments, unready
 
 
 def plan(facts: Facts) -> Plan:
@@ -159,7 +159,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
     if facts.stage is Stage.CHECKING:
         live = observed.get("Job", names.check(context.name))
         # The check creates the environments, so it needs their servers.
-        waiting = live is None and unready(server_states(job, observed, facts.settings)) is not None
+        waiting = live is None and unready(facts.servers) is not None
         if not is_dying(live) and not waiting:
             children.append(keep_shape(render.build_check_job(context), live, MUTABLE_CHECK))
     if not facts.shards.done:
@@ -168,7 +168,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         # Two pods of one shard would write to the same files: no new Job while pods of an old one exist.
         settled = not any_active(pods_of(observed.pods, names.WORKERS))
         if live is None:
-            served_now = unready(server_states(job, observed, facts.settings)) is None
+            served_now = unready(facts.servers) is None
             children += [wanted] if facts.stage is Stage.RUNNING and settled and served_now else []
         elif (
             # Without quota it is not known on which nodes the pods will run.

@@ -22,7 +22,7 @@ from kuberoll_operator.facts import UNDER_WAY, Cause, Facts, Stage, is_at_rest, 
 from kuberoll_operator.model import Object, Observed, condition, is_true, status_of
 from kuberoll_operator.mounts import awaits_volumes
 from kuberoll_operator.render.servers import claim_names, claimed, served
-from kuberoll_operator.servers import ServerState, first_problem, server_states, service_states, unready
+from kuberoll_operator.servers import ServerState, first_problem, unready
 
 Json = dict[str, Any]
 
@@ -119,13 +119,13 @@ def _waits_for_servers(facts: Facts, before: Mapping[str, Any]) -> Verdict | Non
     parts = [lambda job, number=number: names.environment(job, number) for number, _ in served(facts.job)]
     claims = [name for number, spec, _ in claimed(facts.job) for name in claim_names(facts.job, number, spec)]
     parts += [lambda _, name=name: name for name in claims]
-    return _waits_for(facts, before, parts, server_states(facts.job, facts.observed, facts.settings))
+    return _waits_for(facts, before, parts, facts.servers)
 
 
 def _waits_for_services(facts: Facts, before: Mapping[str, Any]) -> Verdict | None:
     """The state of the first service without a server that is ready; None if all have one."""
     parts = [lambda job, number=number: names.service(job, number) for number, _ in enumerate(facts.job.spec.services)]
-    return _waits_for(facts, before, parts, service_states(facts.job, facts.observed))
+    return _waits_for(facts, before, parts, facts.services)
 
 
 def _waits_for(
@@ -225,7 +225,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
         if facts.ready:
             unserved = _waits_for_servers(facts, before) or _waits_for_services(facts, before)
             return unserved or (False, Reason.WAITING_FOR_GENERATION, "the workers start next")
-        failing_service = first_problem(service_states(job, observed))
+        failing_service = first_problem(facts.services)
         more = "" if failing_service is None else f"; {failing_service.text}"
         text = redact(f"workers start when generation is ready{more}")
         return False, Reason.WAITING_FOR_GENERATION, text
@@ -239,7 +239,7 @@ def _workers_ready(old: Mapping[str, Any], facts: Facts) -> Verdict:
     failing = "; trajectories of shard {} failed: {}".format(*failures[0]) if failures else ""
     outages = [(shard, item.waiting) for shard, item in sorted(observed.progress.items()) if item.waiting]
     waiting = "; shard {} waits for its policy: {}".format(*outages[0]) if outages else ""
-    without = first_problem([*server_states(job, observed, facts.settings), *service_states(job, observed)])
+    without = first_problem([*facts.servers, *facts.services])
     servers = "" if without is None else f"; {without.text}"
     text = redact(f"{running} workers are running, {count}{last}{failing}{waiting}{servers}")
     problem = _problem(observed, living, "worker")
