@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.tools import checked_tools
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
@@ -159,13 +159,19 @@ SUBJECTS = {
 
 
 async def play(
-    subject: Subject, server: Server, isolation: Any, kills: Set[tuple[int, int]]
-) -> tuple[dict[Any, TrajectoryRecord], float]:
-    """Trajectories by key, and the number of episodes that were recovered."""
+    subject: Subject,
+    server: Server,
+    isolation: Any,
+    kills: Set[tuple[int, int]],
+    kill: Callable[[Server], None] = Server.restart,
+    *,
+    connect_seconds: float = 200.0,
+) -> tuple[dict[Any, Any], float]:
+    """What has become of the trajectories, by key, and the number of episodes that were recovered."""
     url = f"{server.url}{subject.path}"
     place = {"servers": {"shop": {"url": url}}} if subject.type == "mcp" else {"url": url}
     # On a machine that has other things to do, a server takes a while to start.
-    config = {**subject.config, **place, "connectSeconds": 200}
+    config = {**subject.config, **place, "connectSeconds": connect_seconds}
     spec = PlainSpec(name="env", type=subject.type, entrypoint=None, config=config)
     runner = EnvironmentRunner(
         make_executor(spec, isolation=isolation, processes=2, timeout=240), max_batch=TRAJECTORIES
@@ -175,7 +181,7 @@ async def play(
     def answer_after_kill(request: Any) -> str:
         if turn_of(request) in left:
             left.discard(turn_of(request))
-            server.restart()
+            kill(server)
         return subject.reply(request)
 
     results: list[Any] = []
@@ -205,8 +211,6 @@ async def play(
     finally:
         await runner.close()
     assert not left
-    for record in results:
-        assert isinstance(record, TrajectoryRecord), repr(record)
     found = {record.key: record for record in results}
     assert len(found) == len(results) == TRAJECTORIES
     items = [item for family in metrics.registry.collect() for item in family.samples]
@@ -226,7 +230,26 @@ async def test_a_killed_server_changes_no_trajectory(tmp_path: Path, name: str, 
         server.close()
     assert (none, recovered > 0) == (0, subject.recovers)
     for key, record in results.items():
+        assert isinstance(record, TrajectoryRecord), repr(record)
         before = expected[key]
         assert [message.content for message in record.messages] == [message.content for message in before.messages]
         assert (record.rewards, record.stop_reason) == (before.rewards, before.stop_reason)
     assert len({record.total_reward for record in results.values()}) > 1
+
+
+@pytest.mark.parametrize("name", sorted(SUBJECTS))
+async def test_a_server_that_stays_away_is_a_failure_of_each_trajectory(tmp_path: Path, name: str) -> None:
+    """Never a reward."""
+    subject = SUBJECTS[name]
+    server = subject.start(tmp_path / "log")
+    try:
+        (first, *_) = sorted(subject.kills)
+        results, _ = await play(subject, server, "Inline", {first}, Server.close, connect_seconds=0.0)
+    finally:
+        server.close()
+    failures = [record for record in results.values() if isinstance(record, FailureRecord)]
+    assert first[0] in {record.task_index for record in failures}
+    assert TRAJECTORIES - 1 in {record.task_index for record in failures}
+    for failure in failures:
+        assert (failure.kind, failure.stage) == ("environment", "environment")
+        assert "ServerError" in failure.cause or "Unreachable" in failure.cause, failure.cause
