@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.openai_api import OpenAIRoutes
+from kuberoll_workers.serving.sessions.routes import SessionRoutes
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 
@@ -46,12 +47,15 @@ def tokenizer_with_ends(directory: Path) -> Path:
 
 
 def application(routes: OpenAIRoutes, *, key: str | None = None) -> ASGIApp:
+    sessions = SessionRoutes(routes, replica="replica-1", address=_nowhere)
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         if key is not None and request.headers.get("Authorization") != f"Bearer {key}":
             await JSONResponse({"error": {"message": "who are you?"}}, status_code=401)(scope, receive, send)
             return
-        response = await routes.handle(request, request.url.path.rstrip("/"))
+        path = request.url.path.rstrip("/")
+        response = await sessions.handle(request, path) or await routes.handle(request, path)
         if response is None:
             response = JSONResponse({"error": {"message": "there is no such route"}}, status_code=404)
         await response(scope, receive, send)
@@ -81,7 +85,7 @@ async def serving_openai(
         template_variables=template_variables,
     )
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(application(routes, key=key), lifespan="off", log_level="error")
+    config = uvicorn.Config(application(routes, key=key), lifespan="off", log_level="error", timeout_keep_alive=600)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     try:
@@ -90,6 +94,10 @@ async def serving_openai(
         server.should_exit = True
         await task
         listening.close()
+
+
+async def _nowhere() -> None:
+    """The address of a replica that has none of its own."""
 
 
 class _Server(uvicorn.Server):

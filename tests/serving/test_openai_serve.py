@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import agents
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -118,6 +119,52 @@ async def test_an_agent_of_openai_s_sdk_calls_its_tool(client: AsyncOpenAI, kind
     result = await agents.Runner.run(agent, "6 times 7?")
     assert made == [(6, 7)]
     assert int(result.final_output) == 42
+
+
+async def test_an_agent_s_session_is_captured_on_its_replica(url: str, place: Path) -> None:
+    tokenizer = HuggingFaceTokenizer.load(str(place))
+
+    @agents.function_tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    headers = {"Authorization": f"Bearer {TOKENS.generate}"}
+    agents.set_tracing_disabled(True)
+    addresses = set()
+    # Idle connections that the server closes may just be used again.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+        for _ in range(8):
+            async with http.post(f"{url}/sessions") as answer:
+                assert answer.status == 201, await answer.text()
+                session = await answer.json()
+            addresses.add(session["url"].partition("/sessions")[0])
+            async with AsyncOpenAI(
+                base_url=session["openai_base_url"], api_key=session["token"], max_retries=0, timeout=120
+            ) as client:
+                agent = agents.Agent(
+                    name="calculator",
+                    instructions="Use the tool.",
+                    tools=[multiply],
+                    model=agents.OpenAIChatCompletionsModel(model="none", openai_client=client),
+                )
+                # The policy writes the same call for ever.
+                with pytest.raises(agents.MaxTurnsExceeded):
+                    await agents.Runner.run(agent, "6 times 7?", max_turns=3)
+                with pytest.raises(openai.AuthenticationError):
+                    await client.with_options(base_url=f"{url}/v1").models.list()
+            async with http.delete(session["url"]) as answer:
+                closed = await answer.json()
+            (trajectory,) = closed["trajectories"]
+            assert [item["role"] for item in trajectory["messages"]] == ["context", "assistant"] * 3
+            assert closed["continuity"] == {"new": 1, "realigned": 2}
+            assert {item["content"] for item in trajectory["messages"][1::2]} == {CALL}
+            assert "<|tool|>42<|end|>" in trajectory["messages"][2]["content"]
+            whole = [token for item in trajectory["messages"] for token in item["token_ids"]]
+            assert tokenizer.decode_with_special_tokens(whole).count(CALL) == 3
+    # Those of the replicas, not that of the proxy.
+    assert url not in addresses
 
 
 async def test_a_chat_goes_on_exactly_on_the_replica_of_its_session(client: AsyncOpenAI) -> None:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
@@ -337,6 +338,41 @@ async def test_vllm_s_own_api_around_it(engine: VLLMEngine, tokenizer: HuggingFa
             **chat, max_tokens=60, temperature=2, seed=1, response_format=form
         )
         assert set(json.loads(formed.choices[0].message.content or "")) == {"ok"}
+
+
+async def test_what_a_session_captures_scores_as_it_was_sampled(engine: VLLMEngine) -> None:
+    async with serving_openai(engine) as url, aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/sessions") as answer:
+            session = await answer.json()
+        async with openai_client(session["url"]) as client:
+            chat: list[Any] = [*PROMPT]
+            for turn in range(3):
+                # The distribution that is sampled from is the model's own at temperature 1.
+                answered = await client.chat.completions.create(
+                    model="tiny", messages=chat, max_tokens=20, seed=turn, stream=False
+                )
+                said = {"role": "assistant", "content": answered.choices[0].message.content}
+                chat += [said, {"role": "user", "content": "go on"}]
+            again: list[Any] = [*PROMPT]
+            await client.chat.completions.create(model="tiny", messages=again, max_tokens=20, seed=9)
+        async with http.delete(session["url"]) as answer:
+            closed = await answer.json()
+    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    learned = 0
+    for trajectory in closed["trajectories"]:
+        ids = torch.tensor([[token for item in trajectory["messages"] for token in item["token_ids"]]])
+        with torch.no_grad():
+            scores = torch.log_softmax(model(ids).logits[0], dim=-1)
+        start = 0
+        for item in trajectory["messages"]:
+            end = start + len(item["token_ids"])
+            if item["role"] == "assistant":
+                own = [float(scores[at - 1, ids[0, at]]) for at in range(start, end)]
+                assert item["logprobs"] == pytest.approx(own, abs=1e-3)
+                assert item["policy_versions"][-1][2] == end - start
+                learned += item["learn"]
+            start = end
+    assert (closed["calls"], learned) == (4, 4)
 
 
 async def test_new_weights_in_the_middle_of_a_response(

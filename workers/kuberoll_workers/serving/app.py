@@ -37,6 +37,7 @@ from kuberoll_workers.serving.openai_api import OpenAIRoutes
 from kuberoll_workers.serving.publications import Publications, VersionTaken
 from kuberoll_workers.serving.ray_store import RayStore
 from kuberoll_workers.serving.replicas import ReplicaList
+from kuberoll_workers.serving.sessions.routes import PREFIX, SessionRoutes
 from kuberoll_workers.serving.slow_clients import limit_headers
 from kuberoll_workers.serving.weights import LiveWeights, WeightsFollower, configured_weights, version_of
 
@@ -78,8 +79,8 @@ class GenerationServer:
 
     `POST /v1/generate` continues one sequence (see `wire` for the bodies); `GET /healthz` is 200 only when the engine
     can generate; `GET /info` is an `EngineInfo`; `GET /replicas` lists the replicas; `/v1/weights` reads and changes
-    the weights of all of them. The other paths are those of vLLM's API. Errors have the body
-    `{"error": {"type", "message"}}`.
+    the weights of all of them; `/sessions` captures what agents sample. The other paths are those of vLLM's API. Errors
+    have the body `{"error": {"type", "message"}}`.
     """
 
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -105,6 +106,7 @@ class GenerationServer:
             template_variables=self._args.chat_template_kwargs,
             executor=self._executor,
         )
+        self._sessions = SessionRoutes(self._openai, replica=self._id, address=self._own_address)
         self._begun = False
         self._ongoing = 0
         self._calls: set[asyncio.Task[Any]] = set()
@@ -169,7 +171,7 @@ class GenerationServer:
         if (method, path) == ("GET", "/healthz"):
             return await self._healthz()
         try:
-            authorize(_authorization(request.headers), self._tokens, _scope(method, path))
+            self._authorize(request, path)
         except AccessDenied as error:
             return _error(error.status, "Unauthorized" if error.status == 401 else "Forbidden", str(error))
         if (method, path) == ("POST", "/v1/generate"):
@@ -181,9 +183,26 @@ class GenerationServer:
             return _json(200, {"replicas": await self._replicas.read(), "version": self._weights.served_version})
         if path == "/v1/weights" and method in ("GET", "POST"):
             return await (self._change_weights(request) if method == "POST" else self._show_weights())
-        if (response := await self._openai.handle(request, path)) is not None:
-            return response
+        for routes in (self._sessions, self._openai):
+            if (response := await routes.handle(request, path)) is not None:
+                return response
         return _error(404, "NotFound", f"{method} {request.url.path}: there is no such route")
+
+    def _authorize(self, request: Request, path: str) -> None:
+        """Check that a request may use a route.
+
+        Raises:
+            AccessDenied: It may not.
+        """
+        authorization = _authorization(request.headers)
+        token = (authorization or "").partition(" ")[2].strip()
+        # A session's own token opens that session, and nothing else.
+        if not (token and self._sessions.opens(path, token)):
+            authorize(authorization, self._tokens, _scope(request.method, path))
+
+    async def _own_address(self) -> str | None:
+        """This replica's own URL; None if Serve gives it none."""
+        return next((found.url for found in await self._replicas.read() if found.id == self._id), None)
 
     async def _generate(self, request: Request) -> Response:
         from starlette.responses import Response
@@ -274,7 +293,7 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
 
 def _scope(method: str, path: str) -> Scope:
     """The token scope that a request needs."""
-    if method in ("GET", "HEAD"):
+    if method in ("GET", "HEAD") and not path.startswith(PREFIX):
         return "read"
     return "weights" if path == "/v1/weights" else "generate"
 

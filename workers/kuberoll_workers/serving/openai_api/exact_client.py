@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Continuity, Generated
-from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, VersionSpans
+from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled, VersionSpans
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -78,19 +79,37 @@ class ExactClient:
         exchange.continuity = continuity
         if continuity == "realigned":
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
-        whole: dict[int, list[int]] = {}
+        if exchange.record is not None and params.logprobs is None:
+            # Of the sampled tokens; the answer has none that were not asked for.
+            params.logprobs = 0
+        began = time.time()
+        parts: dict[int, _Response] = {}
         async for output in self._client.generate(prompt, params, request_id, **options):
             for sequence in output.outputs:
                 if sequence.finish_reason == "error":
                     raise PolicyUnavailable("the engine failed while it generated the response")
-                _collect(whole, sequence, params)
+                response = parts.setdefault(sequence.index, _Response())
+                response.add(sequence, params)
                 if sequence.finish_reason is None:
                     continue
                 spans = sequence.weight_versions or ()
                 versions[sequence.index] = [(str(span.version), span.start, span.end) for span in spans]
-                sampled = token_array(whole[sequence.index])
-                end = sampled[-1] if sampled and self._ends(sampled[-1], sequence.stop_reason) else None
+                end = response.ids[-1] if response.ids and self._ends(response.ids[-1], sequence.stop_reason) else None
+                sampled = token_array(response.ids)
                 self._memory.remember(session, Generated(rendered=rendered, ids=ids + sampled, read=len(ids), end=end))
+                if exchange.record is not None:
+                    exchange.record(
+                        Sampled(
+                            prompt=ids,
+                            response=sampled,
+                            logprobs=array(LOGPROB_TYPE, response.logprobs),
+                            versions=versions[sequence.index],
+                            finish_reason=sequence.finish_reason,
+                            continuity=continuity,
+                            began=began,
+                            ended=time.time(),
+                        )
+                    )
             yield output
 
     def _ends(self, token: int, stop_reason: int | str | None) -> bool:
@@ -98,10 +117,20 @@ class ExactClient:
         return token == stop_reason or (stop_reason is None and token == self._memory.end_token)
 
 
-def _collect(whole: dict[int, list[int]], sequence: Any, params: SamplingParams) -> None:
-    from vllm.sampling_params import RequestOutputKind
+class _Response:
+    """The ids and log-probabilities of one sequence, as far as they have come."""
 
-    if params.output_kind == RequestOutputKind.DELTA:
-        whole.setdefault(sequence.index, []).extend(sequence.token_ids)
-    else:
-        whole[sequence.index] = list(sequence.token_ids)
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def add(self, sequence: Any, params: SamplingParams) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        ids = list(sequence.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, sequence.logprobs or (), strict=False)]
+        if params.output_kind == RequestOutputKind.DELTA:
+            self.ids += ids
+            self.logprobs += logprobs
+        else:
+            self.ids, self.logprobs = ids, logprobs

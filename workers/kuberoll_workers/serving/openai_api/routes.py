@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.executor import BoundedExecutor
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Texts
-from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange
+from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled
 from kuberoll_workers.serving.openai_api.limits import Abilities, InvalidRequest, check_request
 
 if TYPE_CHECKING:
@@ -90,13 +90,23 @@ class OpenAIRoutes:
         self._executor = BoundedExecutor() if executor is None else executor
         self._opening = asyncio.Lock()
         self._opened: _Opened | None = None
+        self._texts: Texts | None = None
         self._created = int(time.time())
 
-    async def handle(self, request: Request, path: str) -> Response | None:
+    async def handle(
+        self,
+        request: Request,
+        path: str,
+        *,
+        session: str | None = None,
+        record: Callable[[Sampled], None] | None = None,
+    ) -> Response | None:
         """Respond to a request; None if it is for another route.
 
         Args:
-            path: The request's path, without a slash at its end.
+            path: The request's path, without a slash at its end and without that of its session.
+            session: Session of the request; None: that which its header names, if it has one.
+            record: Called with each response when it has ended.
         """
         if request.method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
             # The only route that vLLM need not be imported for: clients ask it before anything else.
@@ -116,7 +126,7 @@ class OpenAIRoutes:
             return _error(error.status, str(error))
         except PolicyUnavailable as error:
             return _error(503, str(error))
-        EXCHANGE.set(Exchange(session=request.headers.get(SESSION_HEADER)))
+        EXCHANGE.set(Exchange(session or request.headers.get(SESSION_HEADER), record))
         return Mounted(opened.application, body, path=path)
 
     def _models(self, name: str) -> Response:
@@ -141,6 +151,10 @@ class OpenAIRoutes:
     def _names(self) -> list[str]:
         """Names of the model, the first of which answers have."""
         return list(dict.fromkeys((self._model, self._engine.info().model)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included; empty before the first request."""
+        return "" if self._texts is None else self._texts.decode(ids)
 
     async def _check(self, body: bytes, abilities: Abilities) -> None:
         if len(body) <= _SHORT_BYTES:
@@ -175,7 +189,7 @@ class OpenAIRoutes:
         exact, application = await asyncio.to_thread(_modules)
         tool_parser, reasoning_parser = self._parsers
         tokenizer = client.renderer.tokenizer
-        texts = await asyncio.to_thread(_texts, tokenizer, tool_parser)
+        self._texts = texts = await asyncio.to_thread(_texts, tokenizer, tool_parser)
         made = await application.make_application(
             exact.ExactClient(client, self._engine, ChatMemory(texts)),
             names=self._names(),

@@ -1,0 +1,170 @@
+"""The sessions of a replica: opened, called in, closed, and forgotten some time after that."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from kuberoll_workers.serving.openai_api.exchange import Sampled
+from kuberoll_workers.serving.sessions.tree import CallTree
+
+IDLE_SECONDS: Final = 3600.0
+"""Time without a call after which a session is closed, unless it asks for another."""
+
+MAX_IDLE_SECONDS: Final = 86_400.0
+MAX_SESSIONS: Final = 4096
+MAX_CALLS: Final = 4096
+"""Maximum number of responses of one session."""
+
+MAX_TOKENS: Final = 64 << 20
+"""Maximum number of tokens of all sessions together."""
+
+
+class SessionRefused(Exception):
+    """A request that a session, or the replica, refuses.
+
+    Attributes:
+        status: HTTP status: 404 for an unknown session, 410 for a closed one, 429 for one call or session too many.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Session:
+    """What was sampled for one caller.
+
+    Attributes:
+        token: A right to call in this session alone.
+        opened: Unix time, seconds.
+    """
+
+    def __init__(self, identity: str, *, idle_seconds: float, now: float) -> None:
+        self.identity = identity
+        self.token = secrets.token_urlsafe(32)
+        self.opened = now
+        self.tree = CallTree()
+        self.idle_seconds = idle_seconds
+        self.last_used = now
+        self.closed_at: float | None = None
+
+    def record(self, sampled: Sampled) -> None:
+        """Store a response, unless the session was closed before it ended."""
+        if self.closed_at is None:
+            self.tree.add(sampled)
+
+    def state(self) -> dict[str, Any]:
+        """Its state as plain values."""
+        calls = self.tree.calls
+        return {
+            "id": self.identity,
+            "closed": self.closed_at is not None,
+            "opened_at": self.opened,
+            "calls": len(calls),
+            "paths": sum(1 for _ in self.tree.leaves()),
+            "tokens": self.tree.tokens,
+            "continuity": dict(Counter(call.sampled.continuity for call in calls)),
+        }
+
+
+class Sessions:
+    """All sessions of a replica.
+
+    A session that is closed, or was not called for its `idle_seconds`, takes no more calls. What it sampled is kept
+    for another `idle_seconds`, so that a caller whose request to close it was interrupted can repeat the request.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        sessions: int = MAX_SESSIONS,
+        calls: int = MAX_CALLS,
+        tokens: int = MAX_TOKENS,
+    ) -> None:
+        """
+        Args:
+            prefix: Beginning of the ids, which tells the replicas of a policy apart.
+            clock: Unix time, seconds.
+        """
+        self._prefix, self._clock = prefix, clock
+        self._most_sessions, self._most_calls, self._most_tokens = sessions, calls, tokens
+        self._sessions: dict[str, Session] = {}
+
+    def open(self, idle_seconds: float = IDLE_SECONDS) -> Session:
+        """Open a session.
+
+        Raises:
+            SessionRefused: There are too many.
+        """
+        self._forget()
+        if len(self._sessions) >= self._most_sessions:
+            raise SessionRefused(429, f"{len(self._sessions):,} sessions are open or were closed recently; retry later")
+        session = Session(f"{self._prefix}-{secrets.token_hex(12)}", idle_seconds=idle_seconds, now=self._clock())
+        self._sessions[session.identity] = session
+        return session
+
+    def find(self, identity: str) -> Session:
+        """Find a session, open or closed.
+
+        Raises:
+            SessionRefused: There is none of this id, or it was forgotten.
+        """
+        self._expire()
+        session = self._sessions.get(identity)
+        if session is None:
+            where = "" if identity.startswith(f"{self._prefix}-") else "; use the base URL that opening it returned"
+            raise SessionRefused(404, f"session {identity[:100]}: this replica does not have it{where}")
+        return session
+
+    def enter(self, identity: str) -> Session:
+        """Find a session for a call in it.
+
+        Raises:
+            SessionRefused: There is none of this id, it is closed, or it or the replica is full.
+        """
+        session = self.find(identity)
+        if session.closed_at is not None:
+            raise SessionRefused(410, f"session {identity} is closed")
+        if len(session.tree.calls) >= self._most_calls:
+            raise SessionRefused(429, f"session {identity} has {self._most_calls:,} responses, which is the maximum")
+        if sum(other.tree.tokens for other in self._sessions.values()) >= self._most_tokens:
+            raise SessionRefused(429, f"the sessions of this replica have {self._most_tokens:,} tokens; retry later")
+        session.last_used = self._clock()
+        return session
+
+    def close(self, identity: str) -> Session:
+        """Close a session; closing a closed one changes nothing.
+
+        Raises:
+            SessionRefused: There is none of this id.
+        """
+        session = self.find(identity)
+        if session.closed_at is None:
+            session.closed_at = self._clock()
+        return session
+
+    def opens(self, identity: str, token: str) -> bool:
+        """True if a token is that of a session."""
+        session = self._sessions.get(identity)
+        return session is not None and hmac.compare_digest(session.token.encode(), token.encode())
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for session in self._sessions.values():
+            if session.closed_at is None and now - session.last_used > session.idle_seconds:
+                session.closed_at = now
+        self._forget()
+
+    def _forget(self) -> None:
+        now = self._clock()
+        for session in list(self._sessions.values()):
+            closed = session.closed_at
+            if closed is not None and now - closed > session.idle_seconds:
+                del self._sessions[session.identity]

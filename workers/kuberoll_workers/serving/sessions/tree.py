@@ -1,0 +1,106 @@
+"""The calls of a session as a tree of token sequences, and the paths through it that a trainer may learn from."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.serving.openai_api.exchange import Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A response in its place in the tree.
+
+    Attributes:
+        parent: Index of the call whose prompt and response this one's prompt begins with; None: of no other.
+        read: Ids of the prompt after those of the parent.
+        sampled: The response; its `prompt` is empty.
+    """
+
+    parent: int | None
+    read: array[int]
+    sampled: Sampled
+
+
+class Segment(NamedTuple):
+    """A part of a path.
+
+    Attributes:
+        token_ids: Its ids.
+        call: Index of the call that sampled them; None: the model only read them.
+        learn: False for what was only read, and for a response that an earlier path has, too.
+    """
+
+    token_ids: array[int]
+    call: int | None
+    learn: bool
+
+
+class CallTree:
+    """The calls of a session, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        # Calls by a digest of all their ids, and the lengths for which there are any.
+        self._ends: dict[bytes, int] = {}
+        self._lengths: set[int] = set()
+        self.tokens = 0
+
+    def add(self, sampled: Sampled) -> Call:
+        """Add a response below the longest call that its prompt begins with."""
+        parent, begun = self._parent(sampled.prompt)
+        call = Call(parent=parent, read=sampled.prompt[begun:], sampled=replace(sampled, prompt=token_array()))
+        whole = sampled.prompt + sampled.response
+        # The first of several equal responses gets the children: which one the agent went on with is not known.
+        self._ends.setdefault(_digest(whole), len(self.calls))
+        self._lengths.add(len(whole))
+        self.calls.append(call)
+        self.tokens += len(call.read) + len(sampled.response)
+        return call
+
+    def paths(self) -> list[list[Segment]]:
+        """The paths from a root to a leaf, in the order of their leaves; each response is to be learned from once."""
+        learned: set[int] = set()
+        return [list(self._segments(leaf, learned)) for leaf in self.leaves()]
+
+    def leaves(self) -> Iterator[int]:
+        """Indices of the calls that no other one continues."""
+        parents = {call.parent for call in self.calls}
+        return (index for index in range(len(self.calls)) if index not in parents)
+
+    def _segments(self, leaf: int, learned: set[int]) -> Iterator[Segment]:
+        chain = []
+        index: int | None = leaf
+        while index is not None:
+            chain.append(index)
+            index = self.calls[index].parent
+        for index in reversed(chain):
+            call = self.calls[index]
+            if call.read:
+                yield Segment(call.read, None, learn=False)
+            if call.sampled.response:
+                yield Segment(call.sampled.response, index, learn=index not in learned)
+            learned.add(index)
+
+    def _parent(self, prompt: array[int]) -> tuple[int | None, int]:
+        """The longest call that a prompt begins with, and the number of its ids."""
+        found: tuple[int | None, int] = (None, 0)
+        digest, done = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+        for length in sorted(length for length in self._lengths if length <= len(prompt)):
+            digest.update(prompt[done:length].tobytes())
+            done = length
+            if (index := self._ends.get(digest.copy().digest())) is not None:
+                found = (index, length)
+        return found
+
+
+_DIGEST_BYTES = 16
+
+
+def _digest(ids: array[int]) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=_DIGEST_BYTES).digest()
