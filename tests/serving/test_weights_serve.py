@@ -15,6 +15,7 @@ from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.interface import GenerationRequest, PolicyRefused, SamplingParameters
+from tests.policy.openai_serving import TINY
 from tests.serving.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
@@ -68,7 +69,9 @@ class Deployment:
 @pytest.fixture(scope="module")
 def host() -> Iterator[tuple[StartingHost, str]]:
     simulated = {"firstTokenSeconds": 0.0, "meanTokens": 20}
-    with starting(simulated=simulated, replicas=2, tokens=TOKENS, max_ongoing_requests=77) as started:
+    more: dict[str, Any] = {"tokenizer": str(TINY), "simulated": simulated, "max_ongoing_requests": 77}
+    # vLLM's API needs PyTorch, without an engine, too.
+    with starting(replicas=2, tokens=TOKENS, torch=True, **more) as started:
         yield started, until_ready(started)[-1]["url"]
 
 
