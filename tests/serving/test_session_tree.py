@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.serving.openai_api.continuation import Texts
 from kuberoll_workers.serving.openai_api.exchange import Sampled
 from kuberoll_workers.serving.sessions.store import SessionRefused, Sessions
 from kuberoll_workers.serving.sessions.trajectories import trajectories
@@ -123,7 +124,7 @@ def test_a_closed_session_takes_no_calls_and_keeps_what_it_has(clock: Clock) -> 
     assert refused.value.status == 410
     # A call that ends after the end is not part of what was returned.
     session.record(sampled([1, 2], [3]))
-    (trajectory,) = trajectories(session, str)
+    (trajectory,) = trajectories(session, Texts(str, lambda _: token_array(), None, lambda text: (text, [])))
     assert [message["role"] for message in trajectory["messages"]] == ["context", "assistant"]
     clock.now = 10.5
     with pytest.raises(SessionRefused) as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -233,6 +234,9 @@ async def test_tools_in_a_session(server: Server, tokenizer: HuggingFaceTokenize
         await say(client, chat, tools=[LOOK])
     (trajectory,) = (await server.close(session))["trajectories"]
     assert trajectory["messages"][1]["content"] == f"{call}<|end|>"
+    (read,) = trajectory["messages"][1]["tool_calls"]
+    assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == ("look", {"at": 1})
+    assert "tool_calls" not in trajectory["messages"][3]
     assert trajectory["messages"][2]["content"] == "<|tool|>a wall<|end|><|assistant|>"
 
 

@@ -7,9 +7,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
 
 from kuberoll_workers.data.messages import TOKEN_TYPE
+from kuberoll_workers.data.tools import ToolCall
 
 Continuity = Literal["new", "clean", "realigned", "forked"]
 """How a prompt relates to what was generated before in its session.
@@ -53,13 +56,13 @@ class Texts(NamedTuple):
         decode: Text of ids, special tokens included.
         encode: Ids of a text, without added special tokens.
         end: Token that ends a message; None: unknown.
-        equal: True if two texts are the same message: the same content and calls, however they are written.
+        read: Content of a response, and its calls of tools.
     """
 
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], array[int]]
     end: int | None
-    equal: Callable[[str, str], bool]
+    read: Callable[[str], tuple[str, list[ToolCall]]]
 
 
 class Continuation(NamedTuple):
@@ -139,9 +142,15 @@ class ChatMemory:
         if stop is None:
             return None
         sampled, sent = (self._texts.decode(ids) for ids in (entry.response(), rendered[start:stop]))
-        if not self._texts.equal(sampled, sent):
+        if _meaning(*self._texts.read(sampled)) != _meaning(*self._texts.read(sent)):
             return None
         return entry.ids + rendered[stop + (entry.end is not None) :]
+
+
+def _meaning(content: str, calls: Sequence[ToolCall]) -> tuple[str, list[Any]]:
+    """What is the same for two texts of one message, however its calls are written; ids may be made up."""
+    functions = [call["function"] for call in calls]
+    return content, [(function["name"], msgspec.json.decode(function["arguments"])) for function in functions]
 
 
 def _positions(ids: array[int], token: int, start: int) -> Iterator[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from kuberoll_workers.data.tool_calls import parse_tool_calls
+from kuberoll_workers.data.tools import ToolCall
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
@@ -152,9 +153,10 @@ class OpenAIRoutes:
         """Names of the model, the first of which answers have."""
         return list(dict.fromkeys((self._model, self._engine.info().model)))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included; empty before the first request."""
-        return "" if self._texts is None else self._texts.decode(ids)
+    @property
+    def texts(self) -> Texts | None:
+        """Conversions of the model; None before the first request."""
+        return self._texts
 
     async def _check(self, body: bytes, abilities: Abilities) -> None:
         if len(body) <= _SHORT_BYTES:
@@ -215,17 +217,17 @@ def _texts(tokenizer: Any, tool_parser: str | None) -> Texts:
 
         parser = ToolParser(tool_parser, tokenizer)
 
-    def message(text: str) -> tuple[str, list[Any]]:
+    def read(text: str) -> tuple[str, list[ToolCall]]:
         found = parse_tool_calls(text) if parser is None else parser.parse(text, [])
         if not found.calls or found.invalid:
             return text.strip(), []
-        return (found.text or "").strip(), [call["function"] for call in found.calls]
+        return (found.text or "").strip(), found.calls
 
     return Texts(
         decode=converter.decode_with_special_tokens,
         encode=converter.encode,
         end=tokenizer.eos_token_id,
-        equal=lambda one, other: message(one) == message(other),
+        read=read,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -66,7 +67,9 @@ class SessionRoutes:
                 return _json(200, self._sessions.find(identity).state())
             if request.method == "DELETE":
                 session = self._sessions.close(identity)
-                return _json(200, {**session.state(), "trajectories": trajectories(session, self._api.decode)})
+                # Parsers take milliseconds for a long response, and nothing changes in a closed session.
+                found = await asyncio.to_thread(trajectories, session, self._api.texts)
+                return _json(200, {**session.state(), "trajectories": found})
         except SessionRefused as error:
             return _error(error.status, "SessionRefused", str(error))
         except BodyRefused as error:

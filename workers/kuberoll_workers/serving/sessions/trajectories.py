@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from kuberoll_workers.serving.openai_api.continuation import Texts
 from kuberoll_workers.serving.sessions.store import Session
 from kuberoll_workers.serving.sessions.tree import Call, Segment
 
 
-def trajectories(session: Session, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+def trajectories(session: Session, texts: Texts | None) -> list[dict[str, Any]]:
     """One trajectory for each path from a root of the session's tree to a leaf, as plain values.
 
     Its `messages` have `token_ids`; the ids of all of them, one after the other, are what the model read and sampled.
     Messages of role `assistant` were sampled, with `logprobs` and `policy_versions`; `learn` is false where another
-    trajectory of the session has the same response, so that no response is learned from twice. Messages of role
-    `context` were only read.
+    trajectory of the session has the same response, so that no response is learned from twice; their `tool_calls` are
+    what the job's parser reads in them. Messages of role `context` were only read.
 
     Args:
-        decode: Text of ids, special tokens included.
+        texts: Conversions of the model; None: nothing was sampled yet.
     """
-    return [_trajectory(session, number, path, decode) for number, path in enumerate(session.tree.paths())]
+    if texts is None:
+        return []
+    return [_trajectory(session, number, path, texts) for number, path in enumerate(session.tree.paths())]
 
 
-def _trajectory(
-    session: Session, number: int, path: Sequence[Segment], decode: Callable[[Sequence[int]], str]
-) -> dict[str, Any]:
+def _trajectory(session: Session, number: int, path: Sequence[Segment], texts: Texts) -> dict[str, Any]:
     calls = [session.tree.calls[segment.call] for segment in path if segment.call is not None]
     read = sum(len(segment.token_ids) for segment in path if segment.call is None)
     sampled = sum(len(call.sampled.response) for call in calls)
     return {
         "session": session.identity,
         "path": number,
-        "messages": [_message(session, segment, decode) for segment in path],
+        "messages": [_message(session, segment, texts) for segment in path],
         "turn_count": len(calls),
         "tokens": {"context": read, "generated": sampled},
         "finish_reason": calls[-1].sampled.finish_reason if calls else None,
@@ -46,18 +47,22 @@ def _trajectory(
     }
 
 
-def _message(session: Session, segment: Segment, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _message(session: Session, segment: Segment, texts: Texts) -> dict[str, Any]:
+    content = texts.decode(segment.token_ids)
     message = {
         "role": "context" if segment.call is None else "assistant",
-        "content": decode(segment.token_ids),
+        "content": content,
         "token_ids": segment.token_ids.tolist(),
     }
     if segment.call is None:
         return message
     call: Call = session.tree.calls[segment.call]
+    ended = segment.token_ids[-1] == texts.end
+    _, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content)
     return {
         **message,
         "logprobs": call.sampled.logprobs.tolist(),
         "policy_versions": [list(span) for span in call.sampled.versions],
         "learn": segment.learn,
+        **({"tool_calls": calls} if calls else {}),
     }
