@@ -161,6 +161,8 @@ class Simulated:
         if self._client is not None:
             client, self._client = self._client, None
             client.shutdown()
+            # Its destructor calls it once more, at the end of the interpreter, when its module is gone.
+            client.shutdown = lambda: None
 
 
 def version_spans(

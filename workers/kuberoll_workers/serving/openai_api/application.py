@@ -6,6 +6,7 @@ profiler, LoRA, sleep, weights) have counterparts of the replica's own.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,21 @@ async def make_application(
     state.openai_serving_completion = _VersionedServing(state.openai_serving_completion)
     state.serving_tokenization = _ExactTokenization(state.serving_tokenization, client)
     return application
+
+
+def import_vllm() -> None:
+    """Import what `make_application` needs of vLLM; it takes seconds, and blocks nobody in a thread."""
+    for name in (
+        "vllm.entrypoints.generate.api_router",
+        "vllm.entrypoints.generate.structured_decisions.api_router",
+        "vllm.entrypoints.launchers.api_server.app_state",
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.scale_out.factories",
+        "vllm.entrypoints.serve.exception_handling.register",
+        "vllm.v1.engine.exceptions",
+    ):
+        importlib.import_module(name)
+    _routers()
 
 
 def _routers() -> list[Callable[[FastAPI], None]]:

@@ -206,6 +206,7 @@ def _modules() -> tuple[Any, Any]:
     # They import FastAPI and vLLM.
     from kuberoll_workers.serving.openai_api import application, exact_client
 
+    application.import_vllm()
     return exact_client, application
 
 
