@@ -202,6 +202,7 @@ class ServeArgs:
         weights: Initial weights that replace the model's own.
         application: Name of the application in Serve.
         drain_seconds: Maximum time in which a replica that is stopped answers its pending requests.
+        own_url: Base URL at which clients on other machines reach the only replica; None: the address that Serve knows.
     """
 
     model: str
@@ -223,6 +224,7 @@ class ServeArgs:
     weights: WeightsSource | None = None
     application: str = APPLICATION
     drain_seconds: float = 600.0
+    own_url: str | None = None
 
     @classmethod
     def of(

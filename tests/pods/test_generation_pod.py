@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 
@@ -267,3 +268,16 @@ async def test_a_pod_without_a_job_is_refused(tmp_path: Path) -> None:
     async with generation_pod(tmp_path, {**config({}), "job": {"kind": "RolloutJob"}}) as generation:
         assert await generation.pod.end() == 78
         assert "apiVersion" in generation.pod.text()
+
+
+async def test_urls_of_a_session_are_those_of_the_pod(tmp_path: Path) -> None:
+    """Loopback, where its Ray is, is nobody's but its own."""
+    async with generation_pod(tmp_path, config({})) as generation:
+        await generation.until_health(200)
+        headers = {"Authorization": f"Bearer {TOKENS.generate}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(f"{generation.url}/sessions") as answer:
+                session = await answer.json()
+            assert session["url"] == f"{generation.url}/sessions/{session['id']}"
+            async with http.get(session["url"]) as answer:
+                assert (answer.status, (await answer.json())["calls"]) == (200, 0)

@@ -5,7 +5,7 @@ A replica is a pod of a Deployment, or a group of pods of a LeaderWorkerSet whos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kuberoll_api import contract
@@ -65,10 +65,10 @@ def build_generation_groups(context: RenderContext, *, replicas: int, size: int)
     child = context.child("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, names.GENERATION)
     child["spec"] = {
         "leaderWorkerTemplate": {
-            "leaderTemplate": _template(context, env=[POD_IP]),
+            "leaderTemplate": _template(context),
             "restartPolicy": "RecreateGroupOnPodRestart",
             "size": size,
-            "workerTemplate": _template(context, env=[POD_IP], answers=False),
+            "workerTemplate": _template(context, answers=False),
         },
         "replicas": replicas,
         "rolloutStrategy": {
@@ -80,11 +80,10 @@ def build_generation_groups(context: RenderContext, *, replicas: int, size: int)
     return shaped(child, GROUPS_MUTABLE)
 
 
-def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), answers: bool = True) -> Object:
+def _template(context: RenderContext, *, answers: bool = True) -> Object:
     """Template of generation pods.
 
     Args:
-        env: Additional environment variables.
         answers: True if the pod serves its replica; False if another pod of the group does.
     """
     spec = context.job.spec
@@ -112,7 +111,7 @@ def _template(context: RenderContext, *, env: Sequence[Mapping[str, Any]] = (), 
         image=context.settings.generation_image,
         env=[
             *STATE_VARIABLES,
-            *env,
+            POD_IP,
             *token_variables(context, *contract.SCOPES),
             *servers_token_variables(context),
         ],

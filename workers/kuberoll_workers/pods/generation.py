@@ -54,7 +54,7 @@ from kuberoll_workers.policy.auth import Tokens, take_tokens
 from kuberoll_workers.serving import controller
 from kuberoll_workers.serving.engines.interface import OWN_VERSION
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.serving.group import PodGroup, follow, pod_group
+from kuberoll_workers.serving.group import ADDRESS_VARIABLE, PodGroup, follow, pod_group
 from kuberoll_workers.serving.host import (
     Host,
     adopt_orphans,
@@ -172,9 +172,19 @@ def serve_status(status: Status, *, host: str, port: int) -> Iterator[None]:
 
 
 def host_config(
-    job: RolloutJob, *, port: int, scratch: Path, tokens: Tokens, group: PodGroup | None = None
+    job: RolloutJob,
+    *,
+    port: int,
+    scratch: Path,
+    tokens: Tokens,
+    group: PodGroup | None = None,
+    address: str | None = None,
 ) -> HostConfig:
-    """Configuration of a pod's host: one replica with the GPUs of the pod, or of the group that it leads."""
+    """Configuration of a pod's host: one replica with the GPUs of the pod, or of the group that it leads.
+
+    Args:
+        address: The pod's IP address; None: clients elsewhere are not told the replica's own URL.
+    """
     generation = job.spec.generation
     placed = {"gpus": requested_gpus(generation)} if group is None else _spread(job)
     return HostConfig(
@@ -182,6 +192,8 @@ def host_config(
             generation,
             weights=weights_source(job.spec.weights),
             drain_seconds=_DRAIN_SECONDS,
+            # Serve knows an address inside the pod only, or one that no NetworkPolicy opens.
+            own_url=None if address is None else f"http://{f'[{address}]' if ':' in address else address}:{port}",
             replicas=1,
             autoscaling=None,
             **placed,
@@ -374,12 +386,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, exit_on_signal)
     if group is not None and group.index > 0:
         sys.exit(_follow(group, job, scratch))
-    host = Host(host_config(job, port=port, scratch=scratch, tokens=tokens, group=group), sys.stderr)
+    address = os.environ.get(ADDRESS_VARIABLE) or None
+    config_of_host = host_config(job, port=port, scratch=scratch, tokens=tokens, group=group, address=address)
+    host = Host(config_of_host, sys.stderr)
     status = Status()
     status.wanted = OWN_VERSION if job.spec.weights is None else job.spec.weights.version
     code = 0
     try:
-        with serve_status(status, host=os.environ.get("POD_IP") or "0.0.0.0", port=STATUS_PORT):
+        with serve_status(status, host=address or "0.0.0.0", port=STATUS_PORT):
             try:
                 run(host, status, file, patience=float(job.spec.startup_deadline_seconds), group=group)
             finally:

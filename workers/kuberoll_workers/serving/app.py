@@ -111,7 +111,7 @@ class GenerationServer:
         self._ongoing = 0
         self._calls: set[asyncio.Task[Any]] = set()
         self._replicas = ReplicaList(
-            lambda: controller.running_replicas(application),
+            self._running_replicas,
             lambda: controller.serving_replicas(application, DEPLOYMENT),
         )
         await self._engine.start()
@@ -200,8 +200,15 @@ class GenerationServer:
         if not (token and self._sessions.opens(path, token)):
             authorize(authorization, self._tokens, _scope(request.method, path))
 
+    async def _running_replicas(self) -> list[controller.RunningReplica]:
+        found = await controller.running_replicas(self._args.application)
+        own = self._args.own_url
+        return found if own is None else [msgspec.structs.replace(replica, url=own) for replica in found]
+
     async def _own_address(self) -> str | None:
         """This replica's own URL; None if Serve gives it none."""
+        if self._args.own_url is not None:
+            return self._args.own_url
         return next((found.url for found in await self._replicas.read() if found.id == self._id), None)
 
     async def _generate(self, request: Request) -> Response:
