@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field, StringConstraints
 
+from kuberoll_api.model.access import Scope as Scope
 from kuberoll_api.model.generation import Autoscaling, Generation, SimulatedEngine, Weights
 from kuberoll_api.model.types import MAX_COUNT
 
@@ -64,9 +65,6 @@ IMPORT_PATH: Final = "kuberoll_workers.serving.app:build"
 MESSAGE_BYTES: Final = 4096
 """Maximum size of a termination message, in bytes; Kubernetes cuts the rest."""
 
-Scope = Literal["generate", "weights", "read"]
-"""Permission of a token: `generate` samples, `weights` publishes weights, `read` reads the policy's state."""
-
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 
 # Bounds of a pod's answer, which is not trusted because environments run there.
@@ -87,6 +85,12 @@ def token_digest(token: str) -> str:
 def token_variable(scope: Scope) -> str:
     """Name of the environment variable that holds the token of a scope."""
     return f"KUBEROLL_TOKEN_{scope.upper()}"
+
+
+def access_token_variable(scope: Scope, name: str) -> str:
+    """Name of the variable of generation pods with a further token of a scope: that of an entry of `access`."""
+    # Names are DNS labels and have no underscores, so that no two entries have the same variable.
+    return f"{token_variable(scope)}_ACCESS_{name.upper().replace('-', '_')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

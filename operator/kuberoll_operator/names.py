@@ -53,6 +53,8 @@ FILES: Final = "files"
 """Component of the ConfigMap that `kuberoll apply` creates."""
 
 TOKENS: Final = "tokens"
+ACCESS: Final = "access"
+"""Component of the Secrets for pods outside the job that may use its policy. Their names have no digest."""
 GENERATION: Final = "generation"
 WORKERS: Final = "workers"
 CHECK: Final = "check"
@@ -107,6 +109,16 @@ def environment_tokens(job: str, digest: str) -> str:
 def policy_access(job: str, digest: str) -> str:
     """Name of the Secret with the policy's address and token for environments' servers, with a digest of both."""
     return f"{job}-env-policy-{digest[:10]}"
+
+
+def access(job: str, name: str) -> str:
+    """Name of the Secret with the policy's address and a token, for pods outside the job."""
+    return f"{job}-access-{name}"
+
+
+def access_tokens(job: str, digest: str) -> str:
+    """Name of the Secret with the tokens of all pods outside the job, with a digest of them: what replicas accept."""
+    return f"{job}-tokens-access-{digest[:10]}"
 
 
 def environment_selector(job: str, name: str) -> dict[str, str]:

@@ -109,6 +109,10 @@ def render_context(facts: Facts) -> RenderContext:
             for service in job.spec.services
         },
         servers_token=settings.token_of(raw["metadata"]["uid"], "generate/servers"),
+        access_tokens={
+            entry.name: settings.token_of(raw["metadata"]["uid"], f"access/{entry.name}")
+            for entry in job.spec.generation.access
+        },
     )
 
 
@@ -128,6 +132,7 @@ def _desired_children(facts: Facts) -> tuple[list[Object], list[Ref]]:
         *render.build_environment_secret(context),
         *render.build_service_secret(context),
         *render.build_policy_access(context),
+        *render.build_access_secrets(context),
         render.build_config(context),
         *render.build_environment_fixtures(context),
         *render.build_service_fixtures(context),

@@ -51,6 +51,11 @@ _GENERATOR = {"spec.dataset.source.uri": None, "spec.dataset.source.generator": 
 _ONE = "set one of type (a built-in) and entrypoint"
 _TAKEN = 'spec.{}[1]: Duplicate value: {{"{}":"same"}}'
 
+
+def _by_expression(expression: Object) -> Object:
+    return {"name": "trainer", "podSelector": {"matchExpressions": [expression]}}
+
+
 _OF_THE_TEMPLATE: dict[str, Any] = {
     "image": "a",
     "resources": {"limits": {"memory": "1Gi"}},
@@ -70,6 +75,42 @@ REFUSED: dict[str, Contradiction] = {
     "External without its endpoint": Contradiction(
         {"spec.generation.backend": "External"},
         "spec.generation.backend: Invalid value: External needs generation",
+    ),
+    "access to somebody else's endpoint": Contradiction(
+        {
+            "spec.generation.backend": "External",
+            "spec.generation.external": {"url": "http://a"},
+            "spec.generation.access": [{"name": "trainer", "podSelector": {}}],
+        },
+        "spec.generation.access: Invalid value: is for a policy in pods of the job; who reaches an external",
+    ),
+    "access of nobody in particular": Contradiction(
+        {"spec.generation.access": [{"name": "trainer"}]},
+        "spec.generation.access[0]: Invalid value: set podSelector, namespaceSelector or both",
+    ),
+    "access of nothing": Contradiction(
+        {"spec.generation.access": [{"name": "trainer", "podSelector": None, "namespaceSelector": None}]},
+        "spec.generation.access[0]: Invalid value: set podSelector, namespaceSelector or both",
+    ),
+    "access to nothing": Contradiction(
+        {"spec.generation.access": [{"name": "trainer", "podSelector": {}, "scopes": []}]},
+        "spec.generation.access[0].scopes: Invalid value: 0",
+    ),
+    "access to everything": Contradiction(
+        {"spec.generation.access": [{"name": "trainer", "podSelector": {}, "scopes": ["*"]}]},
+        'spec.generation.access[0].scopes[0]: Unsupported value: "*"',
+    ),
+    "two accesses of one name": Contradiction(
+        {"spec.generation.access": [{"name": "same", "podSelector": {}}, {"name": "same", "namespaceSelector": {}}]},
+        _TAKEN.format("generation.access", "name"),
+    ),
+    "a label in no values": Contradiction(
+        {"spec.generation.access": [_by_expression({"key": "a", "operator": "In"})]},
+        "spec.generation.access[0].podSelector.matchExpressions[0].values: Invalid value: In and NotIn need at least",
+    ),
+    "a label that is absent with a value": Contradiction(
+        {"spec.generation.access": [_by_expression({"key": "a", "operator": "DoesNotExist", "values": ["b"]})]},
+        "spec.generation.access[0].podSelector.matchExpressions[0].values: Invalid value: Exists and DoesNotExist have",
     ),
     "an endpoint without External": Contradiction(
         {"spec.generation.external": {"url": "http://a"}},
@@ -322,6 +363,24 @@ REFUSED: dict[str, Contradiction] = {
 
 ACCEPTED: dict[str, dict[str, Any]] = {
     "nothing but what is required": {},
+    "access": {
+        "spec.generation.access": [
+            {"name": "judge", "podSelector": {"matchLabels": {"app": "judge"}}},
+            {"name": "anybody", "podSelector": {}, "namespaceSelector": {}, "scopes": ["read"]},
+            {
+                "name": "trainer",
+                "namespaceSelector": {
+                    "matchExpressions": [
+                        {"key": "example.org/team", "operator": "In", "values": ["a", ""]},
+                        {"key": "frozen", "operator": "DoesNotExist"},
+                    ]
+                },
+                "scopes": ["generate", "weights"],
+                "tokenSecret": {"name": "trainer.token", "key": "key.txt"},
+            },
+        ]
+    },
+    "access of nobody": {"spec.generation.access": []},
     "servers in pods": {
         "spec.environments.1.isolation": "Remote",
         "spec.environments.1.remote": {"image": "a", "replicas": 2, "runtimeClassName": "gvisor", "allowEgress": True},

@@ -114,7 +114,8 @@ def test_rules_name_fields_and_say_what_to_do(path: str) -> None:
 def test_every_rule_is_of_a_model_that_is_there() -> None:
     written = [rule for _, given in places(crd.schema()) for rule in given.get("x-kubernetes-validations", ())]
     meant = [rule.as_json() for model in rules._RULES.values() for rule in model]
-    assert sorted(map(str, written)) == sorted(map(str, meant))
+    # A model may be in several places.
+    assert set(map(str, written)) == set(map(str, meant))
 
 
 def test_every_field_of_a_running_job_is_settled_or_known_to_change() -> None:

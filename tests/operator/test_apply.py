@@ -20,7 +20,7 @@ from kuberoll_operator import names
 from kuberoll_operator.cache import Cache
 from kuberoll_operator.facts import compute_facts
 from kuberoll_operator.kube.access import load_access
-from kuberoll_operator.kube.apply import Applier, covers, hash_text
+from kuberoll_operator.kube.apply import CONFLICT_SECONDS, Applier, covers, hash_text
 from kuberoll_operator.kube.client import Client
 from kuberoll_operator.kube.errors import Conflict, FieldConflict, Forbidden, Invalid, NotFound
 from kuberoll_operator.kube.events import Recorder
@@ -155,6 +155,52 @@ async def test_tokens_are_created_by_one_who_may_do_nothing_else_with_secrets(
     assert found is not None
     assert found["immutable"] is True
     assert {key: base64.b64decode(value).decode() for key, value in found["data"].items()} == wanted["stringData"]
+
+
+async def test_a_secret_of_a_deleted_job_of_the_same_name_is_waited_for(
+    client: Client,
+    api: Api,  # noqa: F811
+    job: Object,
+) -> None:
+    """Users know the name in advance, so it is not a digest; the operator cannot read whose it is."""
+    access = [{"name": "trainer", "podSelector": {}}]
+    given = {**job, "spec": {**job["spec"], "generation": {**job["spec"]["generation"], "access": access}}}
+    found = plan(compute_facts(RolloutJob.model_validate(given), given, Observed(), SETTINGS, datetime.now(UTC))).apply
+    [wanted] = [item for item in found if item["metadata"]["name"] == "puzzle-access-trainer"]
+    namespace = wanted["metadata"]["namespace"]
+    place = ("Secret", namespace, "puzzle-access-trainer")
+    metadata = {"name": "puzzle-access-trainer", "namespace": namespace}
+    now = 0.0
+    applier = Applier(client, lambda: now)
+
+    async def token() -> str | None:
+        there = await api.find(*place)
+        return None if there is None else base64.b64decode(there["data"]["KUBEROLL_POLICY_TOKEN"]).decode()
+
+    async def someone_elses() -> None:
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+        await api.create({**secret, "stringData": {"KUBEROLL_POLICY_TOKEN": "another"}})
+
+    await someone_elses()
+    for _ in range(2):
+        await applier.apply(wanted, None)
+        assert await token() == "another"
+    await api.delete(*place)
+    await applier.apply(wanted, None)
+    assert await token() == wanted["stringData"]["KUBEROLL_POLICY_TOKEN"]
+    # What was created is not asked for again, whatever became of it.
+    await api.delete(*place)
+    await applier.apply(wanted, None)
+    assert await token() is None
+    # As after a restart of the operator: one that stays is its own, or nothing to wait for.
+    applier = Applier(client, lambda: now)
+    await someone_elses()
+    await applier.apply(wanted, None)
+    now = CONFLICT_SECONDS
+    await applier.apply(wanted, None)
+    await api.delete(*place)
+    await applier.apply(wanted, None)
+    assert await token() is None
 
 
 async def test_drift_is_mended(client: Client, job: Object, api: Api) -> None:  # noqa: F811

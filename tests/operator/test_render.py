@@ -72,6 +72,9 @@ def context(backend: str = "Native", **spec: Any) -> RenderContext:
             item.name: support.SETTINGS.token_of(UID, f"service/{item.name}") for item in job.spec.services
         },
         servers_token=support.SETTINGS.token_of(UID, "generate/servers"),
+        access_tokens={
+            item.name: support.SETTINGS.token_of(UID, f"access/{item.name}") for item in job.spec.generation.access
+        },
     )
 
 

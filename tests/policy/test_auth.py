@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_api.contract import SCOPES, Scope
+from kuberoll_api.contract import SCOPES, SERVERS_TOKEN_VARIABLE, Scope, access_token_variable
 from kuberoll_workers.policy.auth import AccessDenied, Tokens, authorize, take_token, take_tokens
 
 TOKENS = Tokens(generate="sample-1234", weights="publish-1234", read="look-1234")
+JUDGE = "judge-0123456789"
 
 
 def status(header: str | None, scope: Scope = "generate", tokens: Tokens | None = TOKENS) -> int:
@@ -54,13 +55,41 @@ def test_a_token_opens_its_scope_and_reading(shown: Scope, scope: Scope) -> None
 
 @pytest.mark.parametrize(("scope", "code"), [("generate", 200), ("read", 200), ("weights", 403)])
 def test_servers_of_environments_can_only_generate(scope: Scope, code: int) -> None:
-    tokens = msgspec.structs.replace(TOKENS, servers="judge-1234")
-    assert status("Bearer judge-1234", scope, tokens) == code
-    assert status("Bearer judge-1234", scope) == 401
+    tokens = msgspec.structs.replace(TOKENS, further={SERVERS_TOKEN_VARIABLE: JUDGE})
+    assert status(f"Bearer {JUDGE}", scope, tokens) == code
+    assert status(f"Bearer {JUDGE}", scope) == 401
     assert status("Bearer sample-1234", "generate", tokens) == 200
     environment = {**tokens.variables(), "PATH": "/bin"}
     assert take_tokens(environment) == tokens
     assert environment == {"PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("scopes", "allowed"),
+    [
+        (["generate"], {"generate", "read"}),
+        (["weights"], {"weights", "read"}),
+        (["read"], {"read"}),
+        (["generate", "weights"], {"generate", "weights", "read"}),
+    ],
+)
+def test_a_further_token_opens_its_scopes(scopes: list[Scope], allowed: set[Scope]) -> None:
+    further = {access_token_variable(scope, "our-trainer"): JUDGE for scope in scopes}
+    environment = {**TOKENS.variables(), **{name: f"{token}\n" for name, token in further.items()}, "PATH": "/bin"}
+    tokens = take_tokens(environment)
+    assert environment == {"PATH": "/bin"}
+    assert tokens == msgspec.structs.replace(TOKENS, further=further)
+    assert msgspec.json.decode(msgspec.json.encode(tokens), type=Tokens) == tokens
+    assert {scope for scope in SCOPES if status(f"Bearer {JUDGE}", scope, tokens) == 200} == allowed
+    assert status("Bearer sample-1234", "generate", tokens) == 200
+
+
+@pytest.mark.parametrize("token", ["", " \n", "short", "15 characters  ", "sixteen with spa ce", "sixteen-letterß-"])
+def test_a_further_token_that_is_no_secret_is_refused(token: str) -> None:
+    environment = {**TOKENS.variables(), "KUBEROLL_TOKEN_READ_ACCESS_A": token}
+    with pytest.raises(ValueError, match="KUBEROLL_TOKEN_READ_ACCESS_A: a token has at least 16 visible") as caught:
+        take_tokens(environment)
+    assert not token.strip() or token not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
+from kuberoll_api.model.access import MAX_ACCESS, PolicyAccess
 from kuberoll_api.model.chat_template import RESERVED_VARIABLES
-from kuberoll_api.model.contradictions import contradiction
+from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pods import PodOptions
-from kuberoll_api.model.traits import IDENTITY, OPERATION
+from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
 from kuberoll_api.model.types import (
     MAX_SEED,
     VARIABLE_PATTERN,
@@ -19,6 +20,7 @@ from kuberoll_api.model.types import (
     Model,
     StopString,
     Url,
+    keyed_by,
 )
 
 
@@ -281,6 +283,13 @@ class Generation(PodOptions):
         description="Session: turns of a trajectory stay with the replica that has their prefix cached. "
         "LeastLoaded: each turn goes to the replica with the least load.",
     )
+    access: Annotated[list[PolicyAccess], POD] = Field(
+        default_factory=list,
+        max_length=MAX_ACCESS,
+        json_schema_extra=keyed_by("name"),
+        description="Pods outside the job that may use the policy, each with a token of its own. No others get "
+        "through the NetworkPolicy, but the job's workers and environments.",
+    )
     external: External | None = Field(default=None, description="The endpoint, with backend External.")
 
     @model_validator(mode="after")
@@ -305,4 +314,10 @@ class Generation(PodOptions):
             )
         if self.backend == "External" and self.reasoning_parser is not None:
             raise contradiction("is for engines of the job, not for an external policy: remove it", "reasoningParser")
+        if self.backend == "External" and self.access:
+            raise contradiction(
+                "is for a policy in pods of the job; who reaches an external one is said where it is run: remove it",
+                "access",
+            )
+        reject_duplicates([item.name for item in self.access], "access", "name")
         return self

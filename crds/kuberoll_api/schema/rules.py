@@ -13,6 +13,7 @@ from typing import Final
 
 from pydantic.alias_generators import to_camel
 
+from kuberoll_api.model.access import LabelRequirement, PolicyAccess
 from kuberoll_api.model.dataset import Dataset
 from kuberoll_api.model.environments import OF_THE_TEMPLATE, OF_THE_TEMPLATE_MESSAGE, Environment, EnvironmentServers
 from kuberoll_api.model.generation import Autoscaling, Generation, Sampling
@@ -198,6 +199,29 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "self.backend != 'External' || !has(self.reasoningParser)",
             "is for engines of the job, not for an external policy: remove it",
             "reasoningParser",
+        ),
+        CelRule(
+            "self.backend != 'External' || !has(self.access) || size(self.access) == 0",
+            "is for a policy in pods of the job; who reaches an external one is said where it is run: remove it",
+            "access",
+        ),
+    ),
+    PolicyAccess.__name__: (
+        CelRule(
+            "has(self.podSelector) || has(self.namespaceSelector)",
+            "set podSelector, namespaceSelector or both: without one it is not said whose access this is",
+        ),
+    ),
+    LabelRequirement.__name__: (
+        CelRule(
+            "!(self.operator in ['In', 'NotIn']) || (has(self.values) && size(self.values) > 0)",
+            "In and NotIn need at least one value",
+            "values",
+        ),
+        CelRule(
+            "self.operator in ['In', 'NotIn'] || !has(self.values) || size(self.values) == 0",
+            "Exists and DoesNotExist have no values; remove them, or use In or NotIn",
+            "values",
         ),
     ),
     Sampling.__name__: (

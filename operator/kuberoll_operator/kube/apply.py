@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kuberoll_operator import names
@@ -21,7 +22,16 @@ alone, or both would write forever.
 """
 
 CREATE_ONLY_KINDS = frozenset({SECRETS.kind})
-"""Kinds that are created and never read or changed: their names contain a digest of their content."""
+"""Kinds that are created and never read or changed: their names contain a digest of their content.
+
+Except those of the component ACCESS, whose names users must know: see `CONFLICT_SECONDS`.
+"""
+
+CONFLICT_SECONDS = 600.0
+"""Time in which an object is tried again whose name has no digest and is taken.
+
+It may be that of a deleted job of the same name, which the garbage collector is about to remove; it cannot be read.
+"""
 
 HASH_PREFIX = "sha256:"
 """Prefix of the digests that the cache keeps instead of a ConfigMap's values."""
@@ -30,10 +40,12 @@ HASH_PREFIX = "sha256:"
 class Applier:
     """Writes children, and remembers their state after the write."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
+        self._clock = clock
         self._last_writes: dict[str, tuple[str, object]] = {}
         self._created: dict[Key, set[tuple[str, str]]] = {}
+        self._conflicts: dict[Key, dict[tuple[str, str], float]] = {}
 
     async def apply(self, wanted: Object, live: Object | None) -> Object | None:
         """Make the live object equal to the wanted one; returns the API server's answer, None if nothing was written.
@@ -60,6 +72,7 @@ class Applier:
     def forget_job(self, key: Key) -> None:
         """Forget a job that is gone or has finished."""
         self._created.pop(key, None)
+        self._conflicts.pop(key, None)
 
     def mark_missing(self, key: Key, name: str) -> None:
         """Note that an object that was created for a job, and is never read, does not exist."""
@@ -79,6 +92,10 @@ class Applier:
         except Conflict as error:
             if error.reason != "AlreadyExists":
                 raise
+            if metadata["labels"][names.COMPONENT_LABEL] == names.ACCESS:
+                now = self._clock()
+                if now - self._conflicts.setdefault(key, {}).setdefault(place, now) < CONFLICT_SECONDS:
+                    return
         created.add(place)
 
     def _unchanged(self, wanted: Object, live: Object) -> bool:

@@ -1,5 +1,6 @@
 """Rendering of a job's children: pure functions of the job and the settings; equal input gives equal bytes."""
 
+from kuberoll_operator.render.access import build_access_secrets
 from kuberoll_operator.render.check import build_check_job
 from kuberoll_operator.render.config import build_config
 from kuberoll_operator.render.context import RenderContext
@@ -29,6 +30,7 @@ from kuberoll_operator.render.workload import Priority, build_workload
 __all__ = [
     "Priority",
     "RenderContext",
+    "build_access_secrets",
     "build_check_job",
     "build_config",
     "build_environment_deployments",

@@ -44,6 +44,7 @@ class RenderContext:
         environment_tokens: Bearer tokens of environments' servers, by the environment's name.
         service_tokens: API keys of services, by the service's name.
         servers_token: Bearer token of the policy for environments' servers; it can only generate.
+        access_tokens: Bearer tokens of the policy for pods outside the job, by the name of their entry in `access`.
         assignments: Constraints from the admission, by pod set; empty without a queue.
     """
 
@@ -57,6 +58,7 @@ class RenderContext:
     environment_tokens: Mapping[str, str] = field(default_factory=dict)
     service_tokens: Mapping[str, str] = field(default_factory=dict)
     servers_token: str = field(default="", repr=False)
+    access_tokens: Mapping[str, str] = field(default_factory=dict, repr=False)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.access import access_token_variables
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, engine_volumes, pod_template
@@ -114,6 +115,7 @@ def _template(context: RenderContext, *, answers: bool = True) -> Object:
             POD_IP,
             *token_variables(context, *contract.SCOPES),
             *servers_token_variables(context),
+            *access_token_variables(context),
         ],
         volumes=volumes,
         read_only=False,

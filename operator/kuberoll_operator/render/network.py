@@ -11,6 +11,7 @@ from kuberoll_api.model.environments import Environment
 from kuberoll_api.model.services import ModelService
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.access import access_rules, policy_ports
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
 from kuberoll_operator.render.policy_access import policy_users
@@ -47,7 +48,7 @@ def _workers(context: RenderContext) -> Object:
     egress: list[Object] = [_DNS]
     if context.hosting.in_job:
         pods = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
-        egress.append({"ports": _policy_ports(context), "to": [pods]})
+        egress.append({"ports": policy_ports(context), "to": [pods]})
     if any(True for _ in served(context.job)):
         servers = {"podSelector": {"matchLabels": names.selector(context.name, names.ENVIRONMENT)}}
         sandboxes = {"podSelector": {"matchLabels": {names.CLAIMED_JOB_LABEL: context.name}}}
@@ -88,8 +89,9 @@ def _generation(context: RenderContext) -> Object:
         **own,
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"ports": _policy_ports(context), "from": [workers]},
+            {"ports": policy_ports(context), "from": [workers]},
             *_servers_with_policy(context),
+            *access_rules(context),
             {"ports": [tcp(contract.STATUS_PORT)], "from": _ANYWHERE_INSIDE},
             {"from": [own]},
             *context.hosting.visitors,
@@ -165,12 +167,6 @@ def _anywhere(without: Collection[str]) -> list[Object]:
         {"ipBlock": {"cidr": cidr, "except": [*link_local, *(net for net in without if (":" in net) == (":" in cidr))]}}
         for cidr, link_local in _NOWHERE.items()
     ]
-
-
-def _policy_ports(context: RenderContext) -> list[Object]:
-    """Ports on which workers reach the policy."""
-    ports = context.hosting.replica_ports
-    return [tcp(contract.GENERATION_PORT), *([] if ports is None else [tcp(*ports)])]
 
 
 def _policy(context: RenderContext, name: str, component: str, spec: dict[str, Any]) -> Object:

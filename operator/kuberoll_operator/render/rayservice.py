@@ -25,6 +25,7 @@ from kuberoll_api.model.pods import PodOptions
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
 from kuberoll_operator.placement import Placement
+from kuberoll_operator.render.access import access_token_variables
 from kuberoll_operator.render.config import STATE_DIRECTORY
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.generation import GRACE_SECONDS
@@ -287,6 +288,7 @@ def _environment(context: RenderContext) -> list[Object]:
         ),
         *token_variables(context, *contract.SCOPES),
         *servers_token_variables(context),
+        *access_token_variables(context),
     ]
 
 

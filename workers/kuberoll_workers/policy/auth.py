@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 import msgspec
 
-from kuberoll_api.contract import SCOPES, SERVERS_TOKEN_VARIABLE, Scope, token_variable
+from kuberoll_api.contract import SCOPES, Scope, token_variable
 
 # Tokens for sampling and for publishing also open the read scope; no token opens both of the others.
 _ACCEPTED_SCOPES: Final[Mapping[Scope, frozenset[Scope]]] = {
@@ -17,19 +18,22 @@ _ACCEPTED_SCOPES: Final[Mapping[Scope, frozenset[Scope]]] = {
     "read": frozenset(SCOPES),
 }
 _SCHEME: Final = "bearer"
+# What a header can carry, and nobody guesses; tokens from Secrets of users may be anything.
+_USABLE: Final = re.compile(r"[!-~]{16,}")
 
 
 class Tokens(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """The token of each scope.
+    """The token of each scope, and those of others.
 
     Attributes:
-        servers: A second token of scope `generate`, which server pods of environments have; None: there is none.
+        further: Further tokens by the variable that they come from, whose name begins with that of their scope: those
+            of environments' server pods and of pods outside the job. One with two scopes is there twice.
     """
 
     generate: str
     weights: str
     read: str
-    servers: str | None = None
+    further: dict[str, str] = {}
 
     def for_scope(self, scope: Scope) -> str:
         """The token of one scope."""
@@ -37,13 +41,12 @@ class Tokens(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     def variables(self) -> dict[str, str]:
         """Environment variables from which `take_tokens` reads them."""
-        found = {token_variable(scope): self.for_scope(scope) for scope in SCOPES}
-        return found if self.servers is None else {**found, SERVERS_TOKEN_VARIABLE: self.servers}
+        return {**{token_variable(scope): self.for_scope(scope) for scope in SCOPES}, **self.further}
 
     def known(self) -> list[tuple[Scope, str]]:
         """All tokens, each with its scope."""
         found: list[tuple[Scope, str]] = [(scope, self.for_scope(scope)) for scope in SCOPES]
-        return found if self.servers is None else [*found, ("generate", self.servers)]
+        return [*found, *((scope, token) for name, token in self.further.items() if (scope := _scope_of(name)))]
 
 
 class AccessDenied(Exception):
@@ -77,7 +80,8 @@ def authorize(authorization: str | None, tokens: Tokens | None, scope: Scope) ->
     if not matches or scheme.lower() != _SCHEME:
         raise AccessDenied(401, "the Authorization header must be: Bearer and one of the job's tokens")
     if _ACCEPTED_SCOPES[scope].isdisjoint(matches):
-        raise AccessDenied(403, f"this needs the job's token of scope {scope}; the given one is of scope {matches[0]}")
+        given = " and ".join(dict.fromkeys(matches))
+        raise AccessDenied(403, f"this needs the job's token of scope {scope}; the given one is of scope {given}")
 
 
 def take_token(environment: MutableMapping[str, str], scope: Scope) -> str | None:
@@ -89,13 +93,24 @@ def take_tokens(environment: MutableMapping[str, str]) -> Tokens | None:
     """Remove all tokens from environment variables and return them; None if none is set.
 
     Raises:
-        ValueError: Only some are set; the message names the missing variables.
+        ValueError: Only some are set, or a further one can be guessed or not be sent; the message names the variables.
     """
-    servers = environment.pop(SERVERS_TOKEN_VARIABLE, None) or None
+    # A token from a file often ends with a line break.
+    further = {name: environment.pop(name).strip() for name in sorted(environment) if _scope_of(name)}
     found: dict[str, str | None] = {scope: take_token(environment, scope) for scope in SCOPES}
     missing = [token_variable(scope) for scope in SCOPES if found[scope] is None]
     if len(missing) == len(SCOPES):
         return None
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, though other tokens are; set all of them or none")
-    return msgspec.convert({**found, "servers": servers}, Tokens)
+    unusable = [name for name, token in further.items() if not _USABLE.fullmatch(token)]
+    if unusable:
+        raise ValueError(
+            f"{', '.join(unusable)}: a token has at least 16 visible ASCII characters, such as 64 random hex"
+        )
+    return msgspec.convert({**found, "further": further}, Tokens)
+
+
+def _scope_of(name: str) -> Scope | None:
+    """Scope of the further token in a variable; None if it is the variable of something else."""
+    return next((scope for scope in SCOPES if name.startswith(f"{token_variable(scope)}_")), None)
