@@ -97,6 +97,25 @@ def test_a_way_in_is_for_whom_it_is_named_and_no_further_than_its_scopes(where: 
     ]
 
 
+@pytest.mark.parametrize("where", HOSTED)
+def test_servers_of_environments_that_reach_the_policy_reach_its_replicas(where: str) -> None:
+    backend, generation = HOSTED[where]
+    closed = {"name": "closed", "type": "sliding_puzzle", "isolation": "Remote"}
+    asking = {**closed, "name": "asking", "access": {"policy": True}}
+    found = context(backend, generation=generation, environments=[closed, asking])
+    assert [spec.reaches_policy for spec in found.job.spec.environments] == [False, True]
+    ports = [POLICY, REPLICAS] if backend == "KubeRay" else [POLICY]
+    policies = {item["metadata"]["name"]: item["spec"] for item in render.build_network_policies(found)}
+    engines = [{"podSelector": {"matchLabels": names.selector("puzzle", names.GENERATION)}}]
+    assert len(policies["puzzle-env-0"]["egress"]) == 1
+    assert policies["puzzle-env-1"]["egress"][1:] == [{"ports": ports, "to": engines}]
+    servers = [rule for rule in ingress(found) if "kuberoll.io/environment" in json.dumps(rule)]
+    assert [rule["ports"] for rule in servers] == [ports]
+    assert servers[0]["from"][0]["podSelector"]["matchExpressions"] == [
+        {"key": "kuberoll.io/environment", "operator": "In", "values": ["asking"]}
+    ]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_only_engines_know_how_weights_are_published(case: str) -> None:
     for child in children(case):

@@ -275,6 +275,11 @@ class Environment(Model):
         return self.access.policy or (self.type in ("judge", "judge_pairs") and not named)
 
     @property
+    def reaches_policy(self) -> bool:
+        """True if its server pods may connect to the policy: the endpoint, and its replicas, as URLs of sessions do."""
+        return self.uses_policy
+
+    @property
     def asked_service(self) -> str | None:
         """Name of the service that a built-in environment asks; None if it asks none."""
         service = self.config.get("service")

@@ -14,7 +14,6 @@ from kuberoll_operator.model import Object
 from kuberoll_operator.render.access import access_rules, policy_ports
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.hosting import tcp
-from kuberoll_operator.render.policy_access import policy_users
 from kuberoll_operator.render.servers import claimed, deployed, served, servers_of
 
 _ANYWHERE_INSIDE: Final[list[Object]] = [{"namespaceSelector": {}}]
@@ -112,22 +111,25 @@ def _service(context: RenderContext, number: int, service: ModelService) -> Obje
 
 
 def _servers_with_policy(context: RenderContext) -> list[Object]:
-    """Ingress of the policy's endpoint from the server pods of environments that use it; none without one."""
-    users = sorted(spec.name for _, spec in policy_users(context.job))
+    """Ingress from the server pods of environments that reach the policy; none without one.
+
+    Sessions are in the memory of a replica, so their URLs lead to its own port.
+    """
+    users = sorted(spec.name for _, spec in deployed(context.job) if spec.reaches_policy)
     pods = {
         "matchExpressions": [{"key": names.ENVIRONMENT_LABEL, "operator": "In", "values": users}],
         "matchLabels": names.selector(context.name, names.ENVIRONMENT),
     }
-    return [{"ports": [tcp(contract.GENERATION_PORT)], "from": [{"podSelector": pods}]}] if users else []
+    return [{"ports": policy_ports(context), "from": [{"podSelector": pods}]}] if users else []
 
 
 def _way_to_policy(context: RenderContext, spec: Environment) -> list[Object]:
-    """Egress of an environment's server pods to the policy's endpoint; none without access."""
-    if not spec.uses_policy:
+    """Egress of an environment's server pods to the policy and its replicas; none without access."""
+    if not spec.reaches_policy:
         return []
     if context.hosting.in_job:
         pods = {"podSelector": {"matchLabels": names.selector(context.name, names.GENERATION)}}
-        return [{"ports": [tcp(contract.GENERATION_PORT)], "to": [pods]}]
+        return [{"ports": policy_ports(context), "to": [pods]}]
     port = _port(context.hosting.endpoint)
     return [] if port is None else [{"ports": [tcp(port)], "to": [*_ANYWHERE_INSIDE, *_anywhere(())]}]
 
