@@ -7,14 +7,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.contradictions import contradiction
-from kuberoll_api.model.types import CONFIG_MAP_KEY_PATTERN, DnsLabel, DnsName, Labels, Model
+from kuberoll_api.model.types import (
+    CONFIG_MAP_KEY_PATTERN,
+    LABEL_KEY_PATTERN,
+    LABEL_VALUE_PATTERN,
+    DnsLabel,
+    DnsName,
+    Labels,
+    Model,
+)
 
 Scope = Literal["generate", "weights", "read"]
 """Permission of a token: `generate` samples, `weights` publishes weights, `read` reads the policy's state."""
-
-# Kubernetes' own patterns of the keys and the values of labels.
-_LABEL_KEY = r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
-_LABEL_VALUE = r"^([A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?)?$"
 
 MAX_ACCESS = 16
 
@@ -22,11 +26,11 @@ MAX_ACCESS = 16
 class LabelRequirement(Model):
     """A condition on one label, as in Kubernetes."""
 
-    key: Annotated[str, StringConstraints(pattern=_LABEL_KEY, min_length=1, max_length=317)] = Field(
+    key: Annotated[str, StringConstraints(pattern=LABEL_KEY_PATTERN, min_length=1, max_length=317)] = Field(
         description="Key of the label."
     )
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(description="Relation of the label to values.")
-    values: list[Annotated[str, StringConstraints(pattern=_LABEL_VALUE, max_length=63)]] = Field(
+    values: list[Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, max_length=63)]] = Field(
         default_factory=list, max_length=32, description="Values of the label, with In and NotIn."
     )
 

@@ -15,6 +15,8 @@ from kuberoll_api.model.types import (
     DNS_NAME_PATTERN,
     ENTRYPOINT_PATTERN,
     JOB_NAME_PATTERN,
+    LABEL_KEY_PATTERN,
+    LABEL_VALUE_PATTERN,
     NAME_PATTERN,
     QUANTITY_PATTERN,
     URL_PATTERN,
@@ -31,6 +33,8 @@ _FORMS = {
     DNS_NAME_PATTERN: "only lowercase letters, digits, dots and dashes, beginning and ending with a letter or digit",
     JOB_NAME_PATTERN: "only lowercase letters, digits and dashes, beginning with a letter, ending with a letter "
     "or digit",
+    LABEL_KEY_PATTERN: "the key of a label, as in Kubernetes (app, example.org/team)",
+    LABEL_VALUE_PATTERN: "the value of a label, as in Kubernetes: only letters, digits and ._-",
     NAME_PATTERN: "only letters, digits and ._-, beginning and ending with a letter or digit",
     ENTRYPOINT_PATTERN: "of the form package.module:Class",
     QUANTITY_PATTERN: "a quantity as Kubernetes writes it (500m, 2.5, 16Gi)",
