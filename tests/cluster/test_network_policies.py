@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.cluster.api import Api, Object
+from tests.cluster.api import Api, Object, is_true
 from tests.cluster.api_proxy import ApiProxy
 from tests.cluster.control_plane import ApiServer, ServerProcess, start_api_server, start_controller_manager
 from tests.cluster.jobs import WORKER, make_claim, rollout_job
@@ -41,6 +41,45 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.ThreadingHTTPServer(("0.0.0.0", 8000), Handler).serve_forever()
 """
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()"
+# Exit codes are bytes: statuses count from 200, and nothing answers 454 or 455.
+UNREACHED, BROKEN = 254, 255
+ASK = """
+import json, os, socket, sys, urllib.error, urllib.parse, urllib.request
+def ask(url, token, body=None, method="POST"):
+    place = urllib.parse.urlsplit(url)
+    socket.create_connection((place.hostname, place.port), 3).close()
+    headers = {"authorization": "Bearer " + token, "content-type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=50) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, None
+def session(endpoint, token):
+    status, made = ask(endpoint + "/sessions", token, {})
+    if status != 201:
+        return status
+    if urllib.parse.urlsplit(made["url"]).hostname == urllib.parse.urlsplit(endpoint).hostname:
+        return 455
+    status, _ = ask(made["openai_base_url"] + "/chat/completions", made["token"], chat)
+    if status != 200:
+        return status
+    status, ended = ask(made["url"], made["token"], method="DELETE")
+    return status if len(ended["trajectories"]) == 1 else 455
+chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+url, token = os.environ["KUBEROLL_POLICY_URL"], os.environ["KUBEROLL_POLICY_TOKEN"]
+try:
+    match sys.argv[1]:
+        case "chat":
+            found, _ = ask(url + "/chat/completions", token, chat)
+        case "weights":
+            found, _ = ask(url + "/weights", token, {"uri": "/tmp/none", "version": "9"})
+        case "session":
+            found = session(url.removesuffix("/v1"), token)
+except OSError:
+    found = 454
+sys.exit(found - 200)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +136,31 @@ async def api(server: ApiServer) -> AsyncIterator[Api]:
         yield api
 
 
+@pytest.fixture(scope="module")
+def installed() -> dict[str, str]:
+    """The operator's token, once it is installed: the tests share a cluster."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def engines(machine: Containerd, request: pytest.FixtureRequest) -> None:
+    """The image of generation pods with Ray Serve; not made where the test is skipped."""
+    request.getfixturevalue("generation_image")
+
+
 @pytest_asyncio.fixture
 async def cluster(
-    api: Api, server: ApiServer, kubelet: Kubelet, machine: Containerd, tmp_path: Path
+    api: Api, server: ApiServer, kubelet: Kubelet, machine: Containerd, installed: dict[str, str], tmp_path: Path
 ) -> AsyncIterator[Cluster]:
-    for name in (NAMESPACE, ELSEWHERE):
-        await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-        await api.wait("ServiceAccount", name, "default", lambda item: item is not None)
-    token = await install(api)
-    await make_claim(api, NAMESPACE)
-    await name_server_as_pod(api, machine)
+    if not installed:
+        for name in (NAMESPACE, ELSEWHERE):
+            await api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+            await api.wait("ServiceAccount", name, "default", lambda item: item is not None)
+        installed["token"] = await install(api)
+        await make_claim(api, NAMESPACE)
+        await name_server_as_pod(api, machine)
     proxy = ApiProxy(server.url, server.authority)
-    cluster = Cluster(api, kubelet, proxy, NAMESPACE, tmp_path, token)
+    cluster = Cluster(api, kubelet, proxy, NAMESPACE, tmp_path, installed["token"])
     try:
         yield cluster
     finally:
@@ -144,9 +196,9 @@ def many_kinds(name: str, **changes: Any) -> Object:
     return job
 
 
-def stranger(namespace: str, name: str, labels: Object) -> Object:
-    """A pod that listens, of nobody or of another job."""
-    container = {"name": "main", "image": PYTHON, "command": ["python3", "-c", LISTEN]}
+def stranger(namespace: str, name: str, labels: Object, **given: Any) -> Object:
+    """A pod that listens, of nobody or of another job; `given` are fields of its container."""
+    container = {"name": "main", "image": PYTHON, "command": ["python3", "-c", LISTEN], **given}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -174,6 +226,13 @@ class Pods:
         address = self.places[host][3] if host in self.places else host
         command = ["python3", "-c", CONNECT, address, port]
         return await asyncio.to_thread(self._kubelet.execute, namespace, name, container, command) == 0
+
+    async def asks(self, what: str, question: str) -> int:
+        """The policy's answer to a pod with the address and the token that it has: a status of HTTP, or a sign."""
+        namespace, name, container, _ = self.places[what]
+        command = ["python3", "-c", ASK, question]
+        code = await asyncio.to_thread(self._kubelet.execute, namespace, name, container, command)
+        return code if code in (UNREACHED, BROKEN) else code + 200
 
     async def reached(self, what: str, targets: Iterable[str]) -> list[str]:
         return [target for target in targets if await self.reaches(what, target)]
@@ -270,3 +329,99 @@ async def test_only_documented_paths_are_open(cluster: Cluster, server: ApiServe
         # A whole job passes: names, check, servers, policy, service, progress.
         await cluster.create(many_kinds("quick"))
         check_complete(cluster, await cluster.job(complete, "quick"), 8, "quick")
+
+
+def open_job(name: str) -> Object:
+    """Two replicas behind Ray Serve, each in a pod; who reaches them is a pod of each kind."""
+    judge = {"name": "judge", "podSelector": {"matchLabels": {"app": "judge"}}}
+    trainer = {
+        "name": "trainer",
+        "podSelector": {"matchLabels": {"app": "trainer"}},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ELSEWHERE}},
+        "scopes": ["generate", "weights"],
+        "tokenSecret": {"name": "trainer"},
+    }
+    generation = {"access": [judge, trainer], "replicas": 2}
+    job = rollout_job(
+        NAMESPACE, name, gpus=0, replicas=1, shards=1, count=20_000, seconds=0.2, light=False, generation=generation
+    )
+    puzzle = {**job["spec"]["environments"][0], "isolation": "Remote", "remote": {}}
+    job["spec"]["environments"] = [puzzle, {**puzzle, "name": "asking", "access": {"policy": True}}]
+    job["spec"]["dataset"]["source"]["generator"]["environments"] = ["puzzle"]
+    return job
+
+
+def users(url: str) -> dict[str, Object]:
+    """Pods outside the job, which all have an address and a token of its policy."""
+    judges: Object = {"envFrom": [{"secretRef": {"name": "open-access-judge"}}]}
+    token = {"name": "KUBEROLL_POLICY_TOKEN", "valueFrom": {"secretKeyRef": {"name": "trainer", "key": "token"}}}
+    trainers: Object = {"env": [{"name": "KUBEROLL_POLICY_URL", "value": url}, token]}
+    return {
+        "judge": stranger(NAMESPACE, "judge", {"app": "judge"}, **judges),
+        "judge without the label": stranger(NAMESPACE, "unlabelled", {}, **judges),
+        "judge elsewhere": stranger(ELSEWHERE, "judge", {"app": "judge"}, **trainers),
+        "trainer": stranger(ELSEWHERE, "trainer", {"app": "trainer"}, **trainers),
+        "trainer in the job's namespace": stranger(NAMESPACE, "trainer", {"app": "trainer"}, **trainers),
+    }
+
+
+SAMPLES = {"chat": 200, "session": 200, "weights": 403}
+PUBLISHES = {"chat": 200, "session": 200, "weights": 202}
+KEPT_OUT = dict.fromkeys(SAMPLES, UNREACHED)
+ANSWERED = {
+    "servers with policy": SAMPLES,
+    "judge": SAMPLES,
+    "judge without the label": KEPT_OUT,
+    "judge elsewhere": KEPT_OUT,
+    "trainer in the job's namespace": KEPT_OUT,
+    "trainer": PUBLISHES,
+}
+
+
+async def test_who_has_access_samples_in_sessions_and_nobody_else_does(
+    cluster: Cluster, server: ApiServer, engines: None
+) -> None:
+    for namespace in (NAMESPACE, ELSEWHERE):
+        metadata = {"name": "trainer", "namespace": namespace}
+        token = {"token": "chosen-by-the-trainer-itself"}
+        await cluster.api.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": token})
+    cluster.operator()
+    await cluster.create(open_job("open"))
+    pods = Pods(cluster.kubelet)
+    label = "app.kubernetes.io/component=environment,kuberoll.io/job=open,kuberoll.io/environment="
+    pods.add("servers", await ready_pod(cluster, NAMESPACE, label + "puzzle"))
+    pods.add("servers with policy", await ready_pod(cluster, NAMESPACE, label + "asking"))
+    for what, pod in users(f"http://open-generation.{NAMESPACE}.svc:8000/v1").items():
+        metadata = pod["metadata"]
+        metadata["labels"]["user"] = metadata["name"]
+        await cluster.api.create(pod)
+        pods.add(what, await ready_pod(cluster, metadata["namespace"], f"user={metadata['name']}"))
+    await cluster.job(lambda item: is_true(item, "GenerationReady"), "open")
+    both = await cluster.api.list(
+        "Pod", NAMESPACE, labels="app.kubernetes.io/component=generation,kuberoll.io/job=open"
+    )
+    assert len(both) == 2
+    for number, pod in enumerate(both):
+        pods.add(f"replica {number}", pod)
+    # Whoever has a token and a way samples: from here on, only the way is taken.
+    assert await pods.asks("judge without the label", "session") == 200
+    with enforced(server) as router:
+        await until_kept_out(pods, router)
+        for what, answers in ANSWERED.items():
+            assert {question: await pods.asks(what, question) for question in answers} == answers, what
+        # Without a token there is nothing to ask with, and no way either.
+        assert await pods.reached("servers", ["replica 0:8000", "replica 1:8000"]) == []
+        assert await pods.reached("judge", ["replica 0:8000", "replica 1:8000", "servers:8700"]) == [
+            "replica 0:8000",
+            "replica 1:8000",
+        ]
+
+
+async def until_kept_out(pods: Pods, router: ServerProcess) -> None:
+    """Waits until those without access are kept from both replicas."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            assert router.process.poll() is None, router.tail()
+            kept = ("servers", "judge without the label", "judge elsewhere", "trainer in the job's namespace")
+            if not any([await pods.reached(what, ["replica 0:8000", "replica 1:8000"]) for what in kept]):
+                return
