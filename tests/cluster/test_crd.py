@@ -235,6 +235,10 @@ FULL = (
         "spec.managedBy": "kuberoll.io/operator",
         "spec.generation.replicas": 2,
         "spec.generation.engineArgs": {"max_model_len": 1024, "dtype": "auto"},
+        "spec.generation.access": [
+            {"name": "judge", "podSelector": {"matchLabels": {"app": "judge"}}},
+            {"name": "trainer", "podSelector": {}, "namespaceSelector": {}, "tokenSecret": {"name": "a"}},
+        ],
         "spec.environments.0.config": {"size": {"a": 1}},
         "spec.services": [{"name": "grader", "model": {"source": "a"}, "engineArgs": {"runner": "pooling"}}],
         "spec.dataset": {"source": {"rows": [{"prompt": "a"}, {"prompt": "b"}]}, "limit": 2},
@@ -256,6 +260,14 @@ SETTLED: dict[str, dict[str, Any]] = {
     },
     "generation.volumes, other order": {"spec.generation.volumes": FULL["spec.generation.volumes"][::-1]},
     "generation.podTemplate": {"spec.generation.podTemplate.spec.containers": []},
+    "generation.access, removed": {"spec.generation.access": None},
+    "generation.access, one less": {"spec.generation.access": FULL["spec.generation.access"][:1]},
+    "generation.access[].scopes": {"spec.generation.access.0.scopes": ["generate", "weights"]},
+    "generation.access[].podSelector, one label exchanged": {
+        "spec.generation.access.0.podSelector.matchLabels": {"role": "judge"}
+    },
+    "generation.access[].namespaceSelector, removed": {"spec.generation.access.1.namespaceSelector": None},
+    "generation.access[].tokenSecret": {"spec.generation.access.1.tokenSecret.name": "b"},
     "environments, one less": {"spec.environments": [JOB["spec"]["environments"][0]]},
     "environments, other order": {
         "spec.environments": changed(JOB, FULL)["spec"]["environments"][::-1],
@@ -316,6 +328,11 @@ async def test_a_running_job_is_settled(api: Api, running: Object, change: dict[
     (path,) = change
     section = path.removeprefix("spec.").split(".")[0]
     assert f"spec.{section}" in refused.value.message
+
+
+async def test_the_order_of_who_has_access_may_change(api: Api, running: Object) -> None:
+    """Nothing follows from it: see tests/operator/test_access.py."""
+    await replace(api, running, {"spec.generation.access": running["spec"]["generation"]["access"][::-1]})
 
 
 async def test_suspending_and_changing_at_once_is_refused(api: Api, running: Object) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 
-from kuberoll_api.contract import STATUS_PORT
+from kuberoll_api.contract import STATUS_PORT, access_token_variable
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import end_processes, processes_of
@@ -262,6 +263,13 @@ async def test_a_pod_without_tokens_is_refused(tmp_path: Path) -> None:
     async with generation_pod(tmp_path, config({}), tokens=None) as generation:
         assert await generation.pod.end() == 78
         assert "KUBEROLL_TOKEN_GENERATE, KUBEROLL_TOKEN_WEIGHTS, KUBEROLL_TOKEN_READ: not set" in generation.pod.text()
+
+
+async def test_a_pod_with_a_token_that_is_no_secret_is_refused(tmp_path: Path) -> None:
+    tokens = msgspec.structs.replace(TOKENS, further={access_token_variable("generate", "trainer"): "guess"})
+    async with generation_pod(tmp_path, config({}), tokens=tokens) as generation:
+        assert await generation.pod.end() == 78
+        assert "KUBEROLL_TOKEN_GENERATE_ACCESS_TRAINER: a token has at least 16 visible" in generation.pod.text()
 
 
 async def test_a_pod_without_a_job_is_refused(tmp_path: Path) -> None:
