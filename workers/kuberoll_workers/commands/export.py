@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from kuberoll_workers.data.text import visible
 
-FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
+if TYPE_CHECKING:
+    from kuberoll_api.model.rolloutjob import RolloutJob
+    from kuberoll_workers.dataset.expansion import PromptGroup
+    from kuberoll_workers.output.run_files import RunFiles
+
+FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym")
 
 
 @click.command()
@@ -42,6 +48,13 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl")
 @click.option(
     "--allow-simulated", is_flag=True, help="Also export a run of the Simulated engine, to try out a trainer."
 )
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    metavar="JOB.yaml",
+    help="The run's job, for nemo-gym: its inputs are then the rows of the job's dataset.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field of the manifest.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def export(
     run: str,
@@ -54,6 +67,8 @@ def export(
     limit: int | None,
     environment_role: Literal["user", "tool"],
     allow_simulated: bool,
+    manifest: Path | None,
+    overrides: tuple[str, ...],
     force: bool,
 ) -> None:
     """Write the trajectories of a run in a format that a trainer's own loader reads.
@@ -61,13 +76,20 @@ def export(
     DIR|URI is the output of a run: a directory, or s3://…, gs://…. The file appears only when it is complete. A run of
     the Simulated engine is refused: no model wrote its responses.
     """
+    from kuberoll_api.manifest.loading import ManifestError, load_job
     from kuberoll_workers.analysis.export.exporting import export_run
     from kuberoll_workers.analysis.export.formats import ExportError
     from kuberoll_workers.analysis.export.selection import Selection
     from kuberoll_workers.data.record import RecordError
+    from kuberoll_workers.dataset.rows import DatasetError
+    from kuberoll_workers.environments.registry import UnusableEnvironment
     from kuberoll_workers.output.run_directory import RunRefused
     from kuberoll_workers.output.run_files import NotARun, RunFiles
 
+    if (manifest is not None or overrides) and to != "nemo-gym":
+        raise click.UsageError(f"--manifest and --set are for --to nemo-gym; {to} has no rows of the dataset")
+    if overrides and manifest is None:
+        raise click.UsageError("--set changes a field of the --manifest, which is missing")
     selection = Selection(
         environments=frozenset(environments),
         stop_reasons=frozenset(stop_reasons),
@@ -76,19 +98,52 @@ def export(
         limit=limit,
     )
     try:
+        files = RunFiles(run)
+        groups = None if manifest is None else _groups(load_job(manifest, overrides), manifest, files)
         exported = export_run(
-            RunFiles(run),
+            files,
             to=to,
             output=output,
             selection=selection,
             role=environment_role,
             force=force,
             allow_simulated=allow_simulated,
+            groups=groups,
         )
-    except (ExportError, NotARun, RecordError, RunRefused) as error:
+    except (
+        DatasetError, ExportError, ManifestError, NotARun, RecordError, RunRefused, UnusableEnvironment,
+    ) as error:  # fmt: skip
         click.echo(visible(str(error)), err=True)
         sys.exit(2)
     counts = exported.counts
     left_out = "".join(f", {count} left out: {reason}" for reason, count in sorted(counts.left_out.items()))
     click.echo(f"{counts.selected} trajectories{left_out}")
-    click.echo(f"  {exported.path}")
+    for path in exported.paths:
+        click.echo(f"  {path}")
+
+
+def _groups(job: RolloutJob, manifest: Path, files: RunFiles) -> Iterator[PromptGroup]:
+    """The prompt groups of the run's dataset.
+
+    Raises:
+        DatasetError: A row is invalid.
+        ExportError: The dataset is not the run's.
+        UnusableEnvironment: An environment that gives or checks rows cannot be created.
+    """
+    from kuberoll_workers.analysis.export.formats import ExportError
+    from kuberoll_workers.dataset.inputs import prompt_groups, scan
+    from kuberoll_workers.local.options import import_directories
+    from kuberoll_workers.worker import isolated_environment_factory, local_paths
+
+    base = manifest.parent
+    # As for a run: an entrypoint's module may be next to the manifest, or in the working directory.
+    sys.path[:0] = import_directories(base)
+    rows_of = isolated_environment_factory(job, protected=local_paths(files.location))
+    inputs, of_run = scan(job, base=base, environment=rows_of), files.manifest()
+    if of_run is not None and of_run.inputs.get("digest") != inputs.digest:
+        raise ExportError(
+            f"--manifest {manifest}: its dataset is not the one that {files.location} was made from "
+            f"({of_run.inputs.get('rows')} rows then, {inputs.rows} now): give the manifest of the run, with the rows "
+            "that it had; or leave it out, and the inputs are what the trajectories tell of them"
+        )
+    return prompt_groups(job, base=base, environment=rows_of)

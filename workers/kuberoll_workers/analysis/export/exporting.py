@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kuberoll_workers.analysis.export.formats import Container, EnvironmentRole, ExportError, Format, format_named
+from kuberoll_workers.analysis.export.formats import (
+    NEMO_GYM,
+    Container,
+    EnvironmentRole,
+    ExportError,
+    Format,
+    format_named,
+)
+from kuberoll_workers.analysis.export.nemo_gym_files import GymFiles, TaskRows, write_gym_files
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.views import has_calls
 from kuberoll_workers.analysis.export.writers import write_rows
+from kuberoll_workers.data.record import FailureRecord
+from kuberoll_workers.dataset.expansion import PromptGroup
+from kuberoll_workers.output import records
 from kuberoll_workers.output.run_files import RunFiles
 
 ENGINE = "generation.engine"
 """Path of the engine's name in a manifest's identity."""
+
+_MODEL = "generation.model.source"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +39,17 @@ class ExportResult:
     Attributes:
         path: The written file.
         counts: Numbers of exported and of omitted trajectories.
+        beside: Further files that belong to it.
     """
 
     path: Path
     counts: SelectionCounts
+    beside: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All written files."""
+        return self.path, *self.beside
 
 
 def export_run(
@@ -40,6 +61,7 @@ def export_run(
     role: EnvironmentRole = "user",
     force: bool = False,
     allow_simulated: bool = False,
+    groups: Iterable[PromptGroup] | None = None,
 ) -> ExportResult:
     """Write a run's trajectories in a trainer's format. Memory: one row group, and about 100 bytes per trajectory.
 
@@ -49,8 +71,10 @@ def export_run(
         role: Role of environments' messages, if the format has none for them.
         force: Overwrite an existing file.
         allow_simulated: Export a run of the Simulated engine, whose responses no model wrote.
+        groups: The run's dataset, for formats with its rows; None: what the trajectories tell of them.
 
     Raises:
+        DatasetError: A row is invalid.
         ExportError: The options are invalid, the run is simulated, or no trajectory is selected.
         RunRefused: The run's manifest cannot be read.
         RecordError: A stored line is not a trajectory.
@@ -60,6 +84,11 @@ def export_run(
     path, container = target(form, output, name=run_name(files))
     if not allow_simulated:
         _refuse_simulated(files)
+    if form.name == NEMO_GYM:
+        counts = SelectionCounts()
+        if not _export_gym_files(files, path, selection, counts, groups=groups, force=force):
+            raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
+        return ExportResult(path=path, counts=counts, beside=GymFiles.beside(path).all[:-1])
     columns = form.schema if container == "parquet" else None
 
     def write(counts: SelectionCounts, *, calls: bool) -> bool:
@@ -83,6 +112,37 @@ def export_run(
     if not written:
         raise ExportError(f"{files.location}: {_nothing(selection, counts)}")
     return ExportResult(path=path, counts=counts)
+
+
+def _export_gym_files(
+    files: RunFiles,
+    path: Path,
+    selection: Selection,
+    counts: SelectionCounts,
+    *,
+    groups: Iterable[PromptGroup] | None,
+    force: bool,
+) -> bool:
+    manifest = files.manifest()
+    model = None if manifest is None else manifest.identity.get(_MODEL)
+    with tempfile.TemporaryFile(prefix="kuberoll-") as file:
+        return write_gym_files(
+            path,
+            select(files.read().finished, selection, counts),
+            _failed(files, selection),
+            rows=None if groups is None else TaskRows(file, groups),
+            model=model or "policy",
+            force=force,
+        )
+
+
+def _failed(files: RunFiles, selection: Selection) -> Iterator[FailureRecord]:
+    """Failures of the selected environments, each once."""
+    if next(records.failures(files.storage), None) is None:
+        return
+    for record in files.read():
+        if isinstance(record, FailureRecord) and record.task_name in (selection.environments or (record.task_name,)):
+            yield record
 
 
 class _CallsFound(Exception):

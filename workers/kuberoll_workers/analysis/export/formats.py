@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kuberoll_workers.analysis.export import chats, nemo_rl, trl, verl
+from kuberoll_workers.analysis.export import chats, nemo_gym, nemo_rl, trl, verl
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ EnvironmentRole = Literal["user", "tool"]
 """Role of environments' messages in formats without one for them."""
 
 Container = Literal["jsonl", "parquet"]
+
+NEMO_GYM = "nemo-gym"
+"""The format that consists of several files: see `nemo_gym_files`."""
 
 
 class ExportError(ValueError):
@@ -48,6 +51,7 @@ FORMATS: Mapping[str, Format] = {
         Format("trl", ("parquet", "jsonl"), trl.row, trl.schema),
         Format("verl", ("parquet", "jsonl"), verl.row, verl.schema),
         Format("nemo-rl", ("jsonl",), nemo_rl.row),
+        Format(NEMO_GYM, ("jsonl",), nemo_gym.row, tool_role=False),
     )
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -42,32 +42,59 @@ def write_rows(
     Raises:
         ExportError: The file exists already, or cannot be written.
     """
-    _refuse_existing(path, force)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     iterator = iter(rows)
     first = next(iterator, None)
     if first is None:
-        return False
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("xb") as file:
-            everything = chain([first], iterator)
-            if container == "parquet":
-                _write_parquet(file, everything, schema)
-            else:
-                file.writelines(map(_line, everything))
-            file.flush()
-            os.fsync(file.fileno())
         _refuse_existing(path, force)
-        partial.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise ExportError(f"{path}: {error.strerror or error}") from error
-    finally:
-        # Where it could not be created, it cannot be removed either.
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        return False
+    with new_files((path,), force=force) as made:
+        everything = chain([first], iterator)
+        if container == "parquet":
+            _write_parquet(made[path], everything, schema)
+        else:
+            made[path].writelines(map(json_line, everything))
     return True
+
+
+@contextlib.contextmanager
+def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[Mapping[Path, BinaryIO]]:
+    """Files to write, by path; they get their names at the end of the block, when all are complete and on disk.
+
+    Args:
+        paths: Their paths, in the order in which they get their names.
+        force: Overwrite existing files.
+
+    Raises:
+        ExportError: A file exists already, or cannot be written.
+    """
+    for path in paths:
+        _refuse_existing(path, force)
+    partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in paths}
+    where = paths[-1]
+    try:
+        with contextlib.ExitStack() as stack:
+            made = {}
+            for path, partial in partials.items():
+                where = path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                made[path] = stack.enter_context(partial.open("xb"))
+            yield made
+            for file in made.values():
+                file.flush()
+                os.fsync(file.fileno())
+        for path in paths:
+            _refuse_existing(path, force)
+        for path, partial in partials.items():
+            where = path
+            partial.replace(path)
+            sync_directory(path.parent)
+    except OSError as error:
+        raise ExportError(f"{where}: {error.strerror or error}") from error
+    finally:
+        for partial in partials.values():
+            # Where it could not be created, it cannot be removed either.
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
 
 def _refuse_existing(path: Path, force: bool) -> None:
@@ -75,7 +102,8 @@ def _refuse_existing(path: Path, force: bool) -> None:
         raise ExportError(f"{path} exists already: choose another --output, or overwrite it with --force")
 
 
-def _line(row: Row) -> bytes:
+def json_line(row: Row) -> bytes:
+    """A row as a line of JSON."""
     return orjson.dumps(row, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 

@@ -1,0 +1,237 @@
+"""NeMo Gym's rows: a rollout with its response in exact tokens, the input that it was made from, and a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
+from kuberoll_workers.analysis.export.views import PROMPT_TURN, is_response, spoken, token_versions
+from kuberoll_workers.data.messages import Message, chat_message, token_array
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
+from kuberoll_workers.dataset.rows import Row
+
+TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
+AGENT, PARAMS = "agent_ref", "responses_create_params"
+FAILURE, TERMINAL = "_ng_failure_class", "_ng_failure_terminal"
+"""Names of Gym's fields: what it counts rollouts by, and by what it knows one that is not to be tried again."""
+
+OWN = "kuberoll"
+"""Field of a rollout with what Gym has no name for."""
+
+_STATE = "nemo_gym"
+_ROLES = frozenset({"user", "assistant", "system", "developer"})
+# Parameters of the Responses API that Gym's own model of a request has; it refuses any other.
+_REQUEST = frozenset(
+    {
+        "background", "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
+        "parallel_tool_calls", "previous_response_id", "prompt", "reasoning", "service_tier", "store", "temperature",
+        "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation", "user", "stream",
+    }
+)  # fmt: skip
+_OUR_NAMES = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+
+
+def row_of_dataset(row: Row) -> dict[str, Any]:
+    """The row of a task as Gym would have materialized it, without the numbers of a rollout.
+
+    A row that has Gym's form comes back with the fields that it had; a prompt that a template wrote is its `input`.
+    Settings that the Responses API does not have are in `metadata.extra_body`.
+    """
+    # The name of a source precedes the content of rows of several.
+    given: dict[str, Any] = orjson.loads(row.content[row.content.index(b"{") :])
+    params = given.get(PARAMS)
+    if isinstance(params, dict):
+        fields = {name: value for name, value in given.items() if not name.startswith("_ng_")}
+        params = {name: value for name, value in params.items() if name != "messages"}
+        if not params.get("input"):
+            params["input"] = input_items(row.messages)
+            params.pop("instructions", None)
+    else:
+        fields = dict(row.metadata or {})
+        params = {"input": input_items(row.messages), **row.sampling}
+        if row.tools is not None:
+            params["tools"] = tool_items(row.tools)
+    if row.stop_strings is not None:
+        fields["stop_strings"] = list(row.stop_strings)
+        params.pop("stop", None)
+    agent = fields.get(AGENT)
+    if not isinstance(agent, dict) or not agent.get("name"):
+        fields[AGENT] = _agent(row.task_name)
+    return {**fields, PARAMS: _request(params)}
+
+
+def task_number(row: Row) -> int | None:
+    """Gym's own number of a row's task; None if it has none."""
+    number = orjson.loads(row.content[row.content.index(b"{") :]).get(TASK)
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
+
+
+def row_of_record(record: TrajectoryRecord | FailureRecord) -> dict[str, Any]:
+    """The row of a task, as far as a trajectory tells it: prompt, tools and agent.
+
+    Its fields are there if its environment was a server of NeMo Gym, which keeps them. The state of other environments
+    is that of the end, which is no input.
+    """
+    params: dict[str, Any] = {"input": input_items([chat_message(message) for message in _prompt(record.messages)])}
+    if isinstance(record, TrajectoryRecord) and record.tools is not None:
+        params["tools"] = tool_items(record.tools)
+    metadata = record.metadata or {}
+    fields = {name: value for name, value in metadata.items() if name != _STATE} if _STATE in metadata else {}
+    return {**fields, AGENT: _agent(record.task_name), PARAMS: params}
+
+
+def materialized(
+    record: TrajectoryRecord | FailureRecord, row: Mapping[str, Any], *, number: int | None = None
+) -> dict[str, Any]:
+    """The input of one rollout: its task's row, with Gym's numbers and the seed that it was sampled with.
+
+    Args:
+        row: From `row_of_dataset` or `row_of_record`.
+        number: Number of the task; None for the run's own.
+    """
+    params = {name: value for name, value in row[PARAMS].items() if name != "seed"}
+    if record.seed is not None:
+        params = _request({**params, "seed": record.seed})
+    numbers = {TASK: record.task_index if number is None else number, ROLLOUT: record.rollout_index}
+    return {**row, PARAMS: params, **numbers}
+
+
+def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = "policy") -> dict[str, Any]:
+    """A finished rollout: its input, what a server of NeMo Gym found out about it, its response and its reward.
+
+    Args:
+        given: Its materialized input.
+        model: Name of the policy.
+    """
+    found = ((record.metadata or {}).get(_STATE) or {}).get("verification") or {}
+    own: dict[str, Any] = {
+        "stop_reason": record.stop_reason,
+        "rewards": record.rewards,
+        "reward_parts": record.reward_parts,
+        "group_reward": record.group_reward,
+        "token_source": record.token_source,
+        "policy_versions": [token_versions(message) for message in record.messages if is_response(message)],
+        "idx": record.idx,
+        "metadata": record.metadata,
+    }
+    return {**given, **found, "response": _response(record, model), "reward": record.total_reward, OWN: own}
+
+
+def failure(record: FailureRecord, given: Mapping[str, Any], *, model: str = "policy") -> dict[str, Any]:
+    """A failed rollout, as Gym's file of failures has it: with its class, and never to be tried again.
+
+    It has no reward. The run has tried it as often as it may, and its failure is final there, too.
+    """
+    own = {"stage": record.stage, "tries": record.tries, "row": record.row, "idx": record.idx}
+    return {
+        **given,
+        "response": _response(record, model),
+        "error_message": record.cause,
+        FAILURE: record.kind,
+        TERMINAL: True,
+        OWN: own,
+    }
+
+
+def row(record: TrajectoryRecord, _role: str) -> dict[str, Any]:
+    """A finished rollout whose input is what the trajectory tells of it.
+
+    Args:
+        _role: Always that of the user: an answer of a tool refers to a call.
+    """
+    return rollout(record, materialized(record, row_of_record(record)))
+
+
+def numbers_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a rollout that Gym's statistics are over: its reward, its other numeric fields, and its usage."""
+    usage = result["response"].get("usage") or {}
+    flat = {**{name: value for name, value in result.items() if name not in (TASK, ROLLOUT)}, **usage}
+    # Truth values are numbers there, too.
+    return {name: int(value) if isinstance(value, bool) else value for name, value in flat.items() if _number(value)}
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _agent(name: str) -> dict[str, str]:
+    return {"type": "responses_api_agents", "name": name}
+
+
+def _prompt(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message.turn == PROMPT_TURN]
+
+
+def _request(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a request, with those that Gym's model of it does not have in `metadata.extra_body`."""
+    named = {_OUR_NAMES.get(name, name): value for name, value in params.items()}
+    known = {name: value for name, value in named.items() if name in _REQUEST}
+    further = {name: value for name, value in named.items() if name not in _REQUEST and value is not None}
+    if not further:
+        return known
+    metadata = dict(known.get("metadata") or {})
+    extra = orjson.loads(metadata.get("extra_body") or "{}") | further
+    # Python's form, as Gym writes it.
+    return {**known, "metadata": {**metadata, "extra_body": json.dumps(extra)}}
+
+
+def _response(record: TrajectoryRecord | FailureRecord, model: str) -> dict[str, Any]:
+    messages = _spoken(record)
+    exact = isinstance(record, TrajectoryRecord) and record.token_source == "engine"
+    context = token_array()
+    items: list[dict[str, Any]] = []
+    read = written = 0
+    for message in messages:
+        if message.turn != PROMPT_TURN:
+            made = _items(message)
+            if is_response(message):
+                read, written = read + len(context), written + len(message.token_ids)
+                if exact and message.logprobs is not None:
+                    # Of the whole turn, on its last item, where Gym's model servers put them.
+                    made[-1] |= {
+                        "prompt_token_ids": context[:],
+                        "generation_token_ids": message.token_ids,
+                        "generation_log_probs": message.logprobs,
+                    }
+            items += made
+        context.extend(message.token_ids)
+    ends = record.timing.ended_at if isinstance(record, TrajectoryRecord) else []
+    cut = any(message.truncated for message in messages[-1:] if is_response(message))
+    return {
+        **response_of(items),
+        "id": f"resp_{record.task_index}_{record.rollout_index}",
+        "created_at": int(ends[-1] or 0) if ends else 0,
+        "model": model,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "tools": tool_items(record.tools) if isinstance(record, TrajectoryRecord) and record.tools is not None else [],
+        "usage": {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        },
+    }
+
+
+def _spoken(record: TrajectoryRecord | FailureRecord) -> Sequence[Message]:
+    return spoken(record) if isinstance(record, TrajectoryRecord) else record.messages
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    chat = chat_message(message)
+    if is_response(message):
+        named = output_items([chat])
+        for number, item in enumerate(named):
+            if "id" in item:
+                item["id"] = f"{item['id'].partition('_')[0]}_{message.turn}_{number}"
+        return named
+    if message.role == "tool" and chat.get("tool_call_id"):
+        return output_items([chat])
+    role = message.role if message.role in _ROLES else "user"
+    return [{"type": "message", "role": role, "content": message.content}]
