@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 
 from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.data.messages import Message, token_array
-from kuberoll_workers.data.record import FailureRecord, encode_line
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, encode_line
 from kuberoll_workers.dataset.inputs import prompt_groups
 from tests.adapters.libraries.foreign import ROOT, packages, server
 from tests.adapters.libraries.support import run
@@ -142,14 +142,15 @@ def test_gym_s_own_commands_read_an_exported_run(tmp_path: Path) -> None:
         text = gym(nemo_gym, tmp_path, *profile, "++allow_partial_rollouts=true")
         assert "Reward profile completion: 12/13 rollout rows" in text
     profiled = read(rollouts.with_name("rollouts_reward_profiling.jsonl"))
-    rewards = Counter[int]()
+    rewards: dict[int, float] = defaultdict(float)
     for record in records:
-        rewards[7 - record.task_index] += record.total_reward  # type: ignore[assignment]
+        rewards[7 - record.task_index] += record.total_reward
     assert {task["_ng_task_index"]: task["mean/reward"] * 4 for task in profiled} == pytest.approx(dict(rewards))
     assert [task["num_rollouts"] for task in profiled] == [4] * 3
 
     # The inputs are the rows as they were, with the numbers and the seed of each rollout.
-    seeds = {(7 - record.task_index, record.rollout_index): record.seed for record in [*records, lost]}
+    ended: list[TrajectoryRecord | FailureRecord] = [*records, lost]
+    seeds = {(7 - record.task_index, record.rollout_index): record.seed for record in ended}
     for row in read(inputs):
         (original,) = (given for given in rows if given["_ng_task_index"] == row["_ng_task_index"])
         extra = json.loads(row["responses_create_params"]["metadata"].pop("extra_body"))
@@ -169,7 +170,7 @@ def test_gym_s_own_commands_read_an_exported_run(tmp_path: Path) -> None:
         (group.row.task_id, *group.rollout_indexes)
         for group in prompt_groups(job, base=tmp_path, environment=lambda name: pytest.fail(name))
     ]
-    assert sorted(again) == sorted((7 - record.task_index, record.rollout_index) for record in [*records, lost])
+    assert sorted(again) == sorted((7 - record.task_index, record.rollout_index) for record in ended)
 
 
 def export(place: Path) -> Path:
