@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kuberoll_workers.dataset.expansion import PromptGroup
     from kuberoll_workers.output.run_files import RunFiles
 
-FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym")
+FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "prime-rl", "skyrl", "slime", "areal")
 
 
 @click.command()
@@ -25,7 +25,7 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="File (.jsonl or .parquet) or directory.  [default: JOB.FORMAT.EXT in the working directory]",
+    help="File (.jsonl, .parquet or .pt) or directory.  [default: JOB.FORMAT.EXT in the working directory]",
 )
 @click.option("--environment", "environments", multiple=True, metavar="NAME", help="Only this environment; repeatable.")
 @click.option(

@@ -20,7 +20,7 @@ from kuberoll_workers.analysis.export.formats import (
 from kuberoll_workers.analysis.export.nemo_gym_files import GymFiles, TaskRows, write_gym_files
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.views import has_calls
-from kuberoll_workers.analysis.export.writers import write_rows
+from kuberoll_workers.analysis.export.writers import write_document, write_rows
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.output import records
@@ -98,6 +98,8 @@ def export_run(
                     raise _CallsFound
                 yield form.row(record, role)
 
+        if form.document is not None:
+            return write_document(path, rows(), form.document, force=force)
         schema = None if columns is None else columns(calls)
         return write_rows(path, rows(), container=container, schema=schema, force=force)
 
@@ -174,7 +176,7 @@ def target(form: Format, output: Path | None, *, name: str) -> tuple[Path, Conta
     """
     output = output if output is not None else Path()
     suffix = output.suffix.removeprefix(".")
-    if output.is_dir() or suffix not in ("jsonl", "parquet", "json"):
+    if output.is_dir() or suffix not in ("jsonl", "parquet", "json", "pt"):
         container = form.containers[0]
         return output / f"{name}.{form.name}.{container}", container
     for container in form.containers:

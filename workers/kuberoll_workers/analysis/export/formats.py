@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kuberoll_workers.analysis.export import chats, nemo_gym, nemo_rl, trl, verl
+from kuberoll_workers.analysis.export import areal, chats, nemo_gym, nemo_rl, prime_rl, skyrl, slime, trl, verl
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 EnvironmentRole = Literal["user", "tool"]
 """Role of environments' messages in formats without one for them."""
 
-Container = Literal["jsonl", "parquet"]
+Container = Literal["jsonl", "parquet", "pt"]
 
 NEMO_GYM = "nemo-gym"
 """The format that consists of several files: see `nemo_gym_files`."""
@@ -33,6 +33,7 @@ class Format:
         containers: Supported file types, the usual one first.
         row: Converts one trajectory that has a response to a row of lists, arrays, numbers and strings.
         schema: Columns of a Parquet file, if that is supported; with those of tools and calls, or without.
+        document: Makes the content of a file of PyTorch from all rows, if that is supported.
         tool_role: True if environments' messages may have the role `tool`.
     """
 
@@ -40,6 +41,7 @@ class Format:
     containers: tuple[Container, ...]
     row: Callable[[TrajectoryRecord, EnvironmentRole], dict[str, Any]]
     schema: Callable[[bool], pyarrow.Schema] | None = None
+    document: Callable[[Iterable[dict[str, Any]]], dict[str, Any]] | None = None
     tool_role: bool = True
 
 
@@ -52,6 +54,10 @@ FORMATS: Mapping[str, Format] = {
         Format("verl", ("parquet", "jsonl"), verl.row, verl.schema),
         Format("nemo-rl", ("jsonl",), nemo_rl.row),
         Format(NEMO_GYM, ("jsonl",), nemo_gym.row, tool_role=False),
+        Format("prime-rl", ("parquet", "jsonl"), prime_rl.row, prime_rl.schema),
+        Format("skyrl", ("parquet", "jsonl"), skyrl.row, skyrl.schema),
+        Format("slime", ("pt",), slime.row, document=slime.document),
+        Format("areal", ("parquet", "jsonl"), areal.row, areal.schema),
     )
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -53,6 +54,32 @@ def write_rows(
             _write_parquet(made[path], everything, schema)
         else:
             made[path].writelines(map(json_line, everything))
+    return True
+
+
+def write_document(path: Path, rows: Iterable[Row], document: Callable[[Iterable[Row]], Row], *, force: bool) -> bool:
+    """Write a file of PyTorch, whose content is held in memory.
+
+    Args:
+        document: Makes the content from the rows.
+        force: Overwrite an existing file.
+
+    Returns:
+        True if there was a row; otherwise no file is created.
+
+    Raises:
+        ExportError: The file exists already or cannot be written, or PyTorch is missing.
+    """
+    _refuse_existing(path, force)
+    if importlib.util.find_spec("torch") is None:
+        raise ExportError(f"{path}: a .pt file is written by PyTorch, which is not installed: pip install torch")
+    import torch
+
+    kept = list(rows)
+    if not kept:
+        return False
+    with new_files((path,), force=force) as made:
+        torch.save(document(kept), made[path])
     return True
 
 

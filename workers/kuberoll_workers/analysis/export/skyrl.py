@@ -1,0 +1,62 @@
+"""SkyRL's formats: a pretokenized row for its SFT, and the fields of a `GeneratorOutput`, in exact tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kuberoll_workers.analysis.export.views import token_view
+from kuberoll_workers.data.record import TrajectoryRecord
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def row(record: TrajectoryRecord, _role: str) -> dict[str, Any]:
+    """Convert a trajectory to a row.
+
+    `input_ids` and `loss_mask` are over the whole sequence, as SkyRL's pretokenized datasets are. The columns from
+    `prompt_token_ids` to `rollout_logprobs` have the names of a `GeneratorOutput`, whose lists they make up.
+    """
+    tokens = token_view(record)
+    return {
+        "input_ids": [*tokens.prompt_ids, *tokens.completion_ids],
+        "loss_mask": [*([0] * len(tokens.prompt_ids)), *tokens.mask],
+        "prompt_token_ids": tokens.prompt_ids,
+        "response_ids": tokens.completion_ids,
+        "rewards": record.total_reward,
+        "loss_masks": tokens.mask,
+        # As of its engines: `stop`, or `length` where the trajectory was cut.
+        "stop_reasons": "length" if record.stop_reason == "truncated" else "stop",
+        "rollout_logprobs": tokens.logprobs,
+        "instance_id": str(record.task_index),
+        "repetition_id": record.rollout_index,
+        "policy_versions": tokens.policy_versions,
+        "token_source": record.token_source,
+        "environment": record.task_name,
+    }
+
+
+@cache
+def schema(_calls: bool) -> pyarrow.Schema:
+    """Columns of a Parquet file, the same with calls."""
+    import pyarrow as pa
+
+    ids, bits, text = pa.list_(pa.int32()), pa.list_(pa.int8()), pa.string()
+    return pa.schema(
+        [
+            ("input_ids", ids),
+            ("loss_mask", bits),
+            ("prompt_token_ids", ids),
+            ("response_ids", ids),
+            ("rewards", pa.float64()),
+            ("loss_masks", bits),
+            ("stop_reasons", text),
+            ("rollout_logprobs", pa.list_(pa.float32())),
+            ("instance_id", text),
+            ("repetition_id", pa.int64()),
+            ("policy_versions", pa.list_(text)),
+            ("token_source", text),
+            ("environment", text),
+        ]
+    )
