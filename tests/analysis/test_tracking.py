@@ -169,6 +169,31 @@ def test_wandb_is_told_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert words in contents
 
 
+def test_wandb_has_the_table_that_nemo_gym_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    notes = list[str]()
+    try:
+        wanted = job(tmp_path, wandb={"project": "rollouts", "nemoGymRollouts": True})
+        log_run(wanted, finished_run(tmp_path), note=notes.append)
+    finally:
+        wandb.teardown()
+    assert notes[0].startswith("wandb: offline run in ")
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/Rollouts_*.table.json")
+    stored = json.loads(table.read_text())
+    assert stored["columns"] == ["Rollout"]
+    rollouts = [json.loads(text) for (text,) in stored["data"]]
+    assert [(row["_ng_task_index"], row["reward"], row["agent_ref"]["name"]) for row in rollouts] == [
+        (0, 1.0, "puzzle"), (1, 1.0, "puzzle"),
+    ]  # fmt: skip
+    assert rollouts[0]["response"]["output"][-1]["generation_token_ids"] == [12, 20]
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    for name in (b"puzzle/mean/reward", b"key_metrics/puzzle/mean/reward", b"Rollouts"):
+        assert name in run.read_bytes()
+
+
 def test_wandb_without_anybody_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for variable in ("WANDB_MODE", "WANDB_API_KEY"):

@@ -440,7 +440,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "spec.environments.1.repeats": 2,
     },
     "no journal": {"spec.rollout.journalTurns": False},
-    "tracking": {"spec.output.tracking": {"wandb": {"project": "a"}}},
+    "tracking": {"spec.output.tracking": {"wandb": {"project": "a", "nemoGymRollouts": True}}},
     "a bucket": {"spec.output.uri": "s3://bucket/run"},
     "a claim": {"spec.output.uri": "pvc://claim"},
     "a path in a claim": {"spec.output.uri": "pvc://claim.a/b/..c/.d/e f/"},

@@ -39,6 +39,11 @@ class WandbTracking(Model):
     tags: list[Annotated[str, StringConstraints(min_length=1, max_length=64)]] = Field(
         default_factory=list, max_length=64, description="Tags of the run."
     )
+    nemo_gym_rollouts: bool = Field(
+        default=False,
+        description="Log the finished trajectories as NeMo Gym does, too: the table Rollouts, with the JSON of one "
+        "rollout in each row of its column Rollout, and Gym's statistics of each agent.",
+    )
 
 
 class MlflowTracking(Model):

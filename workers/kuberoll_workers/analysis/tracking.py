@@ -22,8 +22,11 @@ import orjson
 
 from kuberoll_api.model.output import MlflowTracking, Tracking, WandbTracking
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record
+from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
+from kuberoll_workers.analysis.export.writers import json_line
 from kuberoll_workers.analysis.report.make import PAGE
-from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, RunManifest
+from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, MODEL, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
 
 _log = logging.getLogger(__name__)
@@ -109,7 +112,7 @@ def _check_store(uri: str) -> None:
 def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) -> None:
     """Log a run to the job's trackers; a resumed run continues the same tracked run. Never raises.
 
-    A tracker that does not answer is abandoned after two minutes, or after an hour if shards are uploaded.
+    A tracker that does not answer is abandoned after two minutes, or after an hour if trajectories are uploaded.
 
     Args:
         files: The run's output, including its aggregates.
@@ -118,7 +121,8 @@ def log_run(job: RolloutJob, files: RunFiles, *, note: Callable[[str], None]) ->
     tracking = job.spec.output.tracking
     if tracking is None:
         return
-    seconds = _DEADLINE_WITH_SHARDS_SECONDS if tracking.trajectories else _DEADLINE_SECONDS
+    everything = tracking.trajectories or (tracking.wandb is not None and tracking.wandb.nemo_gym_rollouts)
+    seconds = _DEADLINE_WITH_SHARDS_SECONDS if everything else _DEADLINE_SECONDS
     for name, settings, log in (("wandb", tracking.wandb, _log_to_wandb), ("mlflow", tracking.mlflow, _log_to_mlflow)):
         if settings is None:
             continue
@@ -250,6 +254,8 @@ def _log_to_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
     )
     try:
         run.log(_metrics(files))
+        if settings.nemo_gym_rollouts:
+            _log_rollouts(run, files, model=manifest.identity.get(MODEL) or "policy")
         artifact = wandb.Artifact(_name(f"{job.metadata.name}-{name}"), type="rollouts")
         with tempfile.TemporaryDirectory(prefix="kuberoll-") as directory:
             for path in _artifacts(files, Path(directory), shards=tracking.trajectories):
@@ -262,6 +268,22 @@ def _log_to_wandb(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:
         raise
     run.finish()
     return where
+
+
+def _log_rollouts(run: Any, files: RunFiles, *, model: str) -> None:
+    """Log the finished trajectories under the names that NeMo Gym logs its own by; those of the table are in memory."""
+    from wandb import Table
+
+    metrics = GymMetrics()
+    rows: list[list[str]] = []
+    for record in files.trajectories():
+        result = rollout_of_record(record, model=model)
+        metrics.add(result)
+        # It logs no more of a table.
+        if len(rows) < Table.MAX_ROWS:
+            rows.append([json_line(result).decode().rstrip("\n")])
+    run.log({"Rollouts": Table(data=rows, columns=["Rollout"])})
+    run.log(logged(metrics.entries()))
 
 
 def _log_to_mlflow(job: RolloutJob, tracking: Tracking, files: RunFiles) -> str:

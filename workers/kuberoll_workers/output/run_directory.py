@@ -19,6 +19,9 @@ from kuberoll_workers.output.storage import Storage, StorageError
 
 MANIFEST = "manifest.json"
 AGGREGATES = "aggregate_metrics.json"
+MODEL = "generation.model.source"
+"""Path of the model in a manifest's identity."""
+
 _FORMAT = 1
 
 

@@ -24,12 +24,11 @@ from kuberoll_workers.analysis.export.writers import write_document, write_rows
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.output import records
+from kuberoll_workers.output.run_directory import MODEL
 from kuberoll_workers.output.run_files import RunFiles
 
 ENGINE = "generation.engine"
 """Path of the engine's name in a manifest's identity."""
-
-_MODEL = "generation.model.source"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,7 @@ def _export_gym_files(
     force: bool,
 ) -> bool:
     manifest = files.manifest()
-    model = None if manifest is None else manifest.identity.get(_MODEL)
+    model = None if manifest is None else manifest.identity.get(MODEL)
     with tempfile.TemporaryFile(prefix="kuberoll-") as file:
         return write_gym_files(
             path,

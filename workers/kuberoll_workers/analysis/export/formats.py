@@ -53,7 +53,7 @@ FORMATS: Mapping[str, Format] = {
         Format("trl", ("parquet", "jsonl"), trl.row, trl.schema),
         Format("verl", ("parquet", "jsonl"), verl.row, verl.schema),
         Format("nemo-rl", ("jsonl",), nemo_rl.row),
-        Format(NEMO_GYM, ("jsonl",), nemo_gym.row, tool_role=False),
+        Format(NEMO_GYM, ("jsonl",), lambda record, _: nemo_gym.rollout_of_record(record), tool_role=False),
         Format("prime-rl", ("parquet", "jsonl"), prime_rl.row, prime_rl.schema),
         Format("skyrl", ("parquet", "jsonl"), skyrl.row, skyrl.schema),
         Format("slime", ("pt",), slime.row, document=slime.document),

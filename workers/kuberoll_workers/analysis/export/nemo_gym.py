@@ -137,13 +137,9 @@ def failure(record: FailureRecord, given: Mapping[str, Any], *, model: str = "po
     }
 
 
-def row(record: TrajectoryRecord, _role: str) -> dict[str, Any]:
-    """A finished rollout whose input is what the trajectory tells of it.
-
-    Args:
-        _role: Always that of the user: an answer of a tool refers to a call.
-    """
-    return rollout(record, materialized(record, row_of_record(record)))
+def rollout_of_record(record: TrajectoryRecord, *, model: str = "policy") -> dict[str, Any]:
+    """A finished rollout whose input is what the trajectory tells of it."""
+    return rollout(record, materialized(record, row_of_record(record)), model=model)
 
 
 def numbers_of(result: Mapping[str, Any]) -> dict[str, float]:
