@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ from urllib.parse import urlsplit
 import pytest
 
 from kuberoll_api.manifest.loading import load_job
+from kuberoll_workers.analysis.export.nemo_gym import materialized
+from kuberoll_workers.analysis.export.nemo_gym_files import TaskRows
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, encode_line
+from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.dataset.inputs import prompt_groups
 from tests.adapters.libraries.foreign import ROOT, packages, server
 from tests.adapters.libraries.support import run
 from tests.adapters.libraries.test_nemo_gym import REQUIREMENTS, examples
-from tests.local.support import COMMAND
+from tests.local.support import COMMAND, manifest
 from tests.policy.openai_serving import tokenizer_with_ends
 
 pytestmark = pytest.mark.processes
@@ -137,6 +142,14 @@ def test_gym_s_own_commands_read_an_exported_run(tmp_path: Path) -> None:
         (theirs,) = json.loads(metrics.read_text())
         assert_equal_numbers(ours[0], theirs)
 
+        merged = tmp_path / "merged.jsonl"
+        gym(
+            nemo_gym, tmp_path, "eval", "aggregate", "--input-glob", str(rollouts), "--output", str(merged),
+            "+head_server.host=127.0.0.1", f"+head_server.port={urlsplit(head).port}",
+        )  # fmt: skip
+        assert sorted(map(str, read(merged))) == sorted(map(str, read(rollouts)))
+        assert_equal_numbers(ours, json.loads(merged.with_name("merged_aggregate_metrics.json").read_text()))
+
         # Its reward profile is over the tasks' rows.
         profile = ["eval", "profile", "--inputs", str(inputs), "--rollouts", str(rollouts)]
         text = gym(nemo_gym, tmp_path, *profile, "++allow_partial_rollouts=true")
@@ -171,6 +184,46 @@ def test_gym_s_own_commands_read_an_exported_run(tmp_path: Path) -> None:
         for group in prompt_groups(job, base=tmp_path, environment=lambda name: pytest.fail(name))
     ]
     assert sorted(again) == sorted((7 - record.task_index, record.rollout_index) for record in ended)
+
+
+def test_inputs_that_gym_materialized_are_a_dataset(tmp_path: Path) -> None:
+    """With Gym's tasks and rollouts, and its settings; and each of them again as it was."""
+    nemo_gym = packages("nemo-gym-0.4.0", REQUIREMENTS)
+    rows = own_rows(nemo_gym)
+    rows[1]["responses_create_params"].pop("metadata")
+    given = tmp_path / "rows.jsonl"
+    given.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    script = str(Path(__file__).parent / "materialize_nemo_gym.py")
+    python(nemo_gym, tmp_path, [sys.executable, script, str(given), str(tmp_path / "rollouts.jsonl"), "3"])
+    inputs = tmp_path / "rollouts_materialized_inputs.jsonl"
+    materialized_rows = read(inputs)
+    assert len(materialized_rows) == 9
+    environment = {"name": "counter", "type": "nemo_gym", "config": {"url": "http://127.0.0.1:1"}}
+    dataset = {"source": {"uri": str(inputs)}, "repeats": 1}
+    job = load_job(manifest(tmp_path / "job.yaml", environments=[environment], dataset=dataset), ())
+
+    def groups() -> Iterator[PromptGroup]:
+        return prompt_groups(job, base=tmp_path, environment=lambda name: pytest.fail(name))
+
+    read_rows = list(groups())
+    assert [(group.row.task_id, *group.rollout_indexes) for group in read_rows] == [
+        (row["_ng_task_index"], row["_ng_rollout_index"]) for row in materialized_rows
+    ]
+    assert [group.row.sampling for group in read_rows] == [
+        {"temperature": 0.25, **({} if task == 6 else {"top_k": 5})} for task in (7, 6, 5) for _ in range(3)
+    ]
+    with (tmp_path / "tasks").open("w+b") as file:
+        tasks = TaskRows(file, groups())
+        for row in materialized_rows:
+            ended = failed(7 - row["_ng_task_index"], row["_ng_rollout_index"])
+            # Its seed is the only thing that is not the row's.
+            seed = json.loads(row["responses_create_params"]["metadata"]["extra_body"])["seed"]
+            found, number = tasks.of(ended)
+            again = materialized(dataclasses.replace(ended, seed=seed), found, number=number)
+            for one in (again, row):
+                text = one["responses_create_params"]["metadata"].pop("extra_body")
+                one["responses_create_params"]["metadata"]["extra"] = json.loads(text)
+            assert again == row
 
 
 def export(place: Path) -> Path:
