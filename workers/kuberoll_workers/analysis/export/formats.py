@@ -25,7 +25,7 @@ class ExportError(ValueError):
     """The export is impossible with these options; the message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A trainer's format.
 
@@ -48,16 +48,21 @@ class Format:
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("openai-chat", ("jsonl",), chats.openai_row, tool_role=False),
-        Format("sharegpt", ("jsonl",), chats.sharegpt_row),
-        Format("trl", ("parquet", "jsonl"), trl.row, trl.schema),
-        Format("verl", ("parquet", "jsonl"), verl.row, verl.schema),
-        Format("nemo-rl", ("jsonl",), nemo_rl.row),
-        Format(NEMO_GYM, ("jsonl",), lambda record, _: nemo_gym.rollout_of_record(record), tool_role=False),
-        Format("prime-rl", ("parquet", "jsonl"), prime_rl.row, prime_rl.schema),
-        Format("skyrl", ("parquet", "jsonl"), skyrl.row, skyrl.schema),
-        Format("slime", ("pt",), slime.row, document=slime.document),
-        Format("areal", ("parquet", "jsonl"), areal.row, areal.schema),
+        Format(name="openai-chat", containers=("jsonl",), row=chats.openai_row, tool_role=False),
+        Format(name="sharegpt", containers=("jsonl",), row=chats.sharegpt_row),
+        Format(name="trl", containers=("parquet", "jsonl"), row=trl.row, schema=trl.schema),
+        Format(name="verl", containers=("parquet", "jsonl"), row=verl.row, schema=verl.schema),
+        Format(name="nemo-rl", containers=("jsonl",), row=nemo_rl.row),
+        Format(
+            name=NEMO_GYM,
+            containers=("jsonl",),
+            row=lambda record, _: nemo_gym.rollout_of_record(record),
+            tool_role=False,
+        ),
+        Format(name="prime-rl", containers=("parquet", "jsonl"), row=prime_rl.row, schema=prime_rl.schema),
+        Format(name="skyrl", containers=("parquet", "jsonl"), row=skyrl.row, schema=skyrl.schema),
+        Format(name="slime", containers=("pt",), row=slime.row, document=slime.document),
+        Format(name="areal", containers=("parquet", "jsonl"), row=areal.row, schema=areal.schema),
     )
 }
 
