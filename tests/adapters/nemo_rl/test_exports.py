@@ -33,6 +33,18 @@ ARGUMENTS = {
     ),
     "batched_message_log_to_flat_message": "message_log_batch pad_value_dict=None make_sequence_length_divisible_by=1",
     "get_keys_from_message_log": "message_log keys",
+    "run_async_nemo_gym_rollout": (
+        "policy_generation input_batch tokenizer task_to_env generation_config num_generations log_full_result_tables "
+        "max_seq_len=None max_rollout_turns=None greedy=False effort_config=None reward_penalty_config=None "
+        "thinking_tags=None mask_env_flagged_samples=True returns_entire_batch=False sampling_params=None "
+        "deduplicate_multimodal_data=False debug_payload_metrics=False"
+    ),
+    "run_nemo_gym_rollout_sync": (
+        "policy_generation input_batch tokenizer task_to_env generation_config log_full_result_tables "
+        "max_seq_len=None max_rollout_turns=None greedy=False effort_config=None reward_penalty_config=None "
+        "thinking_tags=None sampling_params=None mask_env_flagged_samples=True "
+        "deduplicate_multimodal_data=False debug_payload_metrics=False"
+    ),
 }
 
 
@@ -47,7 +59,8 @@ def test_arguments(name: str) -> None:
 
 
 def test_every_exported_name_is_there() -> None:
-    assert set(nemo_rl.__all__) == {*ARGUMENTS, "BatchedDataDict", "RolloutFailed", "RolloutLimits"}
+    classes = {"BatchedDataDict", "NemoGymRolloutResult", "RolloutFailed", "RolloutLimits"}
+    assert set(nemo_rl.__all__) == {*ARGUMENTS, *classes}
     for name in nemo_rl.__all__:
         assert getattr(nemo_rl, name).__name__ == name
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -364,6 +366,12 @@ def test_turn_limits(run: Any) -> None:
 
 
 @FACES
+def test_no_limit_of_turns(run: Any) -> None:
+    final, _ = roll(run, batch_of({"turns": 12}), max_rollout_turns=None)
+    assert (final["stop_reason"], final["total_reward"].tolist()) == (["terminated"], [12.0])
+
+
+@FACES
 def test_no_turns_leave_the_prompts(run: Any) -> None:
     policy, environment = FakePolicy(), CountingEnvironment()
     final, metrics = roll(run, batch_of({"turns": 2}, {"turns": 1}), policy, environment, max_rollout_turns=0)
@@ -441,6 +449,31 @@ def test_metrics_are_numbers_that_any_logger_takes(run: Any) -> None:
     for batch in (batch_of({"turns": 2}), batch_of()):
         _, metrics = roll(run, batch)
         assert {name: value for name, value in metrics.items() if type(value) not in (int, float)} == {}
+
+
+@FACES
+def test_histograms_and_the_longest_turns(run: Any) -> None:
+    answers = {"pq": "abc", "pqabcobs": "d", "xyz": "ef"}
+    batch = batch_of({"turns": 2}, {"turns": 1}, prompts=["pq", "xyz"])
+    policy = FakePolicy(lambda prompt, stops: answers[prompt])
+    _, metrics = roll(run, batch, policy, histograms=True)
+    assert metrics["histogram/gen_tokens_length"] == [3, 1, 2]
+    assert metrics["histogram/input_tokens_length"] == [2, 8, 3]
+    assert metrics["histogram/total_tokens_length"] == [5, 9, 5]
+    assert [metrics[f"max_gen_tokens_per_turn/{part}"] for part in ("max", "mean", "p95")] == [3, 2.5, 3]
+    _, empty = roll(run, batch_of(), histograms=True)
+    assert empty["histogram/gen_tokens_length"] == []
+    assert math.isnan(empty["max_gen_tokens_per_turn/mean"])
+
+
+@FACES
+def test_histograms_are_there_where_nemo_rl_s_loggers_take_them(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("nemo_rl.utils.logger")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for methods, expected in (({"log_metrics": print}, False), ({"log_histogram": print}, True)):
+        monkeypatch.setattr(module, "Logger", type("Logger", (), methods), raising=False)
+        _, metrics = roll(run, batch_of({"turns": 1}))
+        assert ("histogram/gen_tokens_length" in metrics) is expected
 
 
 @FACES
@@ -593,6 +626,7 @@ async def test_one_sample() -> None:
         "turn_gen_tokens": [3, 3],
         "turn_input_tokens": [2, 8],
         "turn_total_tokens": [5, 11],
+        "max_gen_tokens_per_turn": 3,
     }
     assert policy.greedy == [True, True]
 

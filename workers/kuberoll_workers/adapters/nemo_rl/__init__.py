@@ -9,6 +9,11 @@ from kuberoll_workers.adapters.nemo_rl.generation import (
     generate_responses,
     generate_responses_async,
 )
+from kuberoll_workers.adapters.nemo_rl.gym import (
+    NemoGymRolloutResult,
+    run_async_nemo_gym_rollout,
+    run_nemo_gym_rollout_sync,
+)
 from kuberoll_workers.adapters.nemo_rl.limits import RolloutLimits
 from kuberoll_workers.adapters.nemo_rl.message_logs import (
     batched_message_log_to_flat_message,
@@ -23,6 +28,7 @@ from kuberoll_workers.adapters.nemo_rl.rollout import (
 
 __all__ = [
     "BatchedDataDict",
+    "NemoGymRolloutResult",
     "RolloutFailed",
     "RolloutLimits",
     "async_generate_response_for_sample_turn",
@@ -32,6 +38,8 @@ __all__ = [
     "generate_responses_async",
     "get_keys_from_message_log",
     "run_async_multi_turn_rollout",
+    "run_async_nemo_gym_rollout",
     "run_multi_turn_rollout",
+    "run_nemo_gym_rollout_sync",
     "run_sample_multi_turn_rollout",
 ]

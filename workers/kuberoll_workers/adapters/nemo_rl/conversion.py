@@ -182,10 +182,24 @@ def _reward_column(name: str) -> str:
     return name if name.startswith("reward/") or _REWARD_NUMBER.fullmatch(name) else f"reward/{name}"
 
 
-def _message(message: Mapping[str, Any], where: str) -> Message:
+def refuse_media(messages: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Check that messages are text.
+
+    Raises:
+        ValueError: One has something else; the message names it.
+    """
+    for at, message in enumerate(messages):
+        _refuse_media(message, f"{where}[{at}]")
+
+
+def _refuse_media(message: Mapping[str, Any], where: str) -> None:
     for name, value in message.items():
         if (name in _MULTIMODAL and _holds_something(value)) or type(value).__name__ == _PACKED:
             raise ValueError(f"{where}.{name}: {_TEXT_ONLY}")
+
+
+def _message(message: Mapping[str, Any], where: str) -> Message:
+    _refuse_media(message, where)
     if TOKEN_IDS not in message:
         raise ValueError(f"{where}: token_ids are missing; prompts are tokenized by the dataset")
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from kuberoll_workers.data.failure_causes import FailureCauses
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.tracebacks import location
+
+OnFailure = Literal["mark", "raise"]
+"""Handling of samples that failed permanently."""
 
 
 class RolloutFailed(RuntimeError):

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kuberoll_workers.policy.interface import SamplingParameters
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, Scheduling
 
+_NO_LIMIT = 999999
+"""NeMo RL's default of `max_rollout_turns`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
@@ -35,12 +38,12 @@ class RolloutLimits:
 
 
 def settings_of(
-    limits: RolloutLimits, *, scheduling: Scheduling, batch_size: int, max_turns: int, max_sequence_length: int
+    limits: RolloutLimits, *, scheduling: Scheduling, batch_size: int, max_turns: int | None, max_sequence_length: int
 ) -> RolloutSettings:
     """The loop's settings for one call."""
     everything = scheduling == "Lockstep" or limits.concurrency is None
     return RolloutSettings(
-        max_turns=max_turns,
+        max_turns=_NO_LIMIT if max_turns is None else max_turns,
         max_sequence_length=max_sequence_length,
         concurrency=max(1, batch_size if everything else min(batch_size, limits.concurrency or 1)),
         # The policy's own configuration decides the sampling and the length of responses.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 from kuberoll_workers.adapters.nemo_rl.batched_data_dict import batch_class
 from kuberoll_workers.adapters.nemo_rl.calls import CallerContext, run_sync
@@ -19,8 +19,9 @@ from kuberoll_workers.adapters.nemo_rl.conversion import (
     samples_of,
 )
 from kuberoll_workers.adapters.nemo_rl.environments import open_environments
-from kuberoll_workers.adapters.nemo_rl.failures import RolloutFailed, distinct_tracebacks, summary_of
+from kuberoll_workers.adapters.nemo_rl.failures import OnFailure, RolloutFailed, distinct_tracebacks, summary_of
 from kuberoll_workers.adapters.nemo_rl.limits import RolloutLimits, settings_of
+from kuberoll_workers.adapters.nemo_rl.metrics import lengths_of, loggers_take_histograms, metrics_of
 from kuberoll_workers.adapters.nemo_rl.policies import BatchPolicy, PolicyAdapter, StreamPolicy
 from kuberoll_workers.adapters.nemo_rl.tokenizers import pad_token_of, tokenizer_of
 from kuberoll_workers.data.prompts import Sample
@@ -28,13 +29,10 @@ from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RolloutSettings
-from kuberoll_workers.rollouts.summary import responses, summarize
 from kuberoll_workers.rollouts.trajectory import Trajectory
 from kuberoll_workers.telemetry import RolloutMetrics
 
 log = logging.getLogger(__name__)
-
-OnFailure = Literal["mark", "raise"]
 
 
 def run_multi_turn_rollout(
@@ -43,11 +41,12 @@ def run_multi_turn_rollout(
     tokenizer: Any,
     task_to_env: Mapping[str, Any],
     max_seq_len: int,
-    max_rollout_turns: int = 999999,
+    max_rollout_turns: int | None = 999999,
     greedy: bool = False,
     *,
     on_failure: OnFailure = "mark",
     limits: RolloutLimits | None = None,
+    histograms: bool | None = None,
     deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
 ) -> tuple[Any, dict[str, Any]]:
     """Roll a batch out turn by turn: one `generate` call for all active samples, then one call for each environment.
@@ -61,12 +60,15 @@ def run_multi_turn_rollout(
         tokenizer: Called with texts; has `batch_decode` and `pad_token_id`.
         task_to_env: Environments by task name: Ray actor handles, or objects with a plain or coroutine `step`.
         max_seq_len: Maximum number of tokens per trajectory.
+        max_rollout_turns: None: no limit of their own.
         on_failure: Handling of samples that failed permanently. `mark`: `total_reward` is NaN, `stop_reason` is
             "failed", `failure` has the reason, also logged. `raise`: RolloutFailed, when all samples have ended.
+        histograms: Add the lists of `metrics.metrics_of` to the metrics; None: if NeMo RL is loaded and its loggers
+            take them.
 
     Returns:
         A batch of the input's class that shares no data with it, with the columns of `conversion.batch_of`; and the
-        numeric metrics of `summary.summarize`.
+        numbers of `summary.summarize` and `metrics.turn_metrics`.
 
     Raises:
         ValueError: A task has no environment, or a row cannot be used; nothing was called then.
@@ -86,7 +88,7 @@ def run_multi_turn_rollout(
         policy_generation, greedy=greedy, pad_token_id=pad, batch_type=batch_class(input_batch), caller=caller
     )
     results = run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
-    return _finish(input_batch, results, policy, on_failure)
+    return _finish(input_batch, results, policy, on_failure, histograms)
 
 
 def run_async_multi_turn_rollout(
@@ -95,11 +97,12 @@ def run_async_multi_turn_rollout(
     tokenizer: Any,
     task_to_env: Mapping[str, Any],
     max_seq_len: int,
-    max_rollout_turns: int = 999999,
+    max_rollout_turns: int | None = 999999,
     greedy: bool = False,
     *,
     on_failure: OnFailure = "mark",
     limits: RolloutLimits | None = None,
+    histograms: bool | None = None,
     deduplicate_multimodal_data: bool = False,  # noqa: ARG001 - newer callers pass it; there is only text
 ) -> tuple[Any, dict[str, Any]]:
     """Roll a batch out, each sample at its own pace; arguments and results are those of `run_multi_turn_rollout`.
@@ -126,7 +129,7 @@ def run_async_multi_turn_rollout(
     )
     policy = StreamPolicy(policy_generation, greedy=greedy, pad_token_id=pad, batch_type=batch_class(input_batch))
     results = run_sync(lambda: _run(policy, samples, tokenizer, task_to_env, settings, limits), caller)
-    return _finish(input_batch, results, policy, on_failure)
+    return _finish(input_batch, results, policy, on_failure, histograms)
 
 
 async def run_sample_multi_turn_rollout(
@@ -136,7 +139,7 @@ async def run_sample_multi_turn_rollout(
     tokenizer: Any,
     task_to_env: Mapping[str, Any],
     max_seq_len: int,
-    max_rollout_turns: int = 999999,
+    max_rollout_turns: int | None = 999999,
     greedy: bool = False,
     *,
     limits: RolloutLimits | None = None,
@@ -154,7 +157,8 @@ async def run_sample_multi_turn_rollout(
         The final state: `message_log`, `extra_env_info`, `task_name`, `total_reward` (a float32 tensor without
         dimensions), `reward/<name>` for each named one, `stop_strings`, `idx`, `stop_reason`; and its metrics:
         `turn_count`, `total_tokens`, `assistant_tokens`, `env_tokens`, `terminated`, `truncated`, `max_turns_reached`,
-        `total_reward`, and `turn_gen_tokens`, `turn_input_tokens`, `turn_total_tokens`, lists by turn.
+        `total_reward`, and `turn_gen_tokens`, `turn_input_tokens`, `turn_total_tokens`, lists by turn, and
+        `max_gen_tokens_per_turn`.
 
     Raises:
         AssertionError: The policy does not generate asynchronously.
@@ -177,7 +181,7 @@ async def run_sample_multi_turn_rollout(
         policy_generation, greedy=greedy, pad_token_id=pad_token_of(tokenizer), batch_type=batch_class()
     )
     sample = sample_of(initial_sample_state, sample_idx)
-    if max_rollout_turns < 1:
+    if settings.max_turns < 1:
         trajectory = _without_turns(sample, settings)
     else:
         async with _rollout(policy, [sample], tokenizer, task_to_env, settings, limits) as rollout:
@@ -201,13 +205,7 @@ async def run_sample_multi_turn_rollout(
 
 
 def _sample_metrics(record: TrajectoryRecord) -> dict[str, Any]:
-    written = responses(record.messages)
-    lengths = [len(message.token_ids) for message in written]
-    inputs = [
-        sum(len(earlier.token_ids) for earlier in record.messages[:at])
-        for at, message in enumerate(record.messages)
-        if any(message is response for response in written)
-    ]
+    lengths = lengths_of(record)
     tokens = record.tokens
     return {
         "turn_count": record.turn_count,
@@ -218,9 +216,10 @@ def _sample_metrics(record: TrajectoryRecord) -> dict[str, Any]:
         "truncated": record.stop_reason == "truncated",
         "max_turns_reached": record.stop_reason == "max_turns",
         "total_reward": record.total_reward,
-        "turn_gen_tokens": lengths,
-        "turn_input_tokens": inputs,
-        "turn_total_tokens": [before + length for before, length in zip(inputs, lengths, strict=True)],
+        "turn_gen_tokens": lengths.generated,
+        "turn_input_tokens": lengths.inputs,
+        "turn_total_tokens": lengths.totals,
+        "max_gen_tokens_per_turn": max(lengths.generated, default=0),
     }
 
 
@@ -281,12 +280,15 @@ def _without_turns(sample: Sample, settings: RolloutSettings) -> Trajectory:
 
 
 def _finish(
-    input_batch: Any, results: list[Result], policy: PolicyAdapter, on_failure: OnFailure
+    input_batch: Any,
+    results: list[Result],
+    policy: PolicyAdapter,
+    on_failure: OnFailure,
+    histograms: bool | None,
 ) -> tuple[Any, dict[str, Any]]:
     columns = batch_of(input_batch, results, with_logprobs=policy.gave_logprobs)
     batch = batch_class(input_batch)(columns)
-    # NeMo RL's trainers pass all metrics to loggers of scalars.
-    metrics = {name: value for name, value in summarize(results).items() if isinstance(value, int | float)}
+    metrics = metrics_of(results, histograms=loggers_take_histograms() if histograms is None else histograms)
     failures = [result for result in results if isinstance(result, FailureRecord)]
     if failures:
         summary = summary_of(failures, len(results))
