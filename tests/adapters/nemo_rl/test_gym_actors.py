@@ -74,12 +74,15 @@ from pathlib import Path
 from types import SimpleNamespace
 import ray, torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.nemo_gym import NemoGym
 from nemo_rl.experience import rollouts as theirs
 from kuberoll_workers.adapters import nemo_rl as ours
 
 recorded = json.loads(Path(sys.argv[1]).read_text())
-WINDOW = max(sum(len(m["token_ids"]) for m in e["message_log"]) for e in recorded["expected_output"])
+# As long as the longer rollout, which is truncated therefore.
+WINDOW = max(
+    sum((len(message["token_ids"]) or 2) + 3 + number for message in made["message_log"][::2])
+    for number, made in enumerate(recorded["expected_output"])
+)
 
 class Tokenizer:
     pad_token_id = 0
@@ -87,22 +90,27 @@ class Tokenizer:
     def encode(self, text, *, add_special_tokens): return list(text.encode())
 
 class Actor:
-    # NeMo RL's own processing of responses, of which the recorded rollouts have the tokens.
+    # NeMo RL's own processing of responses, of which the recorded rollouts have the prompts.
     def __init__(self, recorded):
         self.recorded = recorded
     async def run_rollouts(self, rows, timer_prefix, deduplicate=False):
+        # Here, because Ray pickles this class with all that it refers to.
+        from nemo_rl.environments.nemo_gym import NemoGym
+
         process = NemoGym.__ray_metadata__.modified_class._postprocess_nemo_gym_to_nemo_rl_result
         for row in reversed(rows):
             number, seen, output = row["_rowidx"] % len(self.recorded), [], []
             log = self.recorded[number]["message_log"]
-            for user, assistant in zip(log[::2], log[1::2]):
-                seen = seen + user["token_ids"]
+            for user in log[::2]:
+                # The records leave out what was sampled, and the prompts after it.
+                sampled = [7 + len(output)] * (3 + number)
+                seen = seen + (user["token_ids"] or [5, 6])
                 output.append({
                     "type": "message", "content": [{"type": "output_text", "text": f"answer {len(output)}"}],
-                    "prompt_token_ids": seen, "generation_token_ids": assistant["token_ids"],
-                    "generation_log_probs": assistant["generation_logprobs"],
+                    "prompt_token_ids": seen, "generation_token_ids": sampled,
+                    "generation_log_probs": [-0.5] * len(sampled),
                 })
-                seen = seen + assistant["token_ids"]
+                seen = seen + sampled
             response = {
                 "reward": [0.25, 1.0][number], "accuracy": bool(number), "response": {"output": output},
                 "reward_components": {"format": 0.25, "answer": [0.0, 0.75][number]},
@@ -173,7 +181,8 @@ def test_the_same_as_nemo_rl_s_own_functions(tmp_path: Path) -> None:
     theirs, ours = found["theirs"], found["ours"]
     assert ours["input_ids"] == theirs["input_ids"]
     assert ours["type"] == theirs["type"] == "nemo_rl.distributed.batched_data_dict"
-    assert {column: ours["batch"].get(column) for column in theirs["batch"]} == theirs["batch"]
+    for column, expected in theirs["batch"].items():
+        assert ours["batch"][column] == expected, column
     assert set(ours["batch"]) - set(theirs["batch"]) == {"failure", "stop_reason"}
     untimed = {key: value for key, value in theirs["metrics"].items() if not key.startswith("timing/")}
     assert {key: ours["metrics"].get(key) for key in untimed} == pytest.approx(untimed, nan_ok=True)
