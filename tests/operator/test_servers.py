@@ -203,9 +203,11 @@ def test_only_servers_with_access_are_let_in_by_the_policy(backend: str) -> None
         "matchExpressions": [{"key": names.ENVIRONMENT_LABEL, "operator": "In", "values": ["debate"]}],
         "matchLabels": names.selector("puzzle", names.ENVIRONMENT),
     }
-    assert entries == [(selector, [8000])]
+    # With KubeRay, sessions are at ports of the replicas' own.
+    replicas = [{"protocol": "TCP", "port": 30000, "endPort": 31000}] if backend == "KubeRay" else []
+    assert entries == [(selector, [8000, *(port["port"] for port in replicas)])]
     way = {
-        "ports": [{"protocol": "TCP", "port": 8000}],
+        "ports": [{"protocol": "TCP", "port": 8000}, *replicas],
         "to": [{"podSelector": {"matchLabels": names.selector("puzzle", names.GENERATION)}}],
     }
     assert asking["spec"]["egress"][1:] == [way]
