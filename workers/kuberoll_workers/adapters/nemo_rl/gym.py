@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _TIMER = "timing/rollout"
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class NemoGymRolloutResult:
     """Rollouts of one prompt group, or of a whole batch.
 
@@ -240,7 +240,7 @@ def run_nemo_gym_rollout_sync(
     return run_sync(only, CallerContext())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Grouping:
     """What turns the rollouts of some rows into a result."""
 
