@@ -48,7 +48,7 @@ def changed(job: Object, change: dict[str, Any]) -> Object:
 
 _SOURCE = "spec.dataset.source"
 _GENERATOR = {"spec.dataset.source.uri": None, "spec.dataset.source.generator": {"count": 1, "environments": ["math"]}}
-_ONE = "set one of type (a built-in) and entrypoint"
+_ONE = "set one of type (a built-in), entrypoint"
 _TAKEN = 'spec.{}[1]: Duplicate value: {{"{}":"same"}}'
 
 
@@ -72,6 +72,24 @@ REFUSED: dict[str, Contradiction] = {
     "a name that begins with a digit": Contradiction({"metadata.name": "1st"}, "beginning with a letter"),
     "a name with a dot": Contradiction({"metadata.name": "a.b"}, "lowercase letters, digits and dashes"),
     "a name too long": Contradiction({"metadata.name": "a" * 41}, "metadata.name must be at most 40"),
+    "an agent in lockstep": Contradiction(
+        {
+            "spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b"}}],
+            "spec.rollout.scheduling": "Lockstep",
+        },
+        "spec.rollout.scheduling: Invalid value: agents take their turns by themselves",
+    ),
+    "an agent of two kinds": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b", "command": ["c"]}}]},
+        "set one of entrypoint (package.module:function) and command",
+    ),
+    "an agent that is an environment, too": Contradiction(
+        {"spec.environments": [{"name": "math", "type": "math", "agent": {"entrypoint": "a:b"}}]}, _ONE
+    ),
+    "a score of a function": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b", "score": ["c"]}}]},
+        "spec.environments[0].agent.score: Invalid value: is for command",
+    ),
     "External without its endpoint": Contradiction(
         {"spec.generation.backend": "External"},
         "spec.generation.backend: Invalid value: External needs generation",

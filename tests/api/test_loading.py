@@ -178,7 +178,7 @@ MISTAKES = {
         "    - name: mine\n",
         "    - name: mine # here\n      type: math\n",
         "spec.environments[1]",
-        ["set one of type (a built-in) and entrypoint (package.module:Class); found both"],
+        ["set one of type (a built-in), entrypoint (package.module:Class) and agent; found type and entrypoint"],
     ),
     "two sources": (
         "    source:\n",

@@ -80,7 +80,7 @@ def files_beside(job: RolloutJob, base: FilePath, *, include: Sequence[str] = ()
         OSError: A file cannot be read.
     """
     notes = list(_modules_elsewhere(job, base))
-    entrypoints = [environment.entrypoint or "" for environment in job.spec.environments]
+    entrypoints = [environment.own_entrypoint or "" for environment in job.spec.environments]
     found = files_of_modules(base, [entrypoint.partition(":")[0] for entrypoint in entrypoints])
     rows, problems = _rows(job, base)
     found += rows
@@ -103,7 +103,7 @@ def size_text(size: int) -> str:
 
 def _modules_elsewhere(job: RolloutJob, base: FilePath) -> Iterator[Finding]:
     for number, environment in enumerate(job.spec.environments):
-        module = (environment.entrypoint or "").partition(":")[0]
+        module = (environment.own_entrypoint or "").partition(":")[0]
         if not module or module.partition(".")[0] in _OWN_PACKAGES or module_file(base, module) is not None:
             continue
         message = f"there is no module {module} beside the manifest, so the workers' image must have it installed"

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from kuberoll_api.model.agents import Agent
 from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pod_fields import EnvVar, PodTemplate, PullSecret, Toleration
 from kuberoll_api.model.pods import PodOptions, Resources
@@ -211,6 +212,9 @@ LibraryEnvironment = Literal[
 
 EnvironmentType = Literal[BuiltInEnvironment, LibraryEnvironment]
 
+AGENT_TYPE: Final = "agent"
+"""Type of the class that runs an environment's agent; it is not a value of `type`."""
+
 _ASKING: Final = ("judge", "judge_pairs", "reward_model")
 """Built-in environments that ask a served model."""
 
@@ -228,8 +232,14 @@ class Environment(Model):
     entrypoint: Annotated[
         Annotated[str, StringConstraints(pattern=ENTRYPOINT_PATTERN, max_length=512)] | None, IDENTITY
     ] = Field(default=None, description="Your own environment class, `package.module:Class`.")
+    agent: Annotated[Agent | None, OPERATION] = Field(
+        default=None,
+        description="An agent in place of an environment: a function or program with a loop of its own, which calls "
+        "the policy in a session that records its trajectory.",
+    )
     config: Annotated[JsonObject, IDENTITY] = Field(
-        default_factory=dict, description="Argument of the environment's constructor."
+        default_factory=dict,
+        description="Argument of the environment's constructor; an agent finds it in its episode.",
     )
     isolation: Annotated[Literal["Inline", "Process", "Remote"], OPERATION] = Field(
         default="Inline",
@@ -260,7 +270,7 @@ class Environment(Model):
         default=256, ge=1, le=65536, description="Maximum number of trajectories in one call of step."
     )
     step_timeout_seconds: Annotated[Seconds, OPERATION] = Field(
-        default=30.0, description="Maximum duration of one call of step."
+        default=30.0, description="Maximum duration of one call of step; an agent has agent.timeouts."
     )
     repeats: Annotated[int | None, IDENTITY] = Field(
         default=None, ge=1, le=65536, description="Samples per prompt of this environment; absent: dataset.repeats."
@@ -275,9 +285,45 @@ class Environment(Model):
         return self.access.policy or (self.type in ("judge", "judge_pairs") and not named)
 
     @property
+    def needs_endpoint(self) -> bool:
+        """True if the policy must have an endpoint for it; an engine in the worker's own process has none."""
+        return self.uses_policy or self.agent is not None
+
+    @property
     def reaches_policy(self) -> bool:
         """True if its server pods may connect to the policy: the endpoint, and its replicas, as URLs of sessions do."""
-        return self.uses_policy
+        return self.needs_endpoint
+
+    @property
+    def call_seconds(self) -> float:
+        """Maximum duration of one call of the environment; an agent's is its whole episode."""
+        if self.agent is None:
+            return self.step_timeout_seconds
+        # The phases have limits of their own: this one is for agents that do not let themselves be stopped.
+        return self.agent.timeouts.total + 10.0
+
+    @property
+    def call_size(self) -> int:
+        """Maximum number of trajectories in one call of the environment."""
+        return self.max_batch if self.agent is None else 1
+
+    @property
+    def call_spares(self) -> int:
+        """Maximum number of further processes beside calls that take unusually long; agents take long as a rule."""
+        return self.spare_processes if self.agent is None else 0
+
+    @property
+    def own_entrypoint(self) -> str | None:
+        """The user's own code: the environment's entrypoint, or the agent's."""
+        return self.entrypoint if self.agent is None else self.agent.entrypoint
+
+    @property
+    def constructor(self) -> tuple[str | None, str | None, JsonObject]:
+        """Type and entrypoint of the class that is created, of which one is None, and its argument."""
+        if self.agent is None:
+            return self.type, self.entrypoint, self.config
+        agent = self.agent.model_dump(mode="json", by_alias=True)
+        return AGENT_TYPE, None, {"agent": agent, "config": self.config, "variables": [*self.access.variables]}
 
     @property
     def asked_service(self) -> str | None:
@@ -302,11 +348,14 @@ class Environment(Model):
                 "access",
                 "policy",
             )
-        if self.type is None and self.entrypoint is None and self.remote is not None and self.remote.url is not None:
+        kinds = [name for name in ("type", "entrypoint", "agent") if getattr(self, name) is not None]
+        if not kinds and self.remote is not None and self.remote.url is not None:
             return self
-        if (self.type is None) == (self.entrypoint is None):
-            found = "neither" if self.type is None else "both"
-            raise contradiction(f"set one of type (a built-in) and entrypoint (package.module:Class); found {found}")
+        if len(kinds) != 1:
+            found = " and ".join(kinds) or "none"
+            raise contradiction(
+                f"set one of type (a built-in), entrypoint (package.module:Class) and agent; found {found}"
+            )
         if self.asked_service is not None and self.config.get("url") is not None:
             raise contradiction("is a server of the job, and config.url names another; remove one", "config", "service")
         return self

@@ -120,6 +120,10 @@ class RolloutJobSpec(Model):
                     f"the groups of {name} have one sample each, so all their rewards are equal; raise its repeats"
                 )
                 raise contradiction(message, "rollout", "groups", "dropEqualRewards")
+        if self.rollout.scheduling == "Lockstep" and any(item.agent is not None for item in self.environments):
+            raise contradiction(
+                "agents take their turns by themselves; set scheduling: Concurrent", "rollout", "scheduling"
+            )
         if self.weights is not None and self.generation.backend == "External":
             raise contradiction(
                 "is not for backend External, whose weights are managed externally; remove it", "weights"

@@ -14,6 +14,7 @@ from typing import Final
 from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.access import LabelRequirement, PolicyAccess
+from kuberoll_api.model.agents import Agent
 from kuberoll_api.model.dataset import Dataset
 from kuberoll_api.model.environments import OF_THE_TEMPLATE, OF_THE_TEMPLATE_MESSAGE, Environment, EnvironmentServers
 from kuberoll_api.model.generation import Autoscaling, Generation, Sampling
@@ -149,6 +150,11 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "rollout.groups.dropEqualRewards",
         ),
         CelRule(
+            "self.rollout.scheduling != 'Lockstep' || !self.environments.exists(item, has(item.agent))",
+            "agents take their turns by themselves; set scheduling: Concurrent",
+            "rollout.scheduling",
+        ),
+        CelRule(
             "!has(self.weights) || self.generation.backend != 'External'",
             "is not for backend External, whose weights are managed externally; remove it",
             "weights",
@@ -243,10 +249,25 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
     Autoscaling.__name__: (
         CelRule("self.minReplicas <= self.maxReplicas", "must not be more than maxReplicas", "minReplicas"),
     ),
+    Agent.__name__: (
+        CelRule(
+            "has(self.entrypoint) != has(self.command)", "set one of entrypoint (package.module:function) and command"
+        ),
+        *(
+            CelRule(
+                f"!has(self.{name}) || has(self.command)",
+                "is for command; a class at entrypoint has methods of this name",
+                name,
+            )
+            for name in ("setup", "score")
+        ),
+    ),
     Environment.__name__: (
         CelRule(
-            "has(self.type) != has(self.entrypoint) || (!has(self.type) && has(self.remote) && has(self.remote.url))",
-            "set one of type (a built-in) and entrypoint (package.module:Class)",
+            "[has(self.type), has(self.entrypoint), has(self.agent)].filter(given, given).size() == 1 || "
+            "(!has(self.type) && !has(self.entrypoint) && !has(self.agent) && "
+            "has(self.remote) && has(self.remote.url))",
+            "set one of type (a built-in), entrypoint (package.module:Class) and agent",
         ),
         CelRule(
             "!has(self.remote) || self.isolation == 'Remote'",

@@ -121,15 +121,16 @@ def _short(config: EnvironmentPodConfig) -> dict[str, Any]:
 
 
 def _config_of(context: RenderContext, spec: Environment) -> EnvironmentPodConfig:
+    kind, entrypoint, config = spec.constructor
     return EnvironmentPodConfig(
         job=context.name,
         name=spec.name,
-        type=spec.type,
-        entrypoint=spec.entrypoint,
-        config=spec.config,
+        type=kind,
+        entrypoint=entrypoint,
+        config=config,
         processes=spec.processes,
-        spare_processes=spec.spare_processes,
-        step_timeout_seconds=spec.step_timeout_seconds,
+        spare_processes=spec.call_spares,
+        step_timeout_seconds=spec.call_seconds,
         modules=None if server_files(context.job, spec) is None else FILES_DIRECTORY,
         variables=[*spec.access.variables, *policy_access_names(spec)],
         readable_paths=spec.access.readable_paths,
