@@ -12,10 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 from openai import AsyncOpenAI
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kuberoll_workers.serving.engines.interface import Engine
@@ -46,7 +47,7 @@ def tokenizer_with_ends(directory: Path) -> Path:
     return directory
 
 
-def application(routes: OpenAIRoutes, *, key: str | None = None) -> ASGIApp:
+def application(routes: OpenAIRoutes, engine: Engine, *, key: str | None = None) -> ASGIApp:
     sessions = SessionRoutes(routes, replica="replica-1", address=_nowhere)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,6 +56,10 @@ def application(routes: OpenAIRoutes, *, key: str | None = None) -> ASGIApp:
             await JSONResponse({"error": {"message": "who are you?"}}, status_code=401)(scope, receive, send)
             return
         path = request.url.path.rstrip("/")
+        if path in ("/healthz", "/info"):
+            # What a router asks of a replica.
+            await Response(msgspec.json.encode(engine.info()))(scope, receive, send)
+            return
         response = await sessions.handle(request, path) or await routes.handle(request, path)
         if response is None:
             response = JSONResponse({"error": {"message": "there is no such route"}}, status_code=404)
@@ -85,7 +90,9 @@ async def serving_openai(
         template_variables=template_variables,
     )
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(application(routes, key=key), lifespan="off", log_level="error", timeout_keep_alive=600)
+    config = uvicorn.Config(
+        application(routes, engine, key=key), lifespan="off", log_level="error", timeout_keep_alive=600
+    )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     try:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll_workers.data.messages import token_array
+from kuberoll_workers.policy.agent_sessions import SessionSettings
 from kuberoll_workers.serving.openai_api.continuation import Texts
 from kuberoll_workers.serving.openai_api.exchange import Sampled
 from kuberoll_workers.serving.sessions.store import SessionRefused, Sessions
@@ -116,7 +117,7 @@ def clock() -> Clock:
 
 def test_a_closed_session_takes_no_calls_and_keeps_what_it_has(clock: Clock) -> None:
     sessions = Sessions("r", clock=clock)
-    session = sessions.open(10)
+    session = sessions.open(SessionSettings(idle_seconds=10))
     sessions.enter(session.identity).record(sampled([1], [2]))
     assert sessions.close(session.identity) is sessions.close(session.identity)
     with pytest.raises(SessionRefused, match="is closed") as refused:
@@ -134,7 +135,7 @@ def test_a_closed_session_takes_no_calls_and_keeps_what_it_has(clock: Clock) -> 
 
 def test_an_idle_session_closes_and_its_trajectories_stay_for_a_while(clock: Clock) -> None:
     sessions = Sessions("r", clock=clock)
-    session = sessions.open(10)
+    session = sessions.open(SessionSettings(idle_seconds=10))
     clock.now = 9
     sessions.enter(session.identity).record(sampled([1], [2]))
     clock.now = 18

@@ -79,9 +79,11 @@ class ExactClient:
         exchange.continuity = continuity
         if continuity == "realigned":
             prompt = {**prompt, "prompt_token_ids": ids.tolist()}
-        if exchange.record is not None and params.logprobs is None:
-            # Of the sampled tokens; the answer has none that were not asked for.
-            params.logprobs = 0
+        if exchange.recorded is not None:
+            exchange.recorded.admit(params, len(ids))
+            if params.logprobs is None:
+                # Of the sampled tokens; the answer has none that were not asked for.
+                params.logprobs = 0
         began = time.time()
         parts: dict[int, _Response] = {}
         async for output in self._client.generate(prompt, params, request_id, **options):
@@ -97,8 +99,8 @@ class ExactClient:
                 end = response.ids[-1] if response.ids and self._ends(response.ids[-1], sequence.stop_reason) else None
                 sampled = token_array(response.ids)
                 self._memory.remember(session, Generated(rendered=rendered, ids=ids + sampled, read=len(ids), end=end))
-                if exchange.record is not None:
-                    exchange.record(
+                if exchange.recorded is not None:
+                    exchange.recorded.record(
                         Sampled(
                             prompt=ids,
                             response=sampled,
@@ -108,6 +110,7 @@ class ExactClient:
                             continuity=continuity,
                             began=began,
                             ended=time.time(),
+                            chat=exchange.chat,
                         )
                     )
             yield output

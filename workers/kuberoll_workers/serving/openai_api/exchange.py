@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kuberoll_workers.serving.openai_api.continuation import Continuity
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+ChatMessage = dict[str, Any]
+"""A message in OpenAI's form: role, content (text), `tool_calls` or `tool_call_id`."""
 
 VersionSpans = list[tuple[str, int, int]]
 
@@ -25,6 +31,7 @@ class Sampled:
         finish_reason: `stop`, `length`, or what else the engine says.
         continuity: How the prompt relates to what was sampled before in the session.
         began, ended: Unix times, seconds.
+        chat: Messages of the request; None: it has none.
     """
 
     prompt: array[int]
@@ -35,6 +42,33 @@ class Sampled:
     continuity: Continuity
     began: float
     ended: float
+    chat: Sequence[ChatMessage] | None = None
+
+
+class RecordedSession(Protocol):
+    """A session whose responses are recorded, with limits and defaults of its own."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def record(self, sampled: Sampled) -> None:
+        """Store a response that has ended."""
+        ...
+
+    def admit(self, params: SamplingParams, prompt: int) -> None:
+        """Admit a call, and set what the session decides in its parameters.
+
+        Args:
+            prompt: Length of its prompt, tokens.
+
+        Raises:
+            ValueError: The session takes no such call; the caller reads the message.
+        """
+        ...
+
+    def complete(self, path: str, body: dict[str, Any]) -> bool:
+        """Set fields that a request's body leaves to the session; True if there are any."""
+        ...
 
 
 class Exchange:
@@ -42,14 +76,21 @@ class Exchange:
 
     Attributes:
         session: Session of the request; None: it names none.
+        recorded: The session, if its responses are recorded.
+        chat: Messages of the request; None: it has none.
         calls: Of each call of the engine, in order: version spans of its sequences, by their index.
         continuity: How the prompt relates to what was generated before in its session; None: not known yet.
-        record: Called with each response when it has ended; None: nothing is recorded.
     """
 
-    def __init__(self, session: str | None, record: Callable[[Sampled], None] | None = None) -> None:
+    def __init__(
+        self,
+        session: str | None,
+        recorded: RecordedSession | None = None,
+        chat: Sequence[ChatMessage] | None = None,
+    ) -> None:
         self.session = session
-        self.record = record
+        self.recorded = recorded
+        self.chat = chat
         self.calls: list[dict[int, VersionSpans]] = []
         self.continuity: Continuity | None = None
 

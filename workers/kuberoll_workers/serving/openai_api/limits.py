@@ -58,7 +58,7 @@ class Abilities:
     parses_calls: bool
 
 
-def check_request(body: bytes, abilities: Abilities) -> Mapping[str, Any]:
+def check_request(body: bytes, abilities: Abilities) -> dict[str, Any]:
     """Check a request's body; return it decoded.
 
     Raises:

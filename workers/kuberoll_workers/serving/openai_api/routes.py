@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -18,8 +18,9 @@ from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.executor import BoundedExecutor
+from kuberoll_workers.serving.openai_api.chats import chat_of
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Texts
-from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, Sampled
+from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, RecordedSession
 from kuberoll_workers.serving.openai_api.limits import Abilities, InvalidRequest, check_request
 
 if TYPE_CHECKING:
@@ -99,15 +100,13 @@ class OpenAIRoutes:
         request: Request,
         path: str,
         *,
-        session: str | None = None,
-        record: Callable[[Sampled], None] | None = None,
+        session: RecordedSession | None = None,
     ) -> Response | None:
         """Respond to a request; None if it is for another route.
 
         Args:
             path: The request's path, without a slash at its end and without that of its session.
-            session: Session of the request; None: that which its header names, if it has one.
-            record: Called with each response when it has ended.
+            session: Session of the request; None: that which its header names, if it has one, unrecorded.
         """
         if request.method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
             # The only route that vLLM need not be imported for: clients ask it before anything else.
@@ -119,15 +118,21 @@ class OpenAIRoutes:
         try:
             opened = await self._open()
             body = await read_body(request)
+            chat = None
             if request.method == "POST":
-                await self._check(body, opened.abilities)
+                fields = await self._check(body, opened.abilities)
+                if session is not None:
+                    chat = chat_of(path, fields)
+                    if session.complete(path, fields):
+                        body = msgspec.json.encode(fields)
         except InvalidRequest as error:
             return _error(error.status, str(error), param=error.param)
         except BodyRefused as error:
             return _error(error.status, str(error))
         except PolicyUnavailable as error:
             return _error(503, str(error))
-        EXCHANGE.set(Exchange(session or request.headers.get(SESSION_HEADER), record))
+        name = request.headers.get(SESSION_HEADER) if session is None else session.identity
+        EXCHANGE.set(Exchange(name, session, chat))
         return Mounted(opened.application, body, path=path)
 
     def _models(self, name: str) -> Response:
@@ -154,15 +159,19 @@ class OpenAIRoutes:
         return list(dict.fromkeys((self._model, self._engine.info().model)))
 
     @property
+    def model(self) -> str:
+        """The model's name for callers."""
+        return self._model
+
+    @property
     def texts(self) -> Texts | None:
         """Conversions of the model; None before the first request."""
         return self._texts
 
-    async def _check(self, body: bytes, abilities: Abilities) -> None:
+    async def _check(self, body: bytes, abilities: Abilities) -> dict[str, Any]:
         if len(body) <= _SHORT_BYTES:
-            check_request(body, abilities)
-        else:
-            await self._executor.run(check_request, body, abilities)
+            return check_request(body, abilities)
+        return await self._executor.run(check_request, body, abilities)
 
     async def _open(self) -> _Opened:
         async with self._opening:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kuberoll_workers.policy.agent_sessions import SessionSettings
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.openai_api import OpenAIRoutes
-from kuberoll_workers.serving.sessions.store import IDLE_SECONDS, MAX_IDLE_SECONDS, SessionRefused, Sessions
+from kuberoll_workers.serving.sessions.store import SessionRefused, Sessions
 from kuberoll_workers.serving.sessions.trajectories import trajectories
 
 if TYPE_CHECKING:
@@ -19,16 +20,6 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "/sessions"
 _MAX_BODY_BYTES: Final = 64 << 10
-
-
-class OpenRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST /sessions`.
-
-    Attributes:
-        idle_seconds: Time without a call after which the session is closed.
-    """
-
-    idle_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_IDLE_SECONDS)] = IDLE_SECONDS
 
 
 class SessionRoutes:
@@ -61,8 +52,7 @@ class SessionRoutes:
             if not identity:
                 return await self._open(request) if request.method == "POST" else None
             if inner:
-                session = self._sessions.enter(identity)
-                return await self._api.handle(request, inner, session=identity, record=session.record)
+                return await self._api.handle(request, inner, session=self._sessions.enter(identity))
             if request.method == "GET":
                 return _json(200, self._sessions.find(identity).state())
             if request.method == "DELETE":
@@ -79,10 +69,10 @@ class SessionRoutes:
     async def _open(self, request: Request) -> Response:
         body = await read_body(request, max_bytes=_MAX_BODY_BYTES)
         try:
-            asked = msgspec.json.decode(body or b"{}", type=OpenRequest)
+            settings = msgspec.json.decode(body or b"{}", type=SessionSettings)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _error(400, "BadRequest", f"the body: {error}")
-        session = self._sessions.open(asked.idle_seconds)
+        session = self._sessions.open(settings)
         base = await self._address() or str(request.base_url).rstrip("/")
         url = f"{base}{PREFIX}/{session.identity}"
         return _json(
@@ -93,6 +83,7 @@ class SessionRoutes:
                 "openai_base_url": f"{url}/v1",
                 "anthropic_base_url": url,
                 "token": session.token,
+                "model": self._api.model,
                 "idle_seconds": session.idle_seconds,
             },
         )

@@ -7,15 +7,19 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from kuberoll_workers.policy.agent_sessions import SessionSettings
 from kuberoll_workers.serving.openai_api.exchange import Sampled
+from kuberoll_workers.serving.sessions.limits import CallLimits
 from kuberoll_workers.serving.sessions.tree import CallTree
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 IDLE_SECONDS: Final = 3600.0
 """Time without a call after which a session is closed, unless it asks for another."""
 
-MAX_IDLE_SECONDS: Final = 86_400.0
 MAX_SESSIONS: Final = 4096
 MAX_CALLS: Final = 4096
 """Maximum number of responses of one session."""
@@ -44,12 +48,13 @@ class Session:
         opened: Unix time, seconds.
     """
 
-    def __init__(self, identity: str, *, idle_seconds: float, now: float) -> None:
+    def __init__(self, identity: str, settings: SessionSettings, *, now: float) -> None:
         self.identity = identity
         self.token = secrets.token_urlsafe(32)
         self.opened = now
         self.tree = CallTree()
-        self.idle_seconds = idle_seconds
+        self.idle_seconds = IDLE_SECONDS if settings.idle_seconds is None else settings.idle_seconds
+        self.limits = CallLimits(settings)
         self.last_used = now
         self.closed_at: float | None = None
 
@@ -57,6 +62,14 @@ class Session:
         """Store a response, unless the session was closed before it ended."""
         if self.closed_at is None:
             self.tree.add(sampled)
+
+    def admit(self, params: SamplingParams, prompt: int) -> None:
+        """See `CallLimits.admit`."""
+        self.limits.admit(params, prompt)
+
+    def complete(self, path: str, body: dict[str, Any]) -> bool:
+        """See `CallLimits.complete`."""
+        return self.limits.complete(path, body)
 
     def state(self) -> dict[str, Any]:
         """Its state as plain values."""
@@ -66,6 +79,7 @@ class Session:
             "closed": self.closed_at is not None,
             "opened_at": self.opened,
             "calls": len(calls),
+            "refused": self.limits.refused,
             "paths": sum(1 for _ in self.tree.leaves()),
             "tokens": self.tree.tokens,
             "continuity": dict(Counter(call.sampled.continuity for call in calls)),
@@ -97,8 +111,8 @@ class Sessions:
         self._most_sessions, self._most_calls, self._most_tokens = sessions, calls, tokens
         self._sessions: dict[str, Session] = {}
 
-    def open(self, idle_seconds: float = IDLE_SECONDS) -> Session:
-        """Open a session.
+    def open(self, settings: SessionSettings | None = None) -> Session:
+        """Open a session; `settings` None: without limits and defaults of its own.
 
         Raises:
             SessionRefused: There are too many.
@@ -106,7 +120,8 @@ class Sessions:
         self._forget()
         if len(self._sessions) >= self._most_sessions:
             raise SessionRefused(429, f"{len(self._sessions):,} sessions are open or were closed recently; retry later")
-        session = Session(f"{self._prefix}-{secrets.token_hex(12)}", idle_seconds=idle_seconds, now=self._clock())
+        name = f"{self._prefix}-{secrets.token_hex(12)}"
+        session = Session(name, settings or SessionSettings(), now=self._clock())
         self._sessions[session.identity] = session
         return session
 

@@ -17,7 +17,8 @@ def trajectories(session: Session, texts: Texts | None) -> list[dict[str, Any]]:
     Its `messages` have `token_ids`; the ids of all of them, one after the other, are what the model read and sampled.
     Messages of role `assistant` were sampled, with `logprobs` and `policy_versions`; `learn` is false where another
     trajectory of the session has the same response, so that no response is learned from twice; their `tool_calls` are
-    what the job's parser reads in them. Messages of role `context` were only read.
+    what the job's parser reads in them. Messages of role `context` were only read; their `chat` has the messages of the
+    request that they were made of.
 
     Args:
         texts: Conversions of the model; None: nothing was sampled yet.
@@ -55,7 +56,7 @@ def _message(session: Session, segment: Segment, texts: Texts) -> dict[str, Any]
         "token_ids": segment.token_ids.tolist(),
     }
     if segment.call is None:
-        return message
+        return message if segment.chat is None else {**message, "chat": list(segment.chat)}
     call: Call = session.tree.calls[segment.call]
     ended = segment.token_ids[-1] == texts.end
     _, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content)
@@ -64,5 +65,6 @@ def _message(session: Session, segment: Segment, texts: Texts) -> dict[str, Any]
         "logprobs": call.sampled.logprobs.tolist(),
         "policy_versions": [list(span) for span in call.sampled.versions],
         "learn": segment.learn,
+        "finish_reason": call.sampled.finish_reason,
         **({"tool_calls": calls} if calls else {}),
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.serving.openai_api.exchange import Sampled
+from kuberoll_workers.serving.openai_api.chats import added_messages
+from kuberoll_workers.serving.openai_api.exchange import ChatMessage, Sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +20,16 @@ class Call:
     Attributes:
         parent: Index of the call whose prompt and response this one's prompt begins with; None: of no other.
         read: Ids of the prompt after those of the parent.
-        sampled: The response; its `prompt` is empty.
+        sampled: The response; its `prompt` is empty, and its `chat` None.
+        chat: Messages of the request that the parent's did not have; None: unknown.
+        chat_length: Number of all messages of the request.
     """
 
     parent: int | None
     read: array[int]
     sampled: Sampled
+    chat: Sequence[ChatMessage] | None = None
+    chat_length: int = 0
 
 
 class Segment(NamedTuple):
@@ -34,11 +39,13 @@ class Segment(NamedTuple):
         token_ids: Its ids.
         call: Index of the call that sampled them; None: the model only read them.
         learn: False for what was only read, and for a response that an earlier path has, too.
+        chat: Messages that were read; None: unknown.
     """
 
     token_ids: array[int]
     call: int | None
     learn: bool
+    chat: Sequence[ChatMessage] | None = None
 
 
 class CallTree:
@@ -54,7 +61,16 @@ class CallTree:
     def add(self, sampled: Sampled) -> Call:
         """Add a response below the longest call that its prompt begins with."""
         parent, begun = self._parent(sampled.prompt)
-        call = Call(parent=parent, read=sampled.prompt[begun:], sampled=replace(sampled, prompt=token_array()))
+        chat = sampled.chat
+        if chat is not None and parent is not None:
+            chat = added_messages(chat, self.calls[parent].chat_length)
+        call = Call(
+            parent=parent,
+            read=sampled.prompt[begun:],
+            sampled=replace(sampled, prompt=token_array(), chat=None),
+            chat=chat or None,
+            chat_length=len(sampled.chat or ()),
+        )
         whole = sampled.prompt + sampled.response
         # The first of several equal responses gets the children: which one the agent went on with is not known.
         self._ends.setdefault(_digest(whole), len(self.calls))
@@ -82,7 +98,7 @@ class CallTree:
         for index in reversed(chain):
             call = self.calls[index]
             if call.read:
-                yield Segment(call.read, None, learn=False)
+                yield Segment(call.read, None, learn=False, chat=call.chat)
             if call.sampled.response:
                 yield Segment(call.sampled.response, index, learn=index not in learned)
             learned.add(index)

@@ -1,0 +1,124 @@
+"""Sessions of agents as a worker sees them: their settings, their addresses, and what was sampled in them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Protocol, runtime_checkable
+
+import msgspec
+
+from kuberoll_workers.policy.interface import MAX_SEED, SamplingParameters
+
+MAX_IDLE_SECONDS: Final = 86_400.0
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class SessionSettings(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Settings of a session.
+
+    Attributes:
+        idle_seconds: Time without a call after which it is closed; None: the replica's default.
+        sampling: For calls that do not set these themselves; None: the API's defaults.
+        seed: Seed of all its calls: those that set none get one of their own from it.
+        max_calls: Number of responses after which calls are refused; None: the replica's own limit.
+        max_sequence_length: Maximum number of tokens of a prompt with its response; None: the engine's window.
+    """
+
+    idle_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_IDLE_SECONDS)] | None = None
+    sampling: SamplingParameters | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
+    max_calls: _Count | None = None
+    max_sequence_length: _Count | None = None
+
+
+class AgentSession(msgspec.Struct, kw_only=True, frozen=True):
+    """An open session.
+
+    Attributes:
+        url: Where it is closed.
+        token: Opens it, and nothing else.
+    """
+
+    id: str
+    url: str
+    openai_base_url: str
+    anthropic_base_url: str
+    token: str
+    model: str
+
+
+class SessionMessage(msgspec.Struct, kw_only=True, frozen=True):
+    """One part of a path.
+
+    Attributes:
+        role: `assistant` was sampled; `context` was only read.
+        learn: False for what was only read, and for a response that an earlier path has, too.
+        chat: The chat messages that a context was made of; None: unknown.
+    """
+
+    role: str
+    content: str
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    policy_versions: list[tuple[str, int, int]] = []
+    learn: bool = False
+    tool_calls: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    chat: list[dict[str, Any]] | None = None
+
+
+class SessionTiming(msgspec.Struct, kw_only=True, frozen=True):
+    """Times of the calls of a path, in seconds; `ended_at` are Unix times."""
+
+    generation_seconds: list[float]
+    ended_at: list[float]
+
+
+class SessionPath(msgspec.Struct, kw_only=True, frozen=True):
+    """A path from a root of a session's calls to a leaf."""
+
+    messages: list[SessionMessage]
+    timing: SessionTiming
+    continuity: dict[str, int] = {}
+
+
+class ClosedSession(msgspec.Struct, kw_only=True, frozen=True):
+    """What was sampled in a session.
+
+    Attributes:
+        opened_at: Unix time, seconds.
+        refused: Number of calls that were refused for `max_calls` or `max_sequence_length`.
+        continuity: Number of calls by how they continued others.
+        trajectories: In the order of their leaves.
+    """
+
+    opened_at: float
+    calls: int
+    refused: int = 0
+    continuity: dict[str, int] = {}
+    trajectories: list[SessionPath]
+
+
+@runtime_checkable
+class AgentPolicy(Protocol):
+    """A policy that agents can call by themselves."""
+
+    async def open_session(self, session_id: str, settings: SessionSettings) -> AgentSession:
+        """Open a session for an agent, at the best replica.
+
+        Args:
+            session_id: Of the trajectory, as in `GenerationRequest`.
+
+        Raises:
+            PolicyUnavailable: It failed several times although the replicas are healthy.
+            PolicyRefused: The policy has no sessions.
+        """
+        ...
+
+    async def close_session(self, session: AgentSession) -> ClosedSession:
+        """Close a session; returns what was sampled in it.
+
+        Raises:
+            PolicyUnavailable: The replica is gone, and with it what was sampled.
+        """
+        ...
