@@ -25,7 +25,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert set(row) == {
         "task_index", "rollout_index", "task_name", "idx", "messages", "total_reward", "rewards", "stop_reason",
         "turn_count", "tokens", "timing", "metadata", "seed", "attempt", "reward_parts", "answer", "token_source",
-        "group_reward", "tools",
+        "group_reward", "tools", "branches", "continuity",
     }  # fmt: skip
     assert (row["task_index"], row["rollout_index"], row["task_name"]) == (3, 1, "env")
     assert (row["total_reward"], row["rewards"], row["stop_reason"], row["turn_count"]) == (1.0, [1.0], "terminated", 1)
@@ -34,7 +34,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert [(part["name"], part["values"]) for part in row["reward_parts"]] == list(parts.items())
     assert (row["answer"], row["seed"], row["attempt"], row["token_source"]) == ("42", 2**63 - 1, 0, "engine")
     assert row["group_reward"] == 0.5
-    assert row["tools"] is None
+    assert row["tools"] is row["branches"] is row["continuity"] is None
     user, assistant = row["messages"]
     assert user["fields"] is None
     assert (user["role"], user["content"], user["token_ids"], user["logprobs"]) == ("user", "hi", [1, 2], None)
@@ -52,6 +52,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lacking",
     [
+        (),
         ("tools",),
         ("tools", "group_reward"),
         ("tools", "group_reward", "ended_at"),
@@ -70,10 +71,13 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, 
         [(name, pyarrow.list_(pyarrow.float64())) for name in ("generation_seconds", "environment_seconds")]
     )
     schema, rows = table.schema, table.to_pylist()
-    messages = schema.field("messages").type.value_type
-    plain = pyarrow.list_(pyarrow.struct([part for part in messages if part.name != "fields"]))
-    schema = schema.set(schema.get_field_index("messages"), pyarrow.field("messages", plain))
-    schema = schema.remove(schema.get_field_index("tools"))
+    for name in ("branches", "continuity"):
+        schema = schema.remove(schema.get_field_index(name))
+    if "tools" in lacking:
+        messages = schema.field("messages").type.value_type
+        plain = pyarrow.list_(pyarrow.struct([part for part in messages if part.name != "fields"]))
+        schema = schema.set(schema.get_field_index("messages"), pyarrow.field("messages", plain))
+        schema = schema.remove(schema.get_field_index("tools"))
     if "group_reward" in lacking:
         schema = schema.remove(schema.get_field_index("group_reward"))
     if "ended_at" in lacking:

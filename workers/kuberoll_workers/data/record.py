@@ -64,6 +64,21 @@ class Timing:
 
 
 @dataclass(slots=True)
+class Branch:
+    """A further path of an agent's trajectory: it forked from another, or began with a prompt of its own.
+
+    Attributes:
+        messages: From its root, as a trajectory's.
+        learn: Numbers of the responses in `messages` that no earlier path of the trajectory has.
+        timing: Of its turns; those that another path has, too, are in both.
+    """
+
+    messages: list[Message]
+    learn: list[int]
+    timing: Timing
+
+
+@dataclass(slots=True)
 class TrajectoryRecord:
     """A finished trajectory in its stored form.
 
@@ -71,7 +86,8 @@ class TrajectoryRecord:
     if it does not score groups); they sum to `total_reward`. `reward_parts` holds the components that an environment
     names, each with one entry per turn. `token_source` is `reencoded` if that holds for any turn; stored lines omit it
     if it is `engine` and there are no `tools`. `tools` are those that were rendered in the prompt; lines omit them if
-    there are none.
+    there are none. Of an agent's trajectory, `branches` are the paths beside this one, which has the first response,
+    and `continuity` counts all its calls by how they continued others; other lines omit both.
     """
 
     task_index: int
@@ -93,6 +109,8 @@ class TrajectoryRecord:
     group_reward: float | None = None
     token_source: TokenSource = "engine"
     tools: list[dict[str, Any]] | None = None
+    branches: list[Branch] | None = None
+    continuity: dict[str, int] | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -226,6 +244,23 @@ class Unstorable(ValueError):
     """A record contains something that a line of JSON cannot restore; the message names its path."""
 
 
+def encode_branches(branches: Sequence[Branch]) -> bytes:
+    """The branches of a stored trajectory as JSON, from which `decode_branches` restores them."""
+    return orjson.dumps(branches, default=_arrays, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def decode_branches(text: bytes | str) -> list[Branch]:
+    """The branches of `encode_branches`.
+
+    Raises:
+        msgspec.DecodeError: They are none.
+    """
+    branches = msgspec.json.decode(text, type=list[Branch])
+    for branch, further in zip(branches, msgspec.json.decode(text, type=list[_MessageFields]), strict=True):
+        branch.messages = _with_fields(branch.messages, further.messages)
+    return branches
+
+
 def _arrays(value: object) -> object:
     """orjson writes numpy arrays at C speed and float32 in its shortest form; `array` shares its memory with one."""
     if isinstance(value, array):
@@ -233,6 +268,7 @@ def _arrays(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_NO_AGENT = b',"branches":null,"continuity":null}\n'
 _NO_TOOLS = b',"tools":null}\n'
 _ENGINE_TOKENS = b',"token_source":"engine"}\n'
 
@@ -249,8 +285,12 @@ def encode_line(record: AnyRecord) -> bytes:
         line = orjson.dumps(record, default=_arrays, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
     except (NotPlain, TypeError) as error:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
+    # orjson writes every field; these are the last, and their usual values are omitted.
+    if isinstance(record, TrajectoryRecord):
+        if not line.endswith(_NO_AGENT):
+            return line
+        line = line.removesuffix(_NO_AGENT) + b"}\n"
     if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is None:
-        # orjson writes every field; these are the last, and their usual values are omitted.
         line = line.removesuffix(_NO_TOOLS) + b"}\n"
         if record.token_source == "engine":
             return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
@@ -263,6 +303,8 @@ def _checked(record: AnyRecord) -> AnyRecord:
     if metadata is not record.metadata:
         record = replace(record, metadata=metadata)
     _check_messages(record.messages)
+    for branch in (isinstance(record, TrajectoryRecord) and record.branches) or ():
+        _check_messages(branch.messages)
     if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is not None:
         plain(record.tools, "tools")
     if isinstance(record, TurnRecord):
@@ -371,6 +413,8 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
         _check_lengths(record.messages, where)
     if _FIELDS in line:
         record.messages = _extended(record.messages, line, where)
+        if isinstance(record, TrajectoryRecord) and record.branches:
+            _extend_branches(record.branches, line)
     return record
 
 
@@ -392,10 +436,24 @@ def _extended(messages: Sequence[Message], line: bytes, where: str) -> list[Mess
         further = msgspec.json.decode(line, type=_MessageFields).messages
     except msgspec.ValidationError as error:
         raise RecordError(f"{where}: {error}") from error
+    return _with_fields(messages, further)
+
+
+def _with_fields(messages: Sequence[Message], further: Sequence[_FieldsOnly]) -> list[Message]:
     return [
         message if more.fields is None else ExtendedMessage(**_arguments(message), fields=more.fields)
         for message, more in zip(messages, further, strict=True)
     ]
+
+
+class _BranchFields(msgspec.Struct):
+    branches: list[_MessageFields]
+
+
+def _extend_branches(branches: Sequence[Branch], line: bytes) -> None:
+    found = msgspec.json.decode(line, type=_BranchFields).branches
+    for branch, further in zip(branches, found, strict=True):
+        branch.messages = _with_fields(branch.messages, further.messages)
 
 
 def _arguments(message: Message) -> dict[str, Any]:

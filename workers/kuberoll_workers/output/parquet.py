@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, ExtendedMessage, Message, message_of, token_array
-from kuberoll_workers.data.record import RecordError, Timing, TokenCounts, TrajectoryKey, TrajectoryRecord
+from kuberoll_workers.data.record import (
+    RecordError,
+    Timing,
+    TokenCounts,
+    TrajectoryKey,
+    TrajectoryRecord,
+    decode_branches,
+    encode_branches,
+)
 
 if TYPE_CHECKING:
     import pyarrow
 
 _ROWS = 512
 _GROUP_TOKENS = 1 << 20
-_NAMED = {"idx", "metadata", "tools"}
+_NAMED = {"idx", "metadata", "tools", "branches", "continuity"}
 """Columns with arbitrary JSON values, stored as JSON text."""
-_NULLABLE = {"seed", "answer", "group_reward", "tools"}
+_NULLABLE = {"seed", "answer", "group_reward", "tools", "branches", "continuity"}
 _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 
 
@@ -28,7 +36,8 @@ _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 def schema() -> pyarrow.Schema:
     """Columns of a file; `reward_parts` is a list of names and values by turn.
 
-    `idx`, `metadata`, `tools` and a message's `fields` are JSON texts, the last two null where there are none.
+    `idx`, `metadata`, `tools`, `branches`, `continuity` and a message's `fields` are JSON texts, all but the first two
+    null where there are none.
     """
     import pyarrow as pa
 
@@ -70,6 +79,8 @@ def schema() -> pyarrow.Schema:
             ("token_source", pa.string()),
             ("group_reward", pa.float64()),
             ("tools", pa.string()),
+            ("branches", pa.string()),
+            ("continuity", pa.string()),
         ]
     )
 
@@ -81,12 +92,20 @@ def _known_schemas() -> list[pyarrow.Schema]:
 
     messages = schema().get_field_index("messages")
     plain = pa.list_(pa.struct([part for part in schema().field(messages).type.value_type if part.name != "fields"]))
-    without_tools = schema().remove(len(schema()) - 1).set(messages, pa.field("messages", plain))
+    without_agents = schema().remove(len(schema()) - 1).remove(len(schema()) - 2)
+    without_tools = without_agents.remove(len(without_agents) - 1).set(messages, pa.field("messages", plain))
     place = schema().get_field_index("timing")
     times = pa.struct([(name, pa.list_(pa.float64())) for name in _TIMES[:-1]])
     without_groups = without_tools.remove(len(without_tools) - 1)
     without_ends = without_groups.set(place, pa.field("timing", times))
-    return [schema(), without_tools, without_groups, without_ends, without_ends.remove(len(without_ends) - 1)]
+    return [
+        schema(),
+        without_agents,
+        without_tools,
+        without_groups,
+        without_ends,
+        without_ends.remove(len(without_ends) - 1),
+    ]
 
 
 def write_parquet(path: Path, records: Iterable[TrajectoryRecord]) -> int:
@@ -168,6 +187,8 @@ def _row(record: TrajectoryRecord) -> dict[str, Any]:
         "idx": orjson.dumps(record.idx).decode(),
         "metadata": orjson.dumps(record.metadata).decode(),
         "tools": None if record.tools is None else orjson.dumps(record.tools).decode(),
+        "branches": None if record.branches is None else encode_branches(record.branches).decode(),
+        "continuity": None if record.continuity is None else orjson.dumps(record.continuity).decode(),
         "messages": [_message_row(message) for message in record.messages],
         "tokens": {name: getattr(record.tokens, name) for name in ("prompt", "generated", "environment")},
         "timing": {name: getattr(record.timing, name) for name in _TIMES},
@@ -201,6 +222,8 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
             "idx": orjson.loads(row["idx"]),
             "metadata": orjson.loads(row["metadata"]),
             "tools": None if row.get("tools") is None else orjson.loads(row["tools"]),
+            "branches": None if row.get("branches") is None else decode_branches(row["branches"]),
+            "continuity": None if row.get("continuity") is None else orjson.loads(row["continuity"]),
             "messages": [_message(message) for message in row["messages"]],
             "tokens": TokenCounts(**row["tokens"]),
             "timing": Timing(**row["timing"]),
