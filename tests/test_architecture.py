@@ -32,8 +32,8 @@ API_NEEDS = {
 
 # Dataclasses that are filled or changed after they are made; all others are values, which tasks and threads share.
 STATE = {
-    "DroppedRecord", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses", "FailureRecord",
-    "GroupResult", "GymRollout", "Message", "Partial",
+    "Branch", "DroppedRecord", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses",
+    "FailureRecord", "GroupResult", "GymRollout", "Message", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
     "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
     "_Form", "_Segment", "_Server", "_Turn",

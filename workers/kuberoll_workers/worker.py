@@ -61,6 +61,7 @@ from kuberoll_workers.policy.interface import Policy, PolicyUnavailable, Samplin
 from kuberoll_workers.policy.outage import RemotePolicy
 from kuberoll_workers.policy.readiness import OutageLimit, answering_text, waiting_text, while_answering
 from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.agents import AgentSettings
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.rollout import Rollout
@@ -372,12 +373,12 @@ async def open_environments(
                 registry.PlainSpec.of(spec),
                 isolation=spec.isolation,
                 processes=spec.processes,
-                spare=spec.spare_processes,
-                timeout=spec.step_timeout_seconds,
+                spare=spec.call_spares,
+                timeout=spec.call_seconds,
                 sandbox=sandbox_of(spec, protected=protected),
                 servers=servers_of(spec, scope=scope),
             )
-            runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.max_batch)
+            runners[spec.name] = EnvironmentRunner(executor, max_batch=spec.call_size)
             stack.push_async_callback(runners[spec.name].close)
         yield runners
 
@@ -476,7 +477,7 @@ async def run_worker(
             abandoned=count_abandoned(job, failed=progress.failed, filtered=filtered + progress.filtered),
         )
         for spec in job.spec.environments:
-            metrics.environment(spec.name).set_step_timeout(spec.step_timeout_seconds)
+            metrics.environment(spec.name).set_step_timeout(spec.call_seconds)
         rows_of = isolated_environment_factory(job, protected=local_paths(config.output, config.turns))
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),
@@ -502,6 +503,11 @@ async def run_worker(
             metrics=metrics,
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
+            agents={
+                spec.name: AgentSettings(seconds=spec.call_seconds)
+                for spec in job.spec.environments
+                if spec.agent is not None
+            },
         )
         results, before, failure_log = 0, progress.results, failures or FailureLog()
 

@@ -204,6 +204,10 @@ class Subject:
         if name not in names:
             raise UnusableEnvironment(f"--environment {name}: the job's environments are {', '.join(names)}")
         spec = next(spec for spec in job.spec.environments if spec.name == name)
+        if spec.agent is not None:
+            raise UnusableEnvironment(
+                f"environment {name!r} is an agent, which needs a policy: try it with `kuberoll run` and a small limit"
+            )
         if spec.type is None and spec.entrypoint is None:
             raise UnusableEnvironment(
                 f"environment {name!r} is on servers elsewhere, without type or entrypoint: test it where its code is"

@@ -171,7 +171,14 @@ def _names(job: RolloutJob, asked: tuple[str, ...]) -> list[str]:
     for name in asked:
         if name not in names:
             raise RescoreRefused(f"--environment {name}: the manifest's environments are {', '.join(names)}")
-    return list(asked) or names
+    found = list(asked) or names
+    for spec in job.spec.environments:
+        if spec.name in found and spec.agent is not None:
+            raise RescoreRefused(
+                f"environment {spec.name!r} is an agent, whose reward is of what it did while it ran: it cannot be "
+                "rescored; name the other environments with --environment"
+            )
+    return found
 
 
 def print_tallies(console: Console, tallies: Mapping[str, RescoreCounts], destination: str) -> None:

@@ -66,10 +66,14 @@ def _class_of(spec: Environment) -> Any:
     """The class of an environment; None if its code must not run in this process."""
     if spec.isolation != "Inline" and spec.type is None:
         return None
-    return registry.resolve(type=spec.type, entrypoint=spec.entrypoint)
+    plain = registry.PlainSpec.of(spec)
+    return registry.resolve(type=plain.type, entrypoint=plain.entrypoint)
 
 
 def _lacks_reset(spec: Environment) -> bool:
+    if spec.agent is not None:
+        # An agent writes its prompts itself.
+        return False
     found = _class_of(spec)
     return found is not None and getattr(found, "reset", None) in (None, EnvironmentInterface.reset)
 

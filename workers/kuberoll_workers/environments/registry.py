@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
+from kuberoll_api.model.environments import AGENT_TYPE, Environment
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
@@ -48,6 +49,8 @@ LIBRARIES: Mapping[str, str] = {
 
 TYPES: Mapping[str, str] = {**BUILT_INS, **LIBRARIES}
 """Everything that `type` may name."""
+
+_AGENT = "kuberoll_workers.environments.agents.environment:AgentEnvironment"
 
 EnvironmentClass = type[EnvironmentInterface]
 """A class of environments, possibly by duck typing."""
@@ -98,6 +101,9 @@ class PlainSpec:
 
     @classmethod
     def of(cls, spec: EnvironmentSpec) -> Self:
+        if isinstance(spec, Environment):
+            kind, entrypoint, config = spec.constructor
+            return cls(name=spec.name, type=kind, entrypoint=entrypoint, config=config)
         return cls(name=spec.name, type=spec.type, entrypoint=spec.entrypoint, config=spec.config)
 
     def __call__(self) -> EnvironmentInterface:
@@ -119,7 +125,9 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
     """
     if (type is None) == (entrypoint is None):
         raise UnusableEnvironment("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
-    if type is not None:
+    if type == AGENT_TYPE:
+        entrypoint = _AGENT
+    elif type is not None:
         if type not in TYPES:
             raise UnusableEnvironment(
                 f"type: there is no built-in environment {type!r}{_did_you_mean(type, TYPES)}; "
@@ -128,7 +136,7 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
             )
         entrypoint = TYPES[type]
     assert entrypoint is not None
-    found = plain_class(_load(entrypoint))
+    found = plain_class(load(entrypoint))
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing or not callable(found):
         raise UnusableEnvironment(
@@ -144,8 +152,9 @@ def create(spec: EnvironmentSpec) -> EnvironmentInterface:
     Raises:
         UnusableEnvironment: It cannot be found, or as in `instantiate`.
     """
+    plain = PlainSpec.of(spec)
     try:
-        return instantiate(resolve(type=spec.type, entrypoint=spec.entrypoint), spec.config)
+        return instantiate(resolve(type=plain.type, entrypoint=plain.entrypoint), plain.config)
     except UnusableEnvironment as error:
         raise UnusableEnvironment(f"environment {spec.name!r}: {error}", error.traceback) from error
 
@@ -172,7 +181,12 @@ def instantiate(environment: EnvironmentClass, config: Mapping[str, Any]) -> Env
     return made
 
 
-def _load(entrypoint: str) -> Any:
+def load(entrypoint: str) -> Any:
+    """Import what an entrypoint names, `package.module:attribute`.
+
+    Raises:
+        UnusableEnvironment: It cannot be imported.
+    """
     module_name, _, attribute = entrypoint.partition(":")
     if not module_name or not attribute:
         raise UnusableEnvironment(f"entrypoint: {entrypoint!r} is not of the form package.module:Class")

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from kuberoll_api.manifest.modules import imported_modules, module_file
+from kuberoll_api.model.environments import Environment
 from kuberoll_workers.environments.registry import TYPES, EnvironmentSpec
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -21,7 +22,8 @@ def source_digest(spec: EnvironmentSpec) -> str | None:
     Returns:
         None if no source code is found.
     """
-    entrypoint = spec.entrypoint or TYPES.get(spec.type or "", "")
+    own = spec.own_entrypoint if isinstance(spec, Environment) else spec.entrypoint
+    entrypoint = own or TYPES.get(spec.type or "", "")
     module = entrypoint.partition(":")[0]
     root = _root(module)
     if root is None:

@@ -284,7 +284,7 @@ class _LocalRun:
         """False if the workers simulate the engine."""
         simulated = self._job.spec.generation.engine == "Simulated" and not self._options.serve
         # Workers that simulate the engine themselves have no endpoint for environments.
-        asked = any(spec.uses_policy for spec in self._job.spec.environments)
+        asked = any(spec.needs_endpoint for spec in self._job.spec.environments)
         return self._generates_elsewhere or asked or not simulated
 
     @property

@@ -415,10 +415,10 @@ def check_files(job: RolloutJob, base: Path) -> None:
     for number, spec in enumerate(job.spec.environments):
         if is_elsewhere(spec):
             continue
-        module = (spec.entrypoint or "").partition(":")[0].partition(".")[0]
+        module = (spec.own_entrypoint or "").partition(":")[0].partition(".")[0]
         if module and importlib.util.find_spec(module) is None:
             raise ConfigRefused(
-                f"spec.environments[{number}].entrypoint: {spec.entrypoint}: there is no module {module!r} in this "
+                f"spec.environments[{number}].entrypoint: {spec.own_entrypoint}: there is no module {module!r} in this "
                 f"pod: {_SHIP} (spec.workers.files), or install it in the workers' image (spec.workers.image)"
             )
     for path, source in job.spec.dataset.located_sources():

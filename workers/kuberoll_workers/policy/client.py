@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,
@@ -107,6 +108,37 @@ class ServeClient:
             except wire.WireError as error:
                 raise PolicyUnavailable(f"{self._url}: {error}") from error
         raise _refusal(self._url, answer)
+
+    async def open_session(self, settings: SessionSettings) -> AgentSession:
+        """Open a session for an agent.
+
+        Raises:
+            Overloaded, Unreachable, PolicyUnavailable, PolicyRefused: As `generate` does.
+        """
+        answer = await self._send("POST", "/sessions", data=msgspec.json.encode(settings))
+        try:
+            if answer.status == 201:
+                return msgspec.json.decode(answer.body, type=AgentSession)
+        except msgspec.DecodeError as error:
+            raise PolicyUnavailable(f"{self._url}/sessions: {error}") from error
+        if answer.status == 404:
+            raise PolicyRefused(f"{self._url} has no sessions, which agents need: it is of an older version")
+        raise _refusal(self._url, answer)
+
+    async def close_session(self) -> ClosedSession:
+        """Close the session whose URL is this client's.
+
+        Raises:
+            PolicyUnavailable: The replica is gone, and with it what was sampled.
+        """
+        answer = await self._send("DELETE", "")
+        try:
+            if answer.status == 200:
+                return msgspec.json.decode(answer.body, type=ClosedSession)
+        except msgspec.DecodeError as error:
+            raise PolicyUnavailable(f"{self._url}: {error}") from error
+        # Also where another replica has taken the address: it does not know the session.
+        raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
     async def check_health(self) -> None:
         """Check that the endpoint reports that it can generate.

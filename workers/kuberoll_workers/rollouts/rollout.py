@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -10,8 +11,10 @@ import random
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kuberoll_workers.data.messages import chat_message
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import TurnRecord
@@ -25,9 +28,17 @@ from kuberoll_workers.environments.outcome import (
     StepTimedOut,
 )
 from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.policy.agent_sessions import AgentPolicy, AgentSession
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.routing.replica import SessionPolicy
 from kuberoll_workers.rollouts import group_scores
+from kuberoll_workers.rollouts.agents import (
+    AgentSettings,
+    agent_request,
+    agent_trajectory,
+    record_agent,
+    session_settings,
+)
 from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES, Episodes, StartOver
 from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, is_retryable
 from kuberoll_workers.rollouts.in_flight import InFlight
@@ -55,6 +66,7 @@ class Rollout:
         metrics: RolloutMetrics,
         observations: ObservationTemplate | None = None,
         turn_sink: TurnSink | None = None,
+        agents: Mapping[str, AgentSettings] = MappingProxyType({}),
     ) -> None:
         """Set the parts of the loop.
 
@@ -63,7 +75,9 @@ class Rollout:
             observations: Converts an environment's message into tokens; None: the message is encoded as it is.
             turn_sink: Awaited with each complete turn after which its trajectory continues or waits for its group; an
                 exception from it fails the trajectory.
+            agents: By task name, the environments that are agents.
         """
+        self._agents = agents
         self.settings = settings
         self.turn_sink = turn_sink
         self._observations = observations if observations is not None else RawObservations(tokenizer)
@@ -74,6 +88,8 @@ class Rollout:
         self._sessions = policy if isinstance(policy, SessionPolicy) else None
         # Whether answers to tool calls would be plain text, which is said once.
         self._plain_answers = isinstance(self._observations, RawObservations)
+        # Sessions of agents that are being closed.
+        self._closing: set[asyncio.Future[None]] = set()
         # For the jitter of backoff only; trajectories do not depend on it.
         self._draw = random.Random()
         self.episodes = Episodes(environments, tokenizer=tokenizer, settings=settings, journaled=turn_sink is not None)
@@ -299,13 +315,84 @@ class Rollout:
     async def play(self, flight: InFlight) -> None:
         """Run a trajectory until it finishes, fails or is stopped."""
         async with flight.guarded():
+            if (agent := self._agents.get(flight.trajectory.task_name)) is not None:
+                await self._play_agent(flight, agent)
+                return
             await self.begin(flight)
             while not flight.is_over:
                 await self.generate(flight)
                 await self.step(flight)
 
+    async def _play_agent(self, flight: InFlight, agent: AgentSettings) -> None:
+        """Run an agent to its end, in a session of its own for each attempt.
+
+        Raises:
+            TrajectoryFailed: After the last attempt.
+        """
+        policy = self._policy
+        if not isinstance(policy, AgentPolicy):
+            raise TrajectoryFailed(
+                "agents need a policy with sessions, which this one has not", kind="data", stage="generation", tries=1
+            )
+        sample = flight.sample
+        environment = self._environments[sample.prompt.task_name]
+        settings = session_settings(sample, self.settings, seconds=agent.seconds)
+
+        name = flight.session = f"{sample.prompt.task_index}-{sample.rollout_index}-{sample.attempt}"
+
+        async def open_session(_: int) -> AgentSession:
+            return await policy.open_session(name, settings)
+
+        async def attempt(_: int) -> None:
+            while (lost := await play_once()) is not None:
+                # With its replica, through no fault of the agent.
+                flight.losses += 1
+                if flight.losses > MAX_RECOVERIES:
+                    raise lost
+                flight.metrics.record_recovery("restart")
+
+        async def play_once() -> PolicyUnavailable | None:
+            session = await self._retrying(
+                flight, "generation", self.settings.retries.generation_attempts, open_session
+            )
+            flight.metrics.stepping += 1
+            try:
+                outcome = await environment.step(
+                    [chat_message(message) for message in sample.prompt.messages], agent_request(sample, session)
+                )
+            except EnvironmentFault as fault:
+                try:
+                    await policy.close_session(session)
+                except PolicyUnavailable as error:
+                    return PolicyUnavailable(f"{error}; the agent says: {fault}")
+                raise
+            except BaseException:
+                # Stopped from outside: nobody waits for what was sampled.
+                self._close_later(policy, session)
+                raise
+            finally:
+                flight.metrics.stepping -= 1
+            try:
+                closed = await policy.close_session(session)
+            except PolicyUnavailable as error:
+                return error
+            flight.trajectory = await asyncio.to_thread(agent_trajectory, sample, self.settings, closed, outcome)
+            return None
+
+        await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
+        trajectory = flight.trajectory
+        trajectory.check_tokens()
+        record_agent(flight.metrics, trajectory)
+
+    def _close_later(self, policy: AgentPolicy, session: AgentSession) -> None:
+        closing = asyncio.ensure_future(_closed(policy, session))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     def may_score_groups(self, task_name: str) -> bool:
         """True if the environment scores prompt groups, or if that is not known yet."""
+        if task_name in self._agents:
+            return False
         hooks = self._environments[task_name].known_hooks
         return hooks is None or hooks.score_group
 
@@ -384,6 +471,11 @@ class Rollout:
         if task_name not in self._environments:
             raise KeyError(f"no environment is named {task_name!r}; known ones are {', '.join(self._environments)}")
         return self._metrics.environment(task_name)
+
+
+async def _closed(policy: AgentPolicy, session: AgentSession) -> None:
+    with contextlib.suppress(PolicyUnavailable):
+        await policy.close_session(session)
 
 
 def _check(result: GenerationResult, max_tokens: int | None) -> None:

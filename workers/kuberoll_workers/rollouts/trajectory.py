@@ -22,6 +22,7 @@ from kuberoll_workers.data.messages import (
 )
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import (
+    Branch,
     DroppedRecord,
     DropReason,
     FailureRecord,
@@ -67,6 +68,7 @@ class Trajectory:
             what was sampled, and a turn costs no more than its new tokens.
         chat: The messages as environments see them, one for each of `messages`: role, content and further fields.
         group_score: Its score within its prompt group; None: it has none.
+        branches, continuity: As in `TrajectoryRecord`.
         stop_reason: Why it ended; None while it runs.
     """
 
@@ -77,8 +79,10 @@ class Trajectory:
         "_settings",
         "_turn_ends",
         "answer",
+        "branches",
         "chat",
         "context",
+        "continuity",
         "ended_at",
         "environment_seconds",
         "environment_tokens",
@@ -118,6 +122,8 @@ class Trajectory:
         self.ended_at: list[float | None] = []
         self.answer: str | None = None
         self.group_score: GroupScore | None = None
+        self.branches: list[Branch] | None = None
+        self.continuity: dict[str, int] | None = None
         self._response_truncated = False
         # One entry per turn.
         self._reencoded: list[bool] = []
@@ -404,6 +410,8 @@ class Trajectory:
             group_reward=final.group_reward,
             token_source="reencoded" if any(self._reencoded) else "engine",
             tools=list(prompt.tools) if prompt.tools else None,
+            branches=self.branches,
+            continuity=self.continuity,
         )
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:

@@ -15,6 +15,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import Tokenizer
+from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
 from kuberoll_workers.policy.client import (
     SESSION_HEADER,
     Overloaded,
@@ -206,6 +207,21 @@ class ExternalClient:
         server.dialect, server.proven = dialect, True
         with _naming(self._url):
             return completion_result(answer.body, stop=request.sampling.stop, tokenizer=self._tokenizer)
+
+    async def open_session(self, settings: SessionSettings) -> AgentSession:
+        """Open a session, if KubeRoll's own server is behind the endpoint.
+
+        Raises:
+            Overloaded, Unreachable, PolicyUnavailable: As `generate` does.
+            PolicyRefused: It is another server.
+        """
+        server = await self._resolved()
+        if isinstance(server, ServeClient):
+            return await server.open_session(settings)
+        raise PolicyRefused(
+            f"{self._url}: agents need the sessions of KubeRoll's own server, and this one is another; use another "
+            "spec.generation.backend, or environments without an agent"
+        )
 
     async def check_health(self) -> None:
         """Check that the endpoint reports that it can generate.

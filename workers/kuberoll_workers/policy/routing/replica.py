@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
 from kuberoll_workers.policy.interface import EngineInfo, GenerationRequest, GenerationResult
 
 
@@ -38,6 +39,15 @@ class ReplicaClient(Protocol):
             Overloaded, Unreachable: As in `policy.client`.
             PolicyUnavailable: The replica is at fault.
             PolicyRefused: The request is at fault.
+        """
+        ...
+
+    async def open_session(self, settings: SessionSettings) -> AgentSession:
+        """Open a session for an agent.
+
+        Raises:
+            Overloaded, Unreachable, PolicyUnavailable: As `generate` does.
+            PolicyRefused: It has no sessions.
         """
         ...
 

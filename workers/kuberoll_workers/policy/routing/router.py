@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from kuberoll_workers.policy.client import Overloaded, Unreachable, answering_within
+from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
+from kuberoll_workers.policy.client import Overloaded, ServeClient, Unreachable, answering_within
 from kuberoll_workers.policy.interface import (
     FatalRequest,
     GenerationRequest,
@@ -28,6 +29,8 @@ from kuberoll_workers.telemetry import RoutingMetrics, RoutingState
 
 Connect = Callable[[str], AbstractAsyncContextManager[ReplicaClient]]
 """Creates the client of a replica from its base URL."""
+
+_Answer = TypeVar("_Answer")
 
 REFRESH_SECONDS: Final = 2.0
 SILENT_SECONDS: Final = 10.0
@@ -139,10 +142,43 @@ class RoutedPolicy:
             PolicyRefused: The request is invalid.
             FatalRequest: It killed engines.
         """
-        admission, metrics, time = self._admission, self._metrics, self._loop.time
         prompt = len(request.token_ids)
-        ticket = Ticket(request.session_id, prompt)
-        name, failures, broken = request.request_id, 0, 0
+
+        async def send(client: ReplicaClient, tries: int) -> tuple[GenerationResult, int]:
+            # The engine may still work on the old request, so a retry needs another id.
+            name = f"{request.request_id}.{tries}" if tries else request.request_id
+            result = await client.generate(dataclasses.replace(request, request_id=name) if tries else request)
+            return result, prompt + len(result.token_ids)
+
+        result = await self._routed(Ticket(request.session_id, prompt), send)
+        self._metrics.record_answer(result.policy_versions)
+        return result
+
+    async def open_session(self, session_id: str, settings: SessionSettings) -> AgentSession:
+        """See `AgentPolicy`."""
+
+        async def send(client: ReplicaClient, _: int) -> tuple[AgentSession, int]:
+            return await client.open_session(settings), 0
+
+        return await self._routed(Ticket(session_id, 0), send)
+
+    async def close_session(self, session: AgentSession) -> ClosedSession:
+        """See `AgentPolicy`."""
+        # Another connection than the replica's: it may have left the list meanwhile.
+        async with ServeClient(session.url, limit=1, token=session.token) as client:
+            return await client.close_session()
+
+    async def _routed(
+        self, ticket: Ticket, send: Callable[[ReplicaClient, int], Awaitable[tuple[_Answer, int]]]
+    ) -> _Answer:
+        """Send a request to the best replica, and to others while it fails there.
+
+        Args:
+            send: Called with the replica's client, and with the number of times that the request was sent and broke;
+                returns the answer, and the length of the trajectory's context with it, tokens.
+        """
+        admission, metrics, time = self._admission, self._metrics, self._loop.time
+        failures, broken = 0, 0
         quarantined = False
         try:
             while True:
@@ -153,7 +189,7 @@ class RoutedPolicy:
                 client = self._clients[replica.id]
                 self._in_flight[replica.id].add(ticket)
                 try:
-                    result = await client.generate(request)
+                    result, tokens = await send(client, broken)
                 except Overloaded as error:
                     metrics.record_request("overloaded")
                     if self._in_flight[replica.id] == {ticket}:
@@ -187,8 +223,6 @@ class RoutedPolicy:
                             await self._quarantine.acquire()
                             quarantined = True
                     broken += 1
-                    # The engine may still work on the old request, so the retry needs another id.
-                    request = dataclasses.replace(request, request_id=f"{name}.{broken}")
                     continue
                 except BaseException:
                     metrics.record_request("aborted")
@@ -198,9 +232,7 @@ class RoutedPolicy:
                     self._in_flight[replica.id].discard(ticket)
                 self._outages.record_answer(replica.id)
                 self._silent_since = time()
-                metrics.record_answer(result.policy_versions)
                 self._repeated.pop(replica.id, None)
-                tokens = prompt + len(result.token_ids)
                 admission.record_answer(ticket, tokens, time(), load=client.load)
                 return result
         except BaseException:

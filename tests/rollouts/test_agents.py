@@ -1,0 +1,248 @@
+"""Agents through the loop: real HTTP, vLLM's own API over a simulated engine, and the sessions of a replica."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll_api.model.environments import Environment
+from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, decode_line, encode_line
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
+from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.registry import PlainSpec
+from kuberoll_workers.environments.runner import EnvironmentRunner
+from kuberoll_workers.output.parquet import read_parquet, write_parquet
+from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.policy.routing.discovery import StaticDiscovery
+from kuberoll_workers.policy.routing.router import RoutedPolicy
+from kuberoll_workers.rollouts.agents import AgentSettings
+from kuberoll_workers.rollouts.rollout import Rollout
+from kuberoll_workers.rollouts.scheduling import run_rollout
+from kuberoll_workers.telemetry import RolloutMetrics
+from tests.policy.openai_serving import serving_openai, tokenizer_with_ends
+from tests.rollouts import fakes
+from tests.serving.test_openai_api import Scripted
+
+pytestmark = pytest.mark.slow
+
+FUNCTIONS = "tests.rollouts.agent_functions"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenizer_with_ends(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Fleet:
+    """A replica with sessions, and what is needed to run agents against it."""
+
+    def __init__(self, url: str, engine: Scripted, tokenizer: HuggingFaceTokenizer) -> None:
+        self.url, self.engine, self.tokenizer = url, engine, tokenizer
+
+    async def roll(
+        self, samples: Sequence[Sample], agent: Any, *, isolation: str = "Inline", processes: int = 2, **changes: Any
+    ) -> list[Any]:
+        spec = Environment.model_validate(
+            {"name": "env", "agent": agent, "isolation": isolation, "config": changes.pop("config", {})}
+        )
+        executor = make_executor(
+            PlainSpec.of(spec), isolation=isolation, processes=processes, timeout=spec.call_seconds
+        )
+        runner = EnvironmentRunner(executor, max_batch=spec.call_size)
+        results: dict[Any, Any] = {}
+
+        async def sink(result: Any) -> None:
+            assert result.key not in results
+            results[result.key] = result
+
+        changes.setdefault("max_sequence_length", 2048)
+        try:
+            async with RoutedPolicy(StaticDiscovery([self.url]), lambda url: ServeClient(url, limit=64)) as policy:
+                rollout = Rollout(
+                    policy=policy,
+                    environments={"env": runner},
+                    tokenizer=self.tokenizer,
+                    settings=fakes.settings(**changes),
+                    metrics=RolloutMetrics("test"),
+                    agents={"env": AgentSettings(seconds=spec.call_seconds)},
+                )
+                await run_rollout(rollout, samples, sink)
+        finally:
+            await runner.close()
+        return [results[item.key] for item in samples]
+
+
+@asynccontextmanager
+async def fleet_at(place: Path) -> AsyncIterator[Fleet]:
+    engine = Scripted(tokenizer=place, window=2048)
+    await engine.start()
+    async with serving_openai(engine, tool_parser="hermes") as url:
+        yield Fleet(url, engine, HuggingFaceTokenizer.load(str(place)))
+    await engine.shutdown()
+
+
+@pytest.fixture
+async def fleet(place: Path) -> AsyncIterator[Fleet]:
+    async with fleet_at(place) as made:
+        yield made
+
+
+def of(record: TrajectoryRecord, role: str) -> list[Any]:
+    return [message for message in record.messages if message.role == role]
+
+
+def all_ids(messages: Sequence[Any]) -> list[int]:
+    return [token for message in messages for token in message.token_ids]
+
+
+@pytest.mark.parametrize("isolation", ["Inline", "Process"])
+async def test_the_calls_of_an_agent_are_the_turns_of_its_trajectory(fleet: Fleet, isolation: str) -> None:
+    samples = [fakes.sample(0, index, prompt="hi", metadata={"turns": 3}) for index in range(4)]
+    records = await fleet.roll(samples, {"entrypoint": f"{FUNCTIONS}:talk"}, isolation=isolation)
+    for record in records:
+        assert isinstance(record, TrajectoryRecord)
+        assert (record.stop_reason, record.turn_count, record.rewards) == ("terminated", 3, [0.0, 0.0, 3.0])
+        assert record.reward_parts == {"turns": [0.0, 0.0, 3.0]}
+        assert record.token_source == "engine"
+        assert record.branches is None
+        roles = [message.role for message in record.messages]
+        assert roles == ["user", "assistant", "user", "assistant", "user", "assistant", "environment"]
+        assert [message.content for message in of(record, "user")] == ["hi", "and 0?", "and 1?"]
+        assert record.metadata == {"said": record.answer}
+        assert all(len(message.logprobs) == len(message.token_ids) > 0 for message in of(record, "assistant"))
+        # What the engine read in the last call, and what it sampled then, are the whole.
+        whole = all_ids(record.messages)
+        assert any(
+            whole[: len(request.token_ids)] == request.token_ids.tolist()
+            and len(request.token_ids) + len(record.messages[-2].token_ids) == len(whole)
+            for request in fleet.engine.requests
+        )
+        assert record.continuity is not None
+        assert sum(record.continuity.values()) == 3
+
+
+async def test_the_same_seed_gives_the_same_trajectory(fleet: Fleet) -> None:
+    samples = [
+        fakes.sample(0, index, prompt="hi", metadata={"turns": 2}, seed=seed) for index, seed in enumerate((5, 5, 6))
+    ]
+    records = await fleet.roll(samples, {"entrypoint": f"{FUNCTIONS}:talk"})
+    seeds = [request.sampling.seed for request in fleet.engine.requests]
+    assert len(seeds) == 6
+    assert len(set(seeds)) == 4
+    assert all_ids(records[0].messages) == all_ids(records[1].messages)
+
+
+async def test_a_history_of_the_agent_s_own_is_a_branch(fleet: Fleet, tmp_path: Path) -> None:
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], {"entrypoint": f"{FUNCTIONS}:rewrite"})
+    assert record.continuity == {"new": 1, "forked": 1}
+    assert record.turn_count == 1
+    (branch,) = record.branches
+    assert [message.content for message in branch.messages][:2] == ["hi", "second"]
+    assert branch.learn == [2]
+    assert len(branch.messages[2].logprobs) == len(branch.messages[2].token_ids) > 0
+    line = encode_line(record)
+    assert encode_line(decode_line(line, TrajectoryRecord, where="a:1")) == line
+    write_parquet(tmp_path / "a.parquet", [record])
+    (read,) = read_parquet(tmp_path / "a.parquet", where="a", unreadable=lambda error: pytest.fail(str(error)))
+    assert encode_line(read) == line
+
+
+async def test_limits_of_the_job_are_limits_of_the_session(fleet: Fleet) -> None:
+    agent = {"entrypoint": f"{FUNCTIONS}:talk"}
+    (record,) = await fleet.roll([fakes.sample(prompt="hi", metadata={"turns": 5})], agent, max_turns=2)
+    assert isinstance(record, FailureRecord)
+    assert (record.kind, record.stage) == ("environment", "environment")
+    assert "this session has had its 2 calls (spec.rollout.maxTurns)" in record.cause
+    (record,) = await fleet.roll([fakes.sample(prompt="hi", metadata={"turns": 5})], agent, max_sequence_length=40)
+    assert isinstance(record, FailureRecord)
+    assert "maxSequenceLength" in record.cause
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        ("refuse", "step raised KeyError: 'answer'"),
+        ("sleep", "step raised AgentLate: run took longer than agent.timeouts.runSeconds (0.2 s)"),
+        ("silent", "the agent ended without an answered call of the policy: there is no trajectory"),
+        ("confused", "step raised InvalidResult: the agent returned str 'much'; it must return a reward"),
+    ],
+)
+async def test_a_failure_of_an_agent_is_its_own(fleet: Fleet, function: str, cause: str) -> None:
+    agent = {"entrypoint": f"{FUNCTIONS}:{function}", "timeouts": {"runSeconds": 0.2 if function == "sleep" else 60}}
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], agent)
+    assert isinstance(record, FailureRecord)
+    assert record.kind == "environment"
+    assert record.cause.startswith(cause)
+
+
+async def test_a_class_goes_through_its_phases(fleet: Fleet) -> None:
+    (record,) = await fleet.roll(
+        [fakes.sample(prompt="hi", metadata={"turns": 1})], {"entrypoint": f"{FUNCTIONS}:Phased"}, config={"level": 3}
+    )
+    assert record.metadata == {"seen": ["setup", '{"level": 3}', "run", "score"]}
+    assert record.total_reward == 2.0
+    from tests.rollouts.agent_functions import Phased
+
+    assert Phased.closed.count("0-0-0") == 1
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+episode = json.load(sys.stdin)
+assert episode == json.load(open(os.environ["KUBEROLL_EPISODE"]))
+body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": episode["messages"]}).encode()
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+    {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"},
+)
+answer = json.load(urllib.request.urlopen(request))
+open("answer.txt", "w").write(answer["choices"][0]["message"]["content"])
+print("thinking")
+if not os.path.exists("setup.txt"):
+    print(json.dumps({"reward": {"format": 0.5, "answer": 1}, "metadata": {"where": os.getcwd()}, "answer": "four"}))
+"""
+
+
+async def test_a_program_is_an_agent(fleet: Fleet) -> None:
+    samples = [fakes.sample(0, index, prompt="hi") for index in range(3)]
+    records = await fleet.roll(samples, {"command": [sys.executable, "-c", PROGRAM]}, isolation="Process")
+    for record in records:
+        assert isinstance(record, TrajectoryRecord), record.cause
+        assert (record.total_reward, record.answer, record.turn_count) == (1.5, "four", 1)
+    # Each has had a directory of its own, which is gone.
+    assert len({record.metadata["where"] for record in records}) == 3
+    assert not any(os.path.exists(record.metadata["where"]) for record in records)  # noqa: ASYNC240, PTH110
+
+
+async def test_programs_share_their_directory(fleet: Fleet) -> None:
+    agent = {
+        "setup": ["sh", "-c", "echo ready > setup.txt"],
+        "command": [sys.executable, "-c", PROGRAM],
+        "score": ["sh", "-c", 'test -s answer.txt && echo 0.25 > "$KUBEROLL_RESULT"'],
+    }
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], agent)
+    assert isinstance(record, TrajectoryRecord), record.cause
+    assert record.total_reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        (["sh", "-c", "echo no money >&2; exit 3"], "agent.command: sh ended with exit code 3: no money"),
+        (["sh", "-c", "kill -9 $$"], "agent.command: sh ended with signal 9"),
+        (["no-such-agent"], "agent.command: no-such-agent could not be started: No such file or directory"),
+        (["sh", "-c", "echo done"], "agent.command: the last line of its output is no JSON; write the reward"),
+        (["sh", "-c", 'echo \'{"reward": "high"}\''], "agent.command: the last line of its output has the reward"),
+    ],
+)
+async def test_a_program_that_fails_says_why(fleet: Fleet, command: list[str], cause: str) -> None:
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], {"command": command})
+    assert isinstance(record, FailureRecord)
+    assert cause in record.cause

@@ -1,0 +1,181 @@
+"""Agents that are programs, each in a directory and a process group of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+from kuberoll_api.model.agents import Agent
+from kuberoll_workers.environments import sandbox
+from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, InvalidResult, result_from_json
+from kuberoll_workers.environments.sandbox import Sandbox
+
+_ROW: Final = "episode.json"
+_RESULT: Final = "result.json"
+_OUTPUT_BYTES: Final = 64 << 10
+_SHOWN_CHARACTERS: Final = 2000
+
+
+class AgentFailed(Exception):
+    """A program ended with an error."""
+
+
+class CommandPhases:
+    """The phases of an agent whose programs are run one after the other in one directory."""
+
+    def __init__(self, agent: Agent, *, variables: Sequence[str]) -> None:
+        """
+        Args:
+            variables: Names of variables that the programs inherit in addition to the usual ones.
+        """
+        self._agent = agent
+        self._variables = variables
+
+    async def setup(self, episode: AgentEpisode) -> None:
+        """Make the directory with the episode in it, and run the program that prepares it.
+
+        Raises:
+            AgentFailed: The program failed.
+        """
+        directory = episode.state["directory"] = Path(tempfile.mkdtemp(prefix="kuberoll-agent-"))
+        (directory / _ROW).write_bytes(_row(episode))
+        if self._agent.setup is not None:
+            await self._program(self._agent.setup, episode, "setup")
+
+    async def run(self, episode: AgentEpisode) -> AgentResult | None:
+        """Run the agent's program.
+
+        Raises:
+            AgentFailed: It failed.
+            InvalidResult: It left no result, and no other program scores it.
+        """
+        assert self._agent.command is not None
+        output = await self._program(self._agent.command, episode, "command")
+        return _result(episode, output, "command") if self._agent.score is None else None
+
+    async def score(self, episode: AgentEpisode, result: AgentResult | None) -> AgentResult:
+        """Run the program that scores.
+
+        Raises:
+            AgentFailed: It failed.
+            InvalidResult: It left no result.
+        """
+        if self._agent.score is None:
+            assert result is not None
+            return result
+        # A result that the agent itself has left is not the score's.
+        (episode.state["directory"] / _RESULT).unlink(missing_ok=True)
+        return _result(episode, await self._program(self._agent.score, episode, "score"), "score")
+
+    async def close(self, episode: AgentEpisode) -> None:
+        """Remove the directory."""
+        if (directory := episode.state.get("directory")) is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def _program(self, command: Sequence[str], episode: AgentEpisode, phase: str) -> bytes:
+        """Run a program to its end; return the end of its standard output."""
+        directory: Path = episode.state["directory"]
+        inherited = sandbox.variables(os.environ, Sandbox(variables=self._variables), scratch=str(directory))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=directory,
+                env=inherited | variables(episode, directory),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentFailed(f"agent.{phase}: {command[0]} could not be started: {error.strerror}") from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(_row(episode))
+                process.stdin.close()
+            output, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+            code = await process.wait()
+        finally:
+            # Also what it has started and left behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if code != 0:
+            end = f"exit code {code}" if code > 0 else f"signal {-code}"
+            said = errors.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+            raise AgentFailed(f"agent.{phase}: {command[0]} ended with {end}" + (f": {said}" if said else ""))
+        return output
+
+
+def variables(episode: AgentEpisode, directory: Path) -> dict[str, str]:
+    """Variables by which programs find the policy, their episode, and the place of their result.
+
+    The names are those that OpenAI's and Anthropic's clients, and programs that are built with them, read.
+    """
+    return {
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_BASE": episode.base_url,
+        "OPENAI_API_KEY": episode.token,
+        "OPENAI_MODEL": episode.model,
+        "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
+        "ANTHROPIC_API_KEY": episode.token,
+        "ANTHROPIC_AUTH_TOKEN": episode.token,
+        "ANTHROPIC_MODEL": episode.model,
+        "KUBEROLL_EPISODE": str(directory / _ROW),
+        "KUBEROLL_RESULT": str(directory / _RESULT),
+        "KUBEROLL_MODEL": episode.model,
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+    }
+
+
+def _row(episode: AgentEpisode) -> bytes:
+    return orjson.dumps(
+        {
+            "id": episode.id,
+            "messages": list(episode.messages),
+            "metadata": episode.metadata,
+            "tools": episode.tools,
+            "config": episode.config,
+            "seed": episode.seed,
+            "model": episode.model,
+        }
+    )
+
+
+def _result(episode: AgentEpisode, output: bytes, phase: str) -> AgentResult:
+    """The result in the program's file, or in the last line of its output."""
+    path: Path = episode.state["directory"] / _RESULT
+    source = f"agent.{phase}: {_RESULT}"
+    try:
+        text = path.read_bytes()
+    except OSError:
+        source = f"agent.{phase}: the last line of its output"
+        lines = output.split(b"\n")
+        text = next((line for line in reversed(lines) if line.strip()), b"")
+    try:
+        return result_from_json(orjson.loads(text), source)
+    except orjson.JSONDecodeError as error:
+        raise InvalidResult(
+            f'{source} is no JSON; write the reward, or {{"reward": …}}, to the file that KUBEROLL_RESULT names, or '
+            "as the last line of the output"
+        ) from error
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """The last bytes of a stream that is read to its end."""
+    kept = b""
+    while chunk := await stream.read(_OUTPUT_BYTES):
+        kept = (kept + chunk)[-_OUTPUT_BYTES:]
+    return kept

@@ -1,0 +1,64 @@
+"""Agents that are Python functions or classes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, result_of
+from kuberoll_workers.environments.registry import UnusableEnvironment, load
+
+
+class FunctionPhases:
+    """The phases of an agent at an entrypoint: a coroutine function, or a class whose objects are one episode each."""
+
+    def __init__(self, entrypoint: str) -> None:
+        """
+        Raises:
+            UnusableEnvironment: It cannot be imported, or is no agent.
+        """
+        self._found = load(entrypoint)
+        run = getattr(self._found, "run", None) if inspect.isclass(self._found) else self._found
+        if not inspect.iscoroutinefunction(run):
+            raise UnusableEnvironment(
+                f"agent.entrypoint: {entrypoint} is no agent: it must be a coroutine function (async def) that takes "
+                "an AgentEpisode, or a class with `async def run(self, episode)`"
+            )
+        self._objects: dict[str, Any] = {}
+
+    async def setup(self, episode: AgentEpisode) -> None:
+        """Make the episode's object, and call its `setup`."""
+        if inspect.isclass(self._found):
+            agent = self._objects[episode.id] = self._found()
+            if (setup := getattr(agent, "setup", None)) is not None:
+                await setup(episode)
+
+    async def run(self, episode: AgentEpisode) -> AgentResult | None:
+        """Call the function, or `run`.
+
+        Raises:
+            InvalidResult: It returned no result, and has no `score`.
+        """
+        agent = self._objects.get(episode.id)
+        returned = await (self._found(episode) if agent is None else agent.run(episode))
+        if returned is None and hasattr(agent, "score"):
+            return None
+        return result_of(returned, "the agent" if agent is None else "run")
+
+    async def score(self, episode: AgentEpisode, result: AgentResult | None) -> AgentResult:
+        """Call `score` with the result of `run`, if there is such a method.
+
+        Raises:
+            InvalidResult: It returned no result.
+        """
+        score = getattr(self._objects.get(episode.id), "score", None)
+        if score is None:
+            assert result is not None
+            return result
+        return result_of(await score(episode, result), "score")
+
+    async def close(self, episode: AgentEpisode) -> None:
+        """Call `close`."""
+        close = getattr(self._objects.pop(episode.id, None), "close", None)
+        if close is not None:
+            await close(episode)

@@ -1,0 +1,239 @@
+"""Trajectories of agents, which call the policy by themselves: the calls of a closed session become turns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from array import array
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
+from kuberoll_workers.data.prompts import Sample
+from kuberoll_workers.data.record import Branch, StopReason, Timing
+from kuberoll_workers.environments.agents.request import AgentRequest
+from kuberoll_workers.environments.outcome import StepOutcome
+from kuberoll_workers.policy.agent_sessions import (
+    AgentSession,
+    ClosedSession,
+    SessionMessage,
+    SessionPath,
+    SessionSettings,
+)
+from kuberoll_workers.policy.interface import GenerationResult
+from kuberoll_workers.rollouts.settings import RolloutSettings, sampling_of
+from kuberoll_workers.rollouts.trajectory import Trajectory
+from kuberoll_workers.telemetry import EnvironmentMetrics
+
+_SPARE_SECONDS: Final = 3600.0
+# The window and the turns are the session's business: what was sampled is kept whole.
+_UNBOUNDED: Final = 1 << 62
+
+
+class AgentSettings(NamedTuple):
+    """Settings of an environment that is an agent.
+
+    Attributes:
+        seconds: Maximum duration of an episode.
+    """
+
+    seconds: float
+
+
+class NothingSampled(Exception):
+    """The agent made no call that was answered: there is nothing to learn from."""
+
+
+def session_settings(sample: Sample, settings: RolloutSettings, *, seconds: float) -> SessionSettings:
+    """Settings of the session of a sample's agent.
+
+    Args:
+        seconds: Maximum duration of its episode.
+    """
+    return SessionSettings(
+        # It is closed when the agent has ended; this is for a worker that is gone.
+        idle_seconds=min(86_400.0, seconds + _SPARE_SECONDS),
+        sampling=sampling_of(settings.sampling, sample.prompt.sampling),
+        seed=sample.seed,
+        max_calls=settings.max_turns,
+        max_sequence_length=settings.max_sequence_length,
+    )
+
+
+def agent_request(sample: Sample, session: AgentSession) -> dict[str, Any]:
+    """What the environment of a sample's agent is given: the row, and the session."""
+    prompt = sample.prompt
+    return AgentRequest(
+        id=f"{prompt.task_index}-{sample.rollout_index}-{sample.attempt}",
+        metadata=copy.deepcopy(prompt.metadata or {}),
+        tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
+        seed=sample.seed,
+        base_url=session.openai_base_url,
+        anthropic_base_url=session.anthropic_base_url,
+        token=session.token,
+        model=session.model,
+    ).encode()
+
+
+def record_agent(metrics: EnvironmentMetrics, trajectory: Trajectory) -> None:
+    """Count the calls of an agent's trajectory as turns; those of its branches as generated tokens only."""
+    read = len(trajectory.sample.prompt.token_ids)
+    for index in range(trajectory.complete_turns):
+        messages = trajectory.turn_messages(index)
+        response, *observed = (trajectory.messages[number] for number in messages)
+        generated, observation = len(response.token_ids), sum(len(message.token_ids) for message in observed)
+        metrics.record_response(prompt=read, cached=0, generated=generated)
+        metrics.record_turn(
+            index + 1,
+            waiting_seconds=0.0,
+            generation_seconds=trajectory.generation_seconds[index],
+            environment_seconds=trajectory.environment_seconds[index],
+            observed=observation,
+        )
+        read += generated + observation
+    for branch in trajectory.branches or ():
+        context = 0
+        for number, message in enumerate(branch.messages):
+            if number in branch.learn:
+                metrics.record_response(prompt=context, cached=0, generated=len(message.token_ids))
+            context += len(message.token_ids)
+
+
+def agent_trajectory(
+    sample: Sample, settings: RolloutSettings, closed: ClosedSession, outcome: StepOutcome
+) -> Trajectory:
+    """The trajectory of a session: its first path, with the others as branches.
+
+    The reward is that of the last turn. The time between two calls is the environment's.
+
+    Args:
+        outcome: What the agent returned.
+
+    Raises:
+        NothingSampled: There is no call in it.
+    """
+    first = next(iter(closed.trajectories), None)
+    turns = [] if first is None else list(_turns(first))
+    if first is None or not turns:
+        raise NothingSampled("the agent ended without an answered call of the policy: there is no trajectory")
+    prompt = turns[0].read
+    trajectory = Trajectory(
+        dataclasses.replace(
+            sample,
+            partial=None,
+            prompt=dataclasses.replace(
+                sample.prompt,
+                messages=tuple(_messages(prompt, "user", turn=0)),
+                token_ids=token_array() if prompt is None else token_array(prompt.token_ids),
+                episode_messages=0,
+                metadata=sample.prompt.metadata,
+            ),
+        ),
+        dataclasses.replace(settings, max_sequence_length=_UNBOUNDED, max_turns=_UNBOUNDED),
+    )
+    began = closed.opened_at
+    for number, (turn, follows) in enumerate(zip(turns, [*turns[1:], None], strict=True)):
+        seconds, ended = first.timing.generation_seconds[number], first.timing.ended_at[number]
+        response = turn.response
+        calls = {} if not response.tool_calls else {"tool_calls": response.tool_calls}
+        trajectory.add_response(
+            GenerationResult(
+                token_ids=token_array(response.token_ids),
+                logprobs=array(LOGPROB_TYPE, response.logprobs or ()),
+                finish_reason="length" if response.finish_reason == "length" else "stop",
+                policy_versions=tuple(response.policy_versions),
+            ),
+            response.content,
+            seconds,
+            fields=calls,
+        )
+        read = None if follows is None else follows.read
+        last = follows is None
+        chats = [] if read is None else _chats(read, "environment")
+        trajectory.add_step(
+            dataclasses.replace(
+                outcome,
+                role=chats[-1]["role"] if chats else outcome.role,
+                content=chats[-1]["content"] if chats else outcome.content,
+                messages=tuple(chats),
+                metadata=outcome.metadata if last else None,
+                reward=outcome.reward if last else 0.0,
+                reward_parts=outcome.reward_parts if last else dict.fromkeys(outcome.reward_parts, 0.0),
+                terminated=last,
+                answer=outcome.answer if last else None,
+            ),
+            token_array() if read is None else token_array(read.token_ids),
+            max(0.0, ended - seconds - began),
+            ended_at=round(ended, 3),
+        )
+        began = ended
+    trajectory.stop_reason = _stop_reason(closed)
+    trajectory.branches = [_branch(path) for path in closed.trajectories[1:]] or None
+    trajectory.continuity = dict(closed.continuity)
+    return trajectory
+
+
+class _Turn(NamedTuple):
+    read: SessionMessage | None
+    response: SessionMessage
+
+
+def _turns(path: SessionPath) -> Iterator[_Turn]:
+    read: SessionMessage | None = None
+    for message in path.messages:
+        if message.role == "assistant":
+            yield _Turn(read, message)
+            read = None
+        else:
+            read = message
+
+
+def _stop_reason(closed: ClosedSession) -> StopReason:
+    """Why the trajectory ended: its newest response of all paths decides."""
+    newest = max(closed.trajectories, key=lambda path: max(path.timing.ended_at, default=0.0))
+    if [turn.response.finish_reason for turn in _turns(newest)][-1:] == ["length"]:
+        return "truncated"
+    return "max_turns" if closed.refused else "terminated"
+
+
+def _chats(message: SessionMessage, role: str) -> list[dict[str, Any]]:
+    """Chat messages of what was read; where they are unknown, its text as one message."""
+    return list(message.chat or ()) or [{"role": role, "content": message.content}]
+
+
+def _messages(message: SessionMessage | None, role: str, *, turn: int) -> Iterator[Message]:
+    """What was read, as messages of which the last one has the ids: a template may write tokens between them."""
+    if message is None:
+        return
+    *others, last = _chats(message, role)
+    for chat in others:
+        yield message_of(chat, token_array(), turn=turn)
+    yield message_of(last, token_array(message.token_ids), turn=turn)
+
+
+def _branch(path: SessionPath) -> Branch:
+    messages: list[Message] = []
+    learn = []
+    for number, turn in enumerate(_turns(path), start=1):
+        messages += _messages(turn.read, "user" if number == 1 else "environment", turn=number - 1)
+        response = turn.response
+        chat: dict[str, Any] = {"role": "assistant", "content": response.content}
+        if response.tool_calls:
+            chat["tool_calls"] = response.tool_calls
+        message = message_of(chat, token_array(response.token_ids), turn=number)
+        message.truncated = response.finish_reason == "length"
+        message.logprobs = array(LOGPROB_TYPE, response.logprobs or ())
+        message.policy_versions = tuple(response.policy_versions)
+        if response.learn:
+            learn.append(len(messages))
+        messages.append(message)
+    timing = path.timing
+    return Branch(
+        messages=messages,
+        learn=learn,
+        timing=Timing(
+            generation_seconds=list(timing.generation_seconds),
+            environment_seconds=[0.0] * len(timing.generation_seconds),
+            ended_at=[round(ended, 3) for ended in timing.ended_at],
+        ),
+    )
