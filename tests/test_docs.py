@@ -164,7 +164,8 @@ def test_the_documented_trajectory_has_the_record_s_fields() -> None:
     (text,) = blocks("docs/trajectories.md", "json")
     example = json.loads(text.replace("…, ", "").replace(", …", "").replace("[…]", "[]"))
     # Left out where it says what is usual.
-    assert set(example) == set(TrajectoryRecord.__dataclass_fields__) - {"token_source", "tools"}
+    usual = {"token_source", "tools", "branches", "continuity"}
+    assert set(example) == set(TrajectoryRecord.__dataclass_fields__) - usual
 
 
 async def test_the_loop_can_be_used_as_the_docs_show() -> None:
