@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kuberoll_api.model.environments import Environment
@@ -230,6 +231,17 @@ async def test_programs_share_their_directory(fleet: Fleet) -> None:
     (record,) = await fleet.roll([fakes.sample(prompt="hi")], agent)
     assert isinstance(record, TrajectoryRecord), record.cause
     assert record.total_reward == 0.25
+
+
+async def test_what_a_program_leaves_behind_holds_nothing_up(fleet: Fleet, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    program = f"{PROGRAM}\nimport subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
+    program += f"open({str(left)!r}, 'w').write(str(child.pid))"
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], {"command": [sys.executable, "-c", program]})
+    assert isinstance(record, TrajectoryRecord), record.cause
+    assert record.total_reward == 1.5
+    pid = int(left.read_text())
+    await fakes.until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize(

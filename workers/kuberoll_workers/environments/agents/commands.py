@@ -8,9 +8,10 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -23,6 +24,8 @@ _ROW: Final = "episode.json"
 _RESULT: Final = "result.json"
 _OUTPUT_BYTES: Final = 64 << 10
 _SHOWN_CHARACTERS: Final = 2000
+# What has left the program's process group may hold its output open for ever.
+_LAST_OUTPUT_SECONDS: Final = 1.0
 
 
 class AgentFailed(Exception):
@@ -85,37 +88,38 @@ class CommandPhases:
         """Run a program to its end; return the end of its standard output."""
         directory: Path = episode.state["directory"]
         inherited = sandbox.variables(os.environ, Sandbox(variables=self._variables), scratch=str(directory))
+        started = asyncio.get_running_loop().subprocess_exec(
+            _Program,
+            *command,
+            cwd=directory,
+            env=inherited | variables(episode, directory) | _without_proxy(inherited, episode.base_url),
+            start_new_session=True,
+        )
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=directory,
-                env=inherited | variables(episode, directory),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
+            transport, program = await started
         except OSError as error:
             raise AgentFailed(f"agent.{phase}: {command[0]} could not be started: {error.strerror}") from error
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
+        stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
         try:
-            with contextlib.suppress(ConnectionError):
-                process.stdin.write(_row(episode))
-                process.stdin.close()
-            output, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
-            code = await process.wait()
+            stdin.write(_row(episode))
+            stdin.close()
+            await program.exited.wait()
         finally:
-            # Also what it has started and left behind.
+            # Also what it has started and left behind, which may hold its output open.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+                os.killpg(transport.get_pid(), signal.SIGKILL)
+            await program.exited.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_OUTPUT_SECONDS):
+                    await program.closed.wait()
+            transport.close()
+        code = transport.get_returncode()
+        assert code is not None
         if code != 0:
             end = f"exit code {code}" if code > 0 else f"signal {-code}"
-            said = errors.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+            said = program.kept[2].decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
             raise AgentFailed(f"agent.{phase}: {command[0]} ended with {end}" + (f": {said}" if said else ""))
-        return output
+        return program.kept[1]
 
 
 def variables(episode: AgentEpisode, directory: Path) -> dict[str, str]:
@@ -135,9 +139,14 @@ def variables(episode: AgentEpisode, directory: Path) -> dict[str, str]:
         "KUBEROLL_EPISODE": str(directory / _ROW),
         "KUBEROLL_RESULT": str(directory / _RESULT),
         "KUBEROLL_MODEL": episode.model,
-        "NO_PROXY": "*",
-        "no_proxy": "*",
     }
+
+
+def _without_proxy(inherited: Mapping[str, str], url: str) -> dict[str, str]:
+    """Variables by which a proxy of the job's own is not used for the policy."""
+    known = inherited.get("NO_PROXY") or inherited.get("no_proxy")
+    hosts = ",".join(filter(None, (known, urlsplit(url).hostname)))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 def _row(episode: AgentEpisode) -> bytes:
@@ -173,9 +182,24 @@ def _result(episode: AgentEpisode, output: bytes, phase: str) -> AgentResult:
         ) from error
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream that is read to its end."""
-    kept = b""
-    while chunk := await stream.read(_OUTPUT_BYTES):
-        kept = (kept + chunk)[-_OUTPUT_BYTES:]
-    return kept
+class _Program(asyncio.SubprocessProtocol):
+    """A program that runs: asyncio's own waits for its end would also wait for all who hold its output open.
+
+    Attributes:
+        kept: The last bytes of its standard output and its standard error, by descriptor.
+        exited: Set when it has ended.
+        closed: Set when its output has ended, too.
+    """
+
+    def __init__(self) -> None:
+        self.kept = {1: b"", 2: b""}
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.kept[fd] = (self.kept[fd] + data)[-_OUTPUT_BYTES:]
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - how it was closed is of no interest
+        self.closed.set()
