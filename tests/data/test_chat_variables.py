@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from kuberoll_api.model.generation import ModelSource
+from kuberoll_workers.data.chat_template import template_variables
 from kuberoll_workers.data.observations import ChatTemplateObservations
-from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused, template_variables
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from tests.data.support import model, wrap
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -65,8 +66,9 @@ def test_without_variables_nothing_changes() -> None:
 def test_variables_of_templates() -> None:
     assert template_variables("{% set a = b %}{{ a }}{% for c in messages %}{{ c }}{% endfor %}") == {"b", "messages"}
     assert "enable_thinking" in (template_variables(QWEN3.read_text()) or ())
-    # A tag of transformers' own, and several templates by name.
-    assert template_variables("{% generation %}x{% endgeneration %}") is None
+    assert template_variables("{% generation %}{{ x }}{% endgeneration %}") == {"x"}
+    # A tag of nobody's, and several templates by name.
+    assert template_variables("{% generate %}x{% endgenerate %}") is None
     assert template_variables({"default": "x"}) is None
 
 

@@ -144,7 +144,6 @@ def test_any_text(both: tuple[FileTokenizer, Any], text: str, content: str) -> N
         {"added_tokens_decoder": None},
         {"added_tokens_decoder": [1]},
         {"eos_token": {"content": "<|eom_id|>"}},
-        {"chat_template": "{% generation %}x{% endgeneration %}"},
         {"chat_template": [{"name": "default", "template": "x"}]},
         {"fix_mistral_regex": True},
         {"bos_token": 7},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from kuberoll_workers.data.chat_template import template_variables
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer_files import FileTokenizer, read_tokenizer, tokenizer_directory
 from kuberoll_workers.data.tools import template_messages
@@ -102,23 +103,6 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTok
     transformers.logging.enable_propagation()
     found: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source, revision=revision)
     return found
-
-
-def template_variables(template: object) -> set[str] | None:
-    """Variables that a chat template reads and does not set itself; None if that cannot be known."""
-    if not isinstance(template, str):
-        return None
-    import jinja2
-    import jinja2.ext
-    import jinja2.meta
-
-    try:
-        return jinja2.meta.find_undeclared_variables(
-            jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).parse(template)
-        )
-    except jinja2.TemplateError:
-        # With extensions of transformers' own.
-        return None
 
 
 class HuggingFaceTokenizer:

@@ -10,20 +10,17 @@ the two.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from kuberoll_workers.data.chat_template import compiled
+
 if TYPE_CHECKING:
-    from jinja2 import Template
     from tokenizers import AddedToken, Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -84,8 +81,6 @@ _READ: Final = frozenset(
         "extra_special_tokens", "split_special_tokens",
     }
 )  # fmt: skip
-# Known to no Jinja but transformers'.
-_GENERATION_TAG: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 _BPE_OPTIONS: Final = (
     "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
     "ignore_merges",
@@ -136,18 +131,25 @@ class FileTokenizer:
         conversation: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = True,
         return_dict: bool = False,  # noqa: ARG002 - ids or text, never more
         **variables: Any,
     ) -> list[int] | str:
-        """A chat as the model's template writes it: its ids, or its text.
+        """A chat as a template writes it: its ids, or its text.
+
+        Args:
+            chat_template: Jinja source; None: the model's own.
 
         Raises:
             ValueError: There is no template.
             jinja2.TemplateError: The template refuses the messages; what else a template raises goes through.
         """
-        text = self._template.render(
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None:
+            raise ValueError("the tokenizer has no chat template")
+        text = compiled(template).render(
             messages=conversation,
             tools=tools,
             documents=None,
@@ -155,26 +157,6 @@ class FileTokenizer:
             **{**self.special_tokens_map, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
-
-    @cached_property
-    def _template(self) -> Template:
-        if self.chat_template is None:
-            raise ValueError("the tokenizer has no chat template")
-        import jinja2
-        import jinja2.ext
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        # The environment that Hugging Face documents for chat templates.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(self.chat_template)
 
 
 def tokenizer_directory(source: str, revision: str | None = None, *, stored: bool = False) -> Path | None:
@@ -330,12 +312,6 @@ def _contents(config: Mapping[str, Any], key: str) -> list[str]:
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
-    if template is not None and (not isinstance(template, str) or _GENERATION_TAG.search(template)):
+    if template is not None and not isinstance(template, str):
         raise _Unknown
     return template
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
