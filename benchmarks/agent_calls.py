@@ -105,7 +105,7 @@ async def _plain_application(engine: Simulated) -> ASGIApp:
 
     client: Any = await engine.open_client()
     return await make_application(
-        client, names=["tiny"], tool_parser=None, reasoning_parser=None, template_variables={}
+        client, names=["tiny"], tool_parser=None, reasoning_parser=None, chat_template=None, template_variables={}
     )
 
 

@@ -20,9 +20,11 @@ import pytest
 from kuberoll_api.contract import ENVIRONMENT_ANNOTATION
 from kuberoll_api.manifest.documents import parse_documents
 from kuberoll_api.model.environments import Environment
+from kuberoll_api.model.generation import ModelSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments import GroupMember, GroupScore
 from kuberoll_workers.environments.builtin.code.execution import CodeExecutionConfig
 from kuberoll_workers.environments.builtin.config import parse_config
@@ -31,6 +33,7 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.telemetry import RolloutMetrics
+from tests.data.support import model
 from tests.environments.calling import Shop
 from tests.rollouts.fakes import CharacterTokenizer, CountingEnvironment, ScriptedPolicy, rollout_of, runners, sample
 
@@ -51,6 +54,16 @@ PAGES = sorted(
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def test_the_chat_template_writes_what_its_model_knows() -> None:
+    (given,) = [text for text in blocks("docs/rollouts.md", "yaml") if "chatTemplate:" in text]
+    (document,) = parse_documents(given)
+    own = ModelSource.model_validate(document.value["spec"]["generation"]["model"])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 2+2?\n"}]
+    assert HuggingFaceTokenizer(model("qwen2.5").hugging_face).with_template(own.chat_template).chat_text(
+        chat, generation_prompt=True
+    ) == model("qwen2.5").tokenizer.chat_text(chat, generation_prompt=True)
 
 
 def test_the_readme_s_manifest_is_valid() -> None:

@@ -194,7 +194,8 @@ class ServeArgs:
     Attributes:
         model, tokenizer: Directory or hub id of each.
         model_name: The model's name in the OpenAI-compatible routes; None for `model`.
-        chat_template_kwargs: Variables of the model's chat template, for chats that do not set them.
+        chat_template: Jinja source of a chat template in place of the tokenizer's own; None: its own.
+        chat_template_kwargs: Variables of the chat template, for chats that do not set them.
         gpus: GPUs of one replica, possibly a fraction; None for as many as `engine_args` spread the model over.
         bundles: Resource bundles of a replica that spans pods, first that of the replica's actor; None if it fits into
             one pod.
@@ -215,6 +216,7 @@ class ServeArgs:
     model_name: str | None = None
     revision: str | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] | None = None
     replicas: int = 1
@@ -250,6 +252,7 @@ class ServeArgs:
             "model_name": None if model in (None, source) else source,
             "revision": generation.model.revision,
             "engine_args": generation.engine_args,
+            "chat_template": generation.model.chat_template,
             "chat_template_kwargs": generation.model.chat_template_kwargs,
             "simulated": simulated,
             "replicas": generation.replicas or 1,

@@ -130,6 +130,10 @@ REFUSED: dict[str, Contradiction] = {
         {"spec.generation.access": [_by_expression({"key": "a", "operator": "DoesNotExist", "values": ["b"]})]},
         "spec.generation.access[0].podSelector.matchExpressions[0].values: Invalid value: Exists and DoesNotExist have",
     ),
+    "the name of a file as chat template": Contradiction(
+        {"spec.generation.model.chatTemplate": "template.jinja"},
+        "spec.generation.model.chatTemplate: Invalid value: has neither {{ nor {%: write the template itself",
+    ),
     "an endpoint without External": Contradiction(
         {"spec.generation.external": {"url": "http://a"}},
         "spec.generation.external: Invalid value: is only for backend External; set backend: External, or remove it",

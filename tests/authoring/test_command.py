@@ -288,6 +288,16 @@ class TestPlay:
         text = kuberoll("env", "play", "guess_word.yaml", *options, at=written, given="many\n")
         assert "<|end|><|environment|>Write a whole number.\n<|end|><|assistant|>" in text
 
+    def test_the_prompt_as_the_job_s_template_writes_it(self, written: Path) -> None:
+        own = "{% for m in messages %}<|system|>({{ m.role }}) {{ m.content }}{% endfor %}<|assistant|>"
+        field = "spec.generation.model.chatTemplate"
+        options = ["--tokenizer", "simulated-model", "--set", f"{field}={json.dumps(own)}"]
+        text = kuberoll("env", "play", "guess_word.yaml", *options, at=written, given="")
+        assert "<|system|>(user) " in text
+        options = ["--tokenizer", "simulated-model", "--set", f"{field}={json.dumps('{{ messages')}"]
+        text = kuberoll("env", "play", "guess_word.yaml", *options, at=written, code=2)
+        assert f"{field}: it is not Jinja: line 1" in text
+
     def test_a_failure_ends_it_with_the_line(self, guessing: Path) -> None:
         text = kuberoll("env", "play", "guessing:Guess", "--dataset", "rows.jsonl", "--row", "1", at=guessing,
                         given="two\n\n", code=1)  # fmt: skip

@@ -16,6 +16,7 @@ import pytest
 
 from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.local.preflight import JobRefused, check
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import open_storage
@@ -224,6 +225,42 @@ def test_failures_beyond_the_budget(slow_generation: dict[str, Any], tmp_path: P
     assert len((tmp_path / "out" / "failures.jsonl").read_text().splitlines()) == 3
 
 
+def with_template(template: str) -> dict[str, Any]:
+    simulated = {"responses": [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]}
+    model = {"source": str(TINY), "chatTemplate": template}
+    return {"model": model, "engine": "Simulated", "simulated": simulated}
+
+
+OWN_TEMPLATE = """
+{%- for message in messages -%}
+<|system|>{{ message.role }}: {{ message.content }}<|end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|system|>assistant: {% endif %}
+"""
+
+
+def test_the_job_s_chat_template_renders_prompts_and_observations(tmp_path: Path) -> None:
+    job = manifest(
+        tmp_path / "job.yaml",
+        generation=with_template(OWN_TEMPLATE),
+        dataset={"source": {"generator": {"count": 2}}},
+        rollout={"observationTemplate": "ChatTemplate"},
+    )
+    code, text = run_to_end(job, "--output", tmp_path / "out", "--metrics-port", "0")
+    assert code == 0, text
+    tokenizer = HuggingFaceTokenizer.load(str(TINY))
+    records = trajectories(tmp_path / "out")
+    assert len(records) == 2
+    for record in records:
+        texts = [tokenizer.decode_with_special_tokens(message.token_ids) for message in record.messages]
+        prompt = record.messages[0].content
+        assert texts[0] == f"<|system|>user: {prompt}<|end|><|system|>assistant: "
+        assert record.turn_count > 1
+        for observation, written in zip(record.messages[2:-1:2], texts[2:-1:2], strict=True):
+            says = f"<|system|>user: {observation.content}<|end|>"
+            assert written == f"<|end|>{says}<|system|>assistant: "
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -246,6 +283,21 @@ def test_failures_beyond_the_budget(slow_generation: dict[str, Any], tmp_path: P
         ),
         ({"generation": {"model": {"source": "./no/such/model"}, "engine": "Simulated"}}, "there is no directory"),
         ({"generation": {"model": {"source": "."}, "engine": "Simulated"}}, "has no config.json"),
+        (
+            {"generation": with_template("template.jinja")},
+            "spec.generation.model.chatTemplate: has neither {{ nor {%: write the template itself",
+        ),
+        (
+            {"generation": with_template("{{ messages[0].content }}\n{% if %}")},
+            "spec.generation.model.chatTemplate: it is not Jinja: line 2: Expected an expression",
+        ),
+        (
+            {
+                "generation": with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
+                "rollout": {"observationTemplate": "ChatTemplate"},
+            },
+            "spec.generation.model.chatTemplate: the chat template can't render observations token-exactly",
+        ),
     ],
 )
 def test_bad_jobs_are_refused_before_anything_starts(changes: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -316,6 +316,10 @@ async def test_a_check_refuses_an_output_that_cannot_be_written(place: Place) ->
         ({"dataset": {"source": {"rows": [{"messages": []}]}}}, "spec.dataset.source.rows[0]"),
         ({"environments": [{"name": "e", "entrypoint": "no_such:Thing"}]}, "there is no module 'no_such'"),
         ({"generation": {"model": {"source": "/no/model"}, "engine": "Simulated"}}, "spec.workers.podTemplate"),
+        (
+            {"generation": {"model": {"source": str(TINY), "chatTemplate": "{% if %}"}, "engine": "Simulated"}},
+            "spec.generation.model.chatTemplate: it is not Jinja: line 1",
+        ),
         ({"workers": {"replicas": -1}}, "replicas"),
     ],
 )
@@ -366,6 +370,25 @@ async def test_the_line_of_a_person_s_code_is_in_messages_and_logs(
             answers.append({"log": started.log, "message": started.message()})
     assert sum(answer["message"]["failed"] for answer in answers) == 8
     assert all('faulty.py\\", line 7, in step' in answer["log"] for answer in answers if answer["message"]["failed"])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ mesages[0].content }}", "it cannot render a user's message: UndefinedError"),
+        (
+            "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}",
+            "the chat template can't render observations token-exactly: it raises TemplateError: one only",
+        ),
+    ],
+)
+async def test_a_template_that_cannot_render_is_not_tried_again(place: Place, template: str, said: str) -> None:
+    model = {"source": str(TINY), "chatTemplate": template}
+    generation = {"model": model, "engine": "Simulated"}
+    place.job = job(generation=generation, rollout={"observationTemplate": "ChatTemplate"})
+    found = await refusal(place)
+    assert said in found
+    assert "generation.model.chatTemplate" in found
 
 
 async def test_trajectories_of_nobody_knows_what_are_refused(place: Place) -> None:

@@ -72,6 +72,7 @@ def application(routes: OpenAIRoutes, engine: Engine, *, key: str | None = None)
 async def serving_openai(
     engine: Engine,
     *,
+    chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -87,6 +88,7 @@ async def serving_openai(
         model_name="tiny",
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        chat_template=chat_template,
         template_variables=template_variables,
     )
     listening = socket.create_server(("127.0.0.1", 0))

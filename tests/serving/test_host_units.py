@@ -141,7 +141,9 @@ def app(**fields: Any) -> ServeArgs:
 
 
 def test_arguments_survive_serve_s_configuration() -> None:
-    args = app(engineArgs={"max_model_len": 512}, replicas=3)
+    own = {"source": "m", "chatTemplate": "{{ messages }}", "chatTemplateKwargs": {"a": True}}
+    args = app(engineArgs={"max_model_len": 512}, replicas=3, model=own)
+    assert (args.chat_template, args.chat_template_kwargs) == ("{{ messages }}", {"a": True})
     assert read_args(json.loads(json.dumps(msgspec.to_builtins(args)))) == args
     assert deployment_options(args, gpus=2)["num_replicas"] == 3
     assert deployment_options(args, gpus=2)["ray_actor_options"]["num_gpus"] == 2

@@ -507,6 +507,37 @@ async def test_callers_do_not_write_the_template(engine: Scripted, name: str) ->
     assert engine.requests == []
 
 
+async def test_the_job_s_template_renders_chats_as_in_rollouts(
+    engine: Scripted, tokenizer: HuggingFaceTokenizer
+) -> None:
+    template = (
+        "{%- for message in messages %}\n<|{{ message.role }}|>{{ message.content }}<|end|>\n{%- endfor %}\n"
+        "{%- for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ mood }}:{% endif %}\n"
+    )
+    variables = {"mood": "calm"}
+    own = tokenizer.with_template(template).with_variables(variables)
+    expected = own.render_chat([HELLO]).tolist()
+    assert own.decode_with_special_tokens(expected) == "<|user|>hi<|end|><|assistant|>calm:"
+    async with (
+        serving_openai(engine, chat_template=template, template_variables=variables, tool_parser="hermes") as url,
+        openai_client(url) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        async with session.post(f"{url}/tokenize", json={"model": "tiny", "messages": [HELLO]}) as answer:
+            assert (await answer.json())["tokens"] == expected
+        await client.chat.completions.create(model="tiny", messages=USER)
+        await client.responses.create(model="tiny", input="hi")
+        # The tokenizer's own template leaves tools out.
+        await client.chat.completions.create(model="tiny", messages=USER, tools=[LOOK])
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as claude:
+            await claude.messages.create(model="tiny", max_tokens=20, messages=USER)
+    plain, text, tools, claude_s = [request.token_ids for request in engine.requests]
+    assert plain == claude_s == own.render_chat(USER)
+    assert text.tolist() == expected
+    assert tools == own.render_chat(USER, tools=[LOOK])
+
+
 async def test_the_job_s_variables_are_the_default_of_chats(tmp_path: Path) -> None:
     place = tokenizer_with_ends(tmp_path)
     template = place / "chat_template.jinja"

@@ -447,7 +447,7 @@ async def run_worker(
     job = config.job
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(HuggingFaceTokenizer.load, config.tokenizer)
-    tokenizer = tokenizer.with_variables(job.spec.generation.model.chat_template_kwargs)
+    tokenizer = job_tokenizer(job, tokenizer)
     seeded = job.spec.dataset.seed_per_repeat
     base_seed = job_seed(job.metadata.name, job.spec.generation.sampling.seed)
     async with AsyncExitStack() as stack:
@@ -582,6 +582,19 @@ def part_limits(job: RolloutJob) -> PartLimits:
     """Limits of the parts in which journals are written to an object store."""
     parts = job.spec.output.parts
     return PartLimits(max_bytes=parts.max_bytes, max_seconds=parts.max_seconds)
+
+
+def job_tokenizer(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
+    """A model's tokenizer that renders chats as the job wants it: by its template, and with its variables.
+
+    Raises:
+        TemplateRefused: One of them cannot be used; the message names its field.
+    """
+    model = job.spec.generation.model
+    made = tokenizer.with_template(model.chat_template).with_variables(model.chat_template_kwargs)
+    # With the variables: templates may need them.
+    made.check_rendering()
+    return made
 
 
 def observation_template(job: RolloutJob, tokenizer: HuggingFaceTokenizer) -> ObservationTemplate:

@@ -1,4 +1,4 @@
-"""Variables of chat templates."""
+"""What chat templates are, and their variables."""
 
 from __future__ import annotations
 
@@ -35,3 +35,6 @@ RESERVED_VARIABLES: Final = frozenset(
     }
 )
 """Names that the rendering of a chat template uses itself, so nobody else may set them."""
+
+NO_TEMPLATE: Final = "has neither {{ nor {%: write the template itself, its Jinja source, and not the name of a file"
+"""What is said of a text that is no chat template."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from kuberoll_api.model.access import MAX_ACCESS, PolicyAccess
-from kuberoll_api.model.chat_template import RESERVED_VARIABLES
+from kuberoll_api.model.chat_template import NO_TEMPLATE, RESERVED_VARIABLES
 from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
@@ -41,11 +41,23 @@ class ModelFiles(Model):
 class ModelSource(ModelFiles):
     """The model that generates."""
 
+    chat_template: LongText | None = Field(
+        default=None,
+        description="Jinja source of a chat template in place of the tokenizer's own: for the job's prompts and "
+        "observations, and for chats at the policy's endpoint.",
+    )
     chat_template_kwargs: JsonObject = Field(
         default_factory=dict,
-        description="Variables of the model's chat template, such as `enable_thinking: false`: for the job's prompts "
+        description="Variables of the chat template, such as `enable_thinking: false`: for the job's prompts "
         "and observations, and the default of chats at the policy's endpoint.",
     )
+
+    @model_validator(mode="after")
+    def _template(self) -> Self:
+        # What has neither is the name of a file, which the policy's server would look for.
+        if self.chat_template is not None and not any(mark in self.chat_template for mark in ("{{", "{%")):
+            raise contradiction(NO_TEMPLATE, "chatTemplate")
+        return self
 
     @model_validator(mode="after")
     def _variables(self) -> Self:

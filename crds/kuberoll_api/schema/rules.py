@@ -15,9 +15,10 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.access import LabelRequirement, PolicyAccess
 from kuberoll_api.model.agents import Agent
+from kuberoll_api.model.chat_template import NO_TEMPLATE
 from kuberoll_api.model.dataset import Dataset
 from kuberoll_api.model.environments import OF_THE_TEMPLATE, OF_THE_TEMPLATE_MESSAGE, Environment, EnvironmentServers
-from kuberoll_api.model.generation import Autoscaling, Generation, Sampling
+from kuberoll_api.model.generation import Autoscaling, Generation, ModelSource, Sampling
 from kuberoll_api.model.output import Output, Tracking
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.rollout import Groups, Rollout
@@ -210,6 +211,13 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "self.backend != 'External' || !has(self.access) || size(self.access) == 0",
             "is for a policy in pods of the job; who reaches an external one is said where it is run: remove it",
             "access",
+        ),
+    ),
+    ModelSource.__name__: (
+        CelRule(
+            "!has(self.chatTemplate) || self.chatTemplate.contains('{{') || self.chatTemplate.contains('{%')",
+            NO_TEMPLATE,
+            "chatTemplate",
         ),
     ),
     PolicyAccess.__name__: (

@@ -372,10 +372,14 @@ def _rendering(tokenizer: str | None, job: RolloutJob | None) -> Any:
     if tokenizer is None:
         return Rendering()
     from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
-    from kuberoll_workers.worker import observation_template
+    from kuberoll_workers.worker import job_tokenizer, observation_template
 
     try:
         found = HuggingFaceTokenizer.load(tokenizer)
+        found = found if job is None else job_tokenizer(job, found)
+    except TemplateRefused as error:
+        click.echo(f"--tokenizer {tokenizer}: {error}", err=True)
+        sys.exit(2)
     except (OSError, ValueError) as error:
         click.echo(f"--tokenizer {tokenizer}: {str(error).splitlines()[0] if str(error) else error!r}", err=True)
         sys.exit(2)

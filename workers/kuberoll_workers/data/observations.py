@@ -163,10 +163,11 @@ class ChatTemplateObservations:
             self._literal = tokenizer.encoder_without(self._guarded)
             self._frames = {(_FALLBACK, False): self._inspect(_FALLBACK)}
         except _Unfit as unfit:
+            # Without the cause: a template raises anything, and what is not known as lasting would be tried again.
             raise TemplateRefused(
-                f"the tokenizer's chat template can't render observations token-exactly: {unfit}; set "
-                "rollout.observationTemplate: Raw, or give the tokenizer a chat template that can"
-            ) from unfit
+                f"the chat template can't render observations token-exactly: {unfit}; set "
+                "rollout.observationTemplate: Raw, or write a chat template that can in generation.model.chatTemplate"
+            ) from None
 
     def render(self, role: str, content: str, *, previous: Sequence[int], generation_prompt: bool) -> array[int]:
         """See `ObservationTemplate`; an empty content is also rendered with its boundaries.

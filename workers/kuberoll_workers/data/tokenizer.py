@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from kuberoll_workers.data.chat_template import template_variables
+from kuberoll_workers.data.chat_template import compiled, template_variables
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tokenizer_files import FileTokenizer, read_tokenizer, tokenizer_directory
 from kuberoll_workers.data.tools import template_messages
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 1 << 15
 """Length in characters from which encoding takes so long, about 50 ms, that it needs a separate thread."""
+
+_FIELD = "spec.generation.model.chatTemplate"
+# Two chats that differ in the content of their last message, without and with a message of the system.
+_WORDS = ("quartz", "velvet")
+_BEFORE: tuple[list[dict[str, str]], ...] = ([], [{"role": "system", "content": "lemon"}])
 
 
 class TemplateRefused(ValueError):
@@ -105,17 +110,41 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> PreTrainedTok
     return found
 
 
+def check_compiles(template: str) -> None:
+    """Check that a job's chat template is Jinja.
+
+    Raises:
+        TemplateRefused: It is not; the message has the line.
+    """
+    import jinja2
+
+    try:
+        compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        # Without the cause, here and below: one that is not known as lasting would have a pod tried again.
+        raise TemplateRefused(f"{_FIELD}: it is not Jinja: line {error.lineno}: {error.message}") from None
+    except Exception as error:
+        # Of Python's own compiler, for what is nested too deeply.
+        raise TemplateRefused(f"{_FIELD}: it cannot be compiled: {type(error).__name__}: {error}") from None
+
+
 class HuggingFaceTokenizer:
     """A model's own tokenizer: transformers', or one that was read from the same files."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | FileTokenizer, *, variables: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase | FileTokenizer,
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
+            template: Chat template in place of the tokenizer's own, as Jinja source.
             variables: Variables of the chat template, whenever a chat is rendered.
         """
         self._tokenizer = tokenizer
+        self._template = template
         self._variables = dict(variables or {})
         # The Rust tokenizer avoids transformers' per-call padding and batching, and is 5 to 10 times faster.
         plain = tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
@@ -135,6 +164,42 @@ class HuggingFaceTokenizer:
         found = None if directory is None else read_tokenizer(directory)
         return cls(load_tokenizer(source, revision=revision) if found is None else found)
 
+    def with_template(self, template: str | None) -> HuggingFaceTokenizer:
+        """The same tokenizer, with a job's chat template in place of its own; None: its own.
+
+        Raises:
+            TemplateRefused: The template is not Jinja.
+        """
+        if template is None:
+            return self
+        check_compiles(template)
+        return HuggingFaceTokenizer(self._tokenizer, template=template, variables=self._variables)
+
+    def check_rendering(self) -> None:
+        """Check that a job's chat template, if there is one, renders a user's message.
+
+        Raises:
+            TemplateRefused: It fails with such a chat, or leaves the message's content out.
+        """
+        if self._template is None:
+            return
+        problem = None
+        for before in _BEFORE:
+            chats = [[*before, {"role": "user", "content": word}] for word in _WORDS]
+            try:
+                one, other = (self.chat_text(chat, generation_prompt=True) for chat in chats)
+            except Exception as error:
+                # Templates raise anything; some want a message of the system.
+                problem = problem or f"it cannot render a user's message: {type(error).__name__}: {error}"
+                continue
+            if one != other:
+                return
+            raise TemplateRefused(
+                f"{_FIELD}: it leaves out what a user's message says; write {{{{ message.content }}}}, a text, in a "
+                "loop over messages"
+            )
+        raise TemplateRefused(f"{_FIELD}: {problem}")
+
     def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
         """The same tokenizer, whose chat template is rendered with further variables.
 
@@ -143,16 +208,20 @@ class HuggingFaceTokenizer:
         """
         if not variables:
             return self
-        known = template_variables(getattr(self._tokenizer, "chat_template", None))
+        own = getattr(self._tokenizer, "chat_template", None)
+        known = template_variables(own if self._template is None else self._template)
+        whose = "the model's chat template" if self._template is None else f"the job's chat template ({_FIELD})"
         for name in variables:
             if known is not None and name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise TemplateRefused(
-                    f"spec.generation.model.chatTemplateKwargs.{name}: the model's chat template has no such variable, "
+                    f"spec.generation.model.chatTemplateKwargs.{name}: {whose} has no such variable, "
                     f"and would ignore it{hint}"
                 )
-        return HuggingFaceTokenizer(self._tokenizer, variables={**self._variables, **variables})
+        return HuggingFaceTokenizer(
+            self._tokenizer, template=self._template, variables={**self._variables, **variables}
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -203,6 +272,8 @@ class HuggingFaceTokenizer:
         tokenize: bool,
     ) -> Any:
         chat = template_messages(messages)
+        # Not every class of transformers takes one.
+        own = {} if self._template is None else {"chat_template": self._template}
 
         def render(offered: Sequence[Mapping[str, Any]] | None, *, tokenize: bool) -> Any:
             return self._tokenizer.apply_chat_template(
@@ -211,14 +282,16 @@ class HuggingFaceTokenizer:
                 add_generation_prompt=generation_prompt,
                 tokenize=tokenize,
                 return_dict=False,
+                **own,
                 **self._variables,
             )
 
         if tools and not self._renders_tools:
             if render(tools, tokenize=False) == render(None, tokenize=False):
                 raise TemplateRefused(
-                    "tools: the model's chat template leaves them out, so the policy would not see them: use a model "
-                    "whose template renders tools, or describe them in a message"
+                    "tools: the chat template leaves them out, so the policy would not see them: use a model whose "
+                    "template renders tools, write one that does in generation.model.chatTemplate, or describe the "
+                    "tools in a message"
                 )
             self._renders_tools = True
         return render(tools, tokenize=tokenize)

@@ -16,7 +16,7 @@ from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.worker import isolated_environment_factory, observation_template
+from kuberoll_workers.worker import isolated_environment_factory, job_tokenizer, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -65,7 +65,7 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     source = check_model(job, base=base)
     services = tuple(_check_services(job, base))
     _check_tracking(job)
-    _check_observations(job, source.tokenizer)
+    check_template(job, source.tokenizer)
     _check_environments(job)
     try:
         inputs = scan(job, base=base, environment=isolated_environment_factory(job, protected=()))
@@ -132,18 +132,28 @@ def _check_tracking(job: RolloutJob) -> None:
         raise JobRefused(str(error)) from error
 
 
-def _check_observations(job: RolloutJob, tokenizer: str) -> None:
-    variables = job.spec.generation.model.chat_template_kwargs
-    if job.spec.rollout.observation_template == "Raw" and not variables:
+def check_template(job: RolloutJob, tokenizer: str) -> None:
+    """Check that chats and observations can be rendered as the job wants it.
+
+    Args:
+        tokenizer: Directory or hub id.
+
+    Raises:
+        JobRefused: They cannot; the message names the manifest's field.
+    """
+    model = job.spec.generation.model
+    own = model.chat_template is not None
+    if job.spec.rollout.observation_template == "Raw" and not own and not model.chat_template_kwargs:
         return
     try:
-        loaded = HuggingFaceTokenizer.load(tokenizer).with_variables(variables)
+        loaded = job_tokenizer(job, HuggingFaceTokenizer.load(tokenizer))
     except TemplateRefused as error:
         raise JobRefused(str(error)) from error
     try:
         observation_template(job, loaded)
     except TemplateRefused as error:
-        raise JobRefused(f"spec.rollout.observationTemplate: {error}") from error
+        field = "spec.generation.model.chatTemplate" if own else "spec.rollout.observationTemplate"
+        raise JobRefused(f"{field}: {error}") from error
 
 
 def _check_environments(job: RolloutJob) -> None:

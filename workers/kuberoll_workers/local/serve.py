@@ -26,7 +26,7 @@ from kuberoll_workers.local.generation import (
     while_serving,
     write_secret,
 )
-from kuberoll_workers.local.preflight import JobRefused, check_model
+from kuberoll_workers.local.preflight import JobRefused, check_model, check_template
 from kuberoll_workers.local.reporter import Reporter
 from kuberoll_workers.local.scratch import scratch_directory
 from kuberoll_workers.local.watchdog import run_variables, watchdog
@@ -63,6 +63,7 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
         raise JobRefused("spec.generation.external: this engine is managed elsewhere; there is nothing to serve here")
     name = job.metadata.name
     source = check_model(job, base=options.base)
+    check_template(job, source.tokenizer)
     args = serve_args(job, source)
     run_id = uuid.uuid4().hex
     with ExitStack() as stack:

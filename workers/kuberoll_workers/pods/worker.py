@@ -43,6 +43,7 @@ from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.paths import format_path
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.data.shards import shard_of, share
+from kuberoll_workers.data.tokenizer import check_compiles
 from kuberoll_workers.data.tracebacks import attached_traceback
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.environments.interface import EnvironmentInterface
@@ -251,6 +252,8 @@ class ShardPod:
         for spec in job.spec.environments:
             environment(spec.name)
         check_model_path(self._tokenizer)
+        if (template := job.spec.generation.model.chat_template) is not None:
+            check_compiles(template)
         storage = open_storage(config.output, parts=part_limits(job))
         if isinstance(storage, DirectoryStorage):
             storage.path.mkdir(parents=True, exist_ok=True)

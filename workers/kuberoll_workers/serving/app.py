@@ -103,6 +103,7 @@ class GenerationServer:
             model_name=self._args.model_name or self._args.model,
             tool_parser=self._args.tool_call_parser,
             reasoning_parser=self._args.reasoning_parser,
+            chat_template=self._args.chat_template,
             template_variables=self._args.chat_template_kwargs,
             executor=self._executor,
         )

@@ -31,6 +31,7 @@ async def make_application(
     names: list[str],
     tool_parser: str | None,
     reasoning_parser: str | None,
+    chat_template: str | None,
     template_variables: Mapping[str, Any],
 ) -> ASGIApp:
     """Build the application; it is ready for requests.
@@ -40,6 +41,7 @@ async def make_application(
         names: Names of the model, the first of which answers have.
         tool_parser: vLLM's name of the parser of tool calls; None: calls are not parsed.
         reasoning_parser: vLLM's name of the parser of reasoning; None: reasoning is part of the content.
+        chat_template: Jinja source of a template in place of the tokenizer's own; None: its own.
         template_variables: Variables of the chat template, for chats that do not set them.
 
     Raises:
@@ -59,6 +61,7 @@ async def make_application(
     arguments.structured_outputs_config = client.vllm_config.structured_outputs_config
     arguments.structured_outputs_config.reasoning_parser = reasoning_parser or ""
     arguments.reasoning_parser = reasoning_parser or ""
+    arguments.chat_template = chat_template
     arguments.default_chat_template_kwargs = dict(template_variables) or None
     arguments.enable_prompt_tokens_details = True
 

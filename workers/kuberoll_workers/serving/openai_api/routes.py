@@ -72,6 +72,7 @@ class OpenAIRoutes:
         model_name: str,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         executor: BoundedExecutor | None = None,
     ) -> None:
@@ -82,12 +83,14 @@ class OpenAIRoutes:
             model_name: Name of the model for callers; its source (`EngineInfo.model`) is accepted too.
             tool_parser: vLLM's name of the parser of tool calls; None: requests with tools are refused.
             reasoning_parser: vLLM's name of the parser of reasoning.
+            chat_template: Jinja source of a template in place of the tokenizer's own; None: its own.
             template_variables: Variables of the chat template, for chats that do not set them.
             executor: Checks long bodies; None: a new one.
         """
         self._engine = engine
         self._model = model_name
         self._parsers = (tool_parser, reasoning_parser)
+        self._template = chat_template
         self._variables = dict(template_variables or {})
         self._executor = BoundedExecutor() if executor is None else executor
         self._opening = asyncio.Lock()
@@ -200,15 +203,17 @@ class OpenAIRoutes:
         exact, application = await asyncio.to_thread(_modules)
         tool_parser, reasoning_parser = self._parsers
         tokenizer = client.renderer.tokenizer
-        self._texts = texts = await asyncio.to_thread(_texts, tokenizer, tool_parser)
+        converter = HuggingFaceTokenizer(tokenizer).with_template(self._template)
+        self._texts = texts = await asyncio.to_thread(_texts, converter, tokenizer, tool_parser)
         made = await application.make_application(
             exact.ExactClient(client, self._engine, ChatMemory(texts)),
             names=self._names(),
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
+            chat_template=self._template,
             template_variables=self._variables,
         )
-        return _Opened(made, Abilities(renders_tools=_renders_tools(tokenizer), parses_calls=tool_parser is not None))
+        return _Opened(made, Abilities(renders_tools=_renders_tools(converter), parses_calls=tool_parser is not None))
 
 
 def _modules() -> tuple[Any, Any]:
@@ -219,8 +224,7 @@ def _modules() -> tuple[Any, Any]:
     return exact_client, application
 
 
-def _texts(tokenizer: Any, tool_parser: str | None) -> Texts:
-    converter = HuggingFaceTokenizer(tokenizer)
+def _texts(converter: HuggingFaceTokenizer, tokenizer: Any, tool_parser: str | None) -> Texts:
     parser = None
     if tool_parser is not None:
         from kuberoll_workers.serving.engines.tool_parser import ToolParser
@@ -241,11 +245,9 @@ def _texts(tokenizer: Any, tool_parser: str | None) -> Texts:
     )
 
 
-def _renders_tools(tokenizer: Any) -> bool:
+def _renders_tools(tokenizer: HuggingFaceTokenizer) -> bool:
     try:
-        HuggingFaceTokenizer(tokenizer).chat_text(
-            [{"role": "user", "content": "?"}], generation_prompt=True, tools=[_PROBE_TOOL]
-        )
+        tokenizer.chat_text([{"role": "user", "content": "?"}], generation_prompt=True, tools=[_PROBE_TOOL])
     except TemplateRefused:
         return False
     except Exception:
