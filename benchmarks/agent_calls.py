@@ -61,7 +61,7 @@ async def episode(ask: Callable[[list[Any]], Awaitable[Any]]) -> None:
         messages += [said, {"role": "user", "content": "and now " * 10}]
 
 
-async def measured(rounds: int, episodes: int) -> dict[str, float]:
+async def measured(rounds: int, episodes: int, others: int) -> dict[str, float]:
     engine = Simulated(
         model="none",
         tokenizer=str(TINY),
@@ -88,6 +88,8 @@ async def measured(rounds: int, episodes: int) -> dict[str, float]:
         await episode(lambda messages: call(replica, base + PATH, {"model": "tiny", "messages": messages}))
         await call(replica, base, None, "DELETE")
 
+    for _ in range(others):
+        await call(replica, "/sessions", {})
     found: dict[str, list[float]] = {"vLLM": [], "session": []}
     for _ in range(rounds + 1):
         for name, play in (("vLLM", plainly), ("session", in_session)):
@@ -117,9 +119,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--episodes", type=int, default=10, help="of 20 turns, in each round")
+    parser.add_argument("--sessions", type=int, default=1000, help="that are open besides")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    found = asyncio.run(measured(arguments.rounds, arguments.episodes))
+    found = asyncio.run(measured(arguments.rounds, arguments.episodes, arguments.sessions))
     for name, value in found.items():
         print(f"{name:8} {value:6.2f} ms of CPU a call")
     own, ratio = found["session"] - found["vLLM"], found["session"] / found["vLLM"]

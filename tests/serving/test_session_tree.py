@@ -162,6 +162,22 @@ def test_limits(clock: Clock) -> None:
         sessions.enter(third.identity)
 
 
+def test_tokens_of_forgotten_sessions_make_room(clock: Clock) -> None:
+    sessions = Sessions("r", clock=clock, tokens=4)
+    first = sessions.open(SessionSettings(idle_seconds=10))
+    second = sessions.open(SessionSettings(idle_seconds=100))
+    sessions.enter(first.identity).record(sampled([1], [2]))
+    sessions.enter(second.identity).record(sampled([1], [2]))
+    with pytest.raises(SessionRefused, match="have 4 tokens") as refused:
+        sessions.enter(second.identity)
+    assert refused.value.status == 429
+    # Closed after 10 s without a call, and forgotten after another 10.
+    clock.now = 21
+    assert sessions.enter(second.identity) is second
+    with pytest.raises(SessionRefused, match="does not have it"):
+        sessions.find(first.identity)
+
+
 def test_a_session_of_another_replica_says_what_to_do() -> None:
     with pytest.raises(SessionRefused, match="use the base URL that opening it returned"):
         Sessions("here").find("there-1")

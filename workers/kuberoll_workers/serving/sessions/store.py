@@ -48,7 +48,12 @@ class Session:
         opened: Unix time, seconds.
     """
 
-    def __init__(self, identity: str, settings: SessionSettings, *, now: float) -> None:
+    def __init__(self, identity: str, settings: SessionSettings, *, now: float, count: Callable[[int], None]) -> None:
+        """
+        Args:
+            now: Unix time, seconds.
+            count: Called with the number of tokens that each response adds.
+        """
         self.identity = identity
         self.token = secrets.token_urlsafe(32)
         self.opened = now
@@ -57,11 +62,20 @@ class Session:
         self.limits = CallLimits(settings)
         self.last_used = now
         self.closed_at: float | None = None
+        self._count = count
 
     def record(self, sampled: Sampled) -> None:
         """Store a response, unless the session was closed before it ended."""
         if self.closed_at is None:
+            before = self.tree.tokens
             self.tree.add(sampled)
+            self._count(self.tree.tokens - before)
+
+    def expire(self, now: float) -> bool:
+        """Close the session if nobody has called it for its `idle_seconds`; True once it is to be forgotten."""
+        if self.closed_at is None and now - self.last_used > self.idle_seconds:
+            self.closed_at = self.last_used + self.idle_seconds
+        return self.closed_at is not None and now - self.closed_at > self.idle_seconds
 
     def admit(self, params: SamplingParams, prompt: int) -> None:
         """See `CallLimits.admit`."""
@@ -110,6 +124,7 @@ class Sessions:
         self._prefix, self._clock = prefix, clock
         self._most_sessions, self._most_calls, self._most_tokens = sessions, calls, tokens
         self._sessions: dict[str, Session] = {}
+        self._tokens = 0
 
     def open(self, settings: SessionSettings | None = None) -> Session:
         """Open a session; `settings` None: without limits and defaults of its own.
@@ -121,7 +136,7 @@ class Sessions:
         if len(self._sessions) >= self._most_sessions:
             raise SessionRefused(429, f"{len(self._sessions):,} sessions are open or were closed recently; retry later")
         name = f"{self._prefix}-{secrets.token_hex(12)}"
-        session = Session(name, settings or SessionSettings(), now=self._clock())
+        session = Session(name, settings or SessionSettings(), now=self._clock(), count=self._count)
         self._sessions[session.identity] = session
         return session
 
@@ -131,9 +146,9 @@ class Sessions:
         Raises:
             SessionRefused: There is none of this id, or it was forgotten.
         """
-        self._expire()
         session = self._sessions.get(identity)
-        if session is None:
+        # Only this one: a call must not cost more, the more sessions there are.
+        if session is None or session.expire(self._clock()):
             where = "" if identity.startswith(f"{self._prefix}-") else "; use the base URL that opening it returned"
             raise SessionRefused(404, f"session {identity[:100]}: this replica does not have it{where}")
         return session
@@ -149,7 +164,9 @@ class Sessions:
             raise SessionRefused(410, f"session {identity} is closed")
         if len(session.tree.calls) >= self._most_calls:
             raise SessionRefused(429, f"session {identity} has {self._most_calls:,} responses, which is the maximum")
-        if sum(other.tree.tokens for other in self._sessions.values()) >= self._most_tokens:
+        if self._tokens >= self._most_tokens:
+            self._forget()
+        if self._tokens >= self._most_tokens:
             raise SessionRefused(429, f"the sessions of this replica have {self._most_tokens:,} tokens; retry later")
         session.last_used = self._clock()
         return session
@@ -170,16 +187,11 @@ class Sessions:
         session = self._sessions.get(identity)
         return session is not None and hmac.compare_digest(session.token.encode(), token.encode())
 
-    def _expire(self) -> None:
-        now = self._clock()
-        for session in self._sessions.values():
-            if session.closed_at is None and now - session.last_used > session.idle_seconds:
-                session.closed_at = now
-        self._forget()
+    def _count(self, tokens: int) -> None:
+        self._tokens += tokens
 
     def _forget(self) -> None:
         now = self._clock()
-        for session in list(self._sessions.values()):
-            closed = session.closed_at
-            if closed is not None and now - closed > session.idle_seconds:
-                del self._sessions[session.identity]
+        for session in [session for session in self._sessions.values() if session.expire(now)]:
+            del self._sessions[session.identity]
+            self._tokens -= session.tree.tokens
