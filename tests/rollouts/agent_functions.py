@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI
 
 from kuberoll_workers.environments.agents import AgentEpisode, AgentResult
 
@@ -32,6 +34,45 @@ async def rewrite(episode: AgentEpisode) -> float:
         for text in ("first", "second"):
             messages: Any = [*episode.messages, {"role": "user", "content": text}]
             await client.chat.completions.create(model=episode.model, messages=messages)
+    return 1.0
+
+
+class Meeting:
+    """Where agents in the test's own process wait between two calls.
+
+    Attributes:
+        urls: Base URLs of those that came.
+        reached: Set when one has come.
+        over: Set when all may go on.
+    """
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+        self.reached, self.over = asyncio.Event(), asyncio.Event()
+
+    async def wait(self, url: str) -> None:
+        self.urls.append(url)
+        self.reached.set()
+        await self.over.wait()
+
+
+MEETING: ContextVar[Meeting] = ContextVar("MEETING")
+
+
+async def meet(episode: AgentEpisode) -> float:
+    """Ask before the meeting, and after it."""
+    messages: Any = list(episode.messages)
+    async with client_of(episode) as client:
+        await client.chat.completions.create(model=episode.model, messages=messages)
+        await MEETING.get().wait(episode.base_url)
+        await client.chat.completions.create(model=episode.model, messages=messages)
+    return 1.0
+
+
+async def meet_and_hide(episode: AgentEpisode) -> float:
+    """Do the same, and return a reward whatever happens."""
+    with contextlib.suppress(APIConnectionError):
+        await meet(episode)
     return 1.0
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.rollouts.agents import AgentSettings
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
+from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.policy.openai_serving import serving_openai, tokenizer_with_ends
-from tests.rollouts import fakes
+from tests.rollouts import agent_functions, fakes
 from tests.serving.test_openai_api import Scripted
 
 pytestmark = pytest.mark.slow
@@ -53,6 +55,7 @@ class Fleet:
         spec = Environment.model_validate(
             {"name": "env", "agent": agent, "isolation": isolation, "config": changes.pop("config", {})}
         )
+        urls = changes.pop("urls", [self.url])
         executor = make_executor(
             PlainSpec.of(spec), isolation=isolation, processes=processes, timeout=spec.call_seconds
         )
@@ -65,7 +68,7 @@ class Fleet:
 
         changes.setdefault("max_sequence_length", 2048)
         try:
-            async with RoutedPolicy(StaticDiscovery([self.url]), lambda url: ServeClient(url, limit=64)) as policy:
+            async with RoutedPolicy(StaticDiscovery(urls), lambda url: ServeClient(url, limit=64)) as policy:
                 rollout = Rollout(
                     policy=policy,
                     environments={"env": runner},
@@ -181,6 +184,34 @@ async def test_a_failure_of_an_agent_is_its_own(fleet: Fleet, function: str, cau
     assert isinstance(record, FailureRecord)
     assert record.kind == "environment"
     assert record.cause.startswith(cause)
+
+
+@pytest.mark.parametrize("function", ["meet", "meet_and_hide"])
+async def test_an_agent_whose_replica_is_gone_starts_over_at_another(place: Path, function: str) -> None:
+    meeting = agent_functions.Meeting()
+    agent_functions.MEETING.set(meeting)
+    async with AsyncExitStack() as one, AsyncExitStack() as two:
+        stacks: dict[str, AsyncExitStack] = {}
+        for stack in (one, two):
+            fleet = await stack.enter_async_context(fleet_at(place))
+            stacks[fleet.url] = stack
+        rolling = asyncio.create_task(
+            fleet.roll(
+                [fakes.sample(0, 0, prompt="hi")],
+                {"entrypoint": f"{FUNCTIONS}:{function}"},
+                urls=list(stacks),
+                # A lost session is no attempt of the agent's.
+                retries=RetryPolicy(environment_attempts=1),
+            )
+        )
+        await meeting.reached.wait()
+        await stacks[meeting.urls[0].partition("/sessions/")[0]].aclose()
+        meeting.over.set()
+        (record,) = await rolling
+    assert isinstance(record, TrajectoryRecord)
+    assert (record.turn_count, record.total_reward) == (1, 1.0)
+    assert record.branches is not None
+    assert len({url.partition("/sessions/")[0] for url in meeting.urls}) == 2
 
 
 async def test_a_class_goes_through_its_phases(fleet: Fleet) -> None:
