@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -28,6 +28,8 @@ SESSION_HEADER = "x-session-id"
 
 LOAD_HEADER = "x-kuberoll-load"
 """Response header: the number of other requests that the replica was working on."""
+
+_Body = TypeVar("_Body")
 
 _CONNECT_SECONDS = 10.0
 _HEALTH_SECONDS = 10.0
@@ -116,11 +118,8 @@ class ServeClient:
             Overloaded, Unreachable, PolicyUnavailable, PolicyRefused: As `generate` does.
         """
         answer = await self._send("POST", "/sessions", data=msgspec.json.encode(settings))
-        try:
-            if answer.status == 201:
-                return msgspec.json.decode(answer.body, type=AgentSession)
-        except msgspec.DecodeError as error:
-            raise PolicyUnavailable(f"{self._url}/sessions: {error}") from error
+        if answer.status == 201:
+            return self._decode(answer, "/sessions", AgentSession)
         if answer.status == 404:
             raise PolicyRefused(f"{self._url} has no sessions, which agents need: it is of an older version")
         raise _refusal(self._url, answer)
@@ -132,11 +131,8 @@ class ServeClient:
             PolicyUnavailable: The replica is gone, and with it what was sampled.
         """
         answer = await self._send("DELETE", "")
-        try:
-            if answer.status == 200:
-                return msgspec.json.decode(answer.body, type=ClosedSession)
-        except msgspec.DecodeError as error:
-            raise PolicyUnavailable(f"{self._url}: {error}") from error
+        if answer.status == 200:
+            return self._decode(answer, "", ClosedSession)
         # Also where another replica has taken the address: it does not know the session.
         raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
@@ -158,11 +154,8 @@ class ServeClient:
             PolicyUnavailable: It does not answer as KubeRoll's endpoints do.
         """
         answer = await self._send("GET", "/info")
-        try:
-            if answer.status == 200:
-                return msgspec.json.decode(answer.body, type=EngineInfo)
-        except msgspec.DecodeError as error:
-            raise PolicyUnavailable(f"{self._url}/info: not a KubeRoll endpoint: {error}") from error
+        if answer.status == 200:
+            return self._decode(answer, "/info", EngineInfo)
         raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
     async def replicas(self) -> list[tuple[str, str]]:
@@ -174,12 +167,9 @@ class ServeClient:
         answer = await self._send("GET", "/replicas")
         if answer.status == 404:
             return []
-        try:
-            if answer.status == 200:
-                found = msgspec.json.decode(answer.body, type=_Replicas).replicas
-                return [(replica.id, replica.url) for replica in found]
-        except msgspec.DecodeError as error:
-            raise PolicyUnavailable(f"{self._url}/replicas: {error}") from error
+        if answer.status == 200:
+            found = self._decode(answer, "/replicas", _Replicas).replicas
+            return [(replica.id, replica.url) for replica in found]
         raise PolicyUnavailable(str(_refusal(self._url, answer)))
 
     async def wait_ready(
@@ -199,6 +189,12 @@ class ServeClient:
         await self.check_health()
         async with answering_within(self._url, _HEALTH_SECONDS):
             return await self.info()
+
+    def _decode(self, answer: _Answer, path: str, kind: type[_Body]) -> _Body:
+        try:
+            return msgspec.json.decode(answer.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise PolicyUnavailable(f"{self._url}{path}: not a KubeRoll endpoint: {error}") from error
 
     async def _send(self, method: str, path: str, **options: Any) -> _Answer:
         if self._session is None:
