@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.agent_sessions import AgentSession
 from kuberoll_workers.policy.client import SESSION_HEADER, ServeClient
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
@@ -20,6 +21,8 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
+from kuberoll_workers.policy.routing.discovery import StaticDiscovery
+from kuberoll_workers.policy.routing.router import RoutedPolicy
 from kuberoll_workers.serving.ray_settings import free_ports
 
 REQUEST = GenerationRequest(
@@ -154,3 +157,29 @@ async def test_another_service_is_recognized() -> None:
     async with serving(handler) as url, ServeClient(url, limit=1) as client:
         with pytest.raises(PolicyUnavailable, match="not a KubeRoll endpoint"):
             await client.wait_ready(5)
+
+
+async def test_a_broken_connection_does_not_cost_a_session() -> None:
+    tries = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal tries
+        assert (request.method, request.path) == ("DELETE", "/sessions/s")
+        assert request.headers["authorization"] == "Bearer t"
+        tries += 1
+        if tries == 1:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"opened_at": 1.0, "calls": 2, "trajectories": []})
+
+    async with serving(handler) as url, RoutedPolicy(StaticDiscovery([]), _no_replica) as policy:
+        address = f"{url}/sessions/s"
+        session = AgentSession(
+            id="s", url=address, openai_base_url=f"{address}/v1", anthropic_base_url=address, token="t", model="m"
+        )
+        assert (await policy.close_session(session)).calls == 2
+    assert tries == 2
+
+
+def _no_replica(url: str) -> ServeClient:
+    raise AssertionError(url)

@@ -42,6 +42,8 @@ SUSPICIOUS_DEATHS: Final = 2
 _SEARCH_SECONDS = 0.25
 _CALM_SECONDS = 0.1
 _TIMER_SLACK_SECONDS = 0.001
+_CLOSING_SECONDS = 60.0
+_CLOSING_PAUSES = (0.2, 1.0)
 
 _log = logging.getLogger(__name__)
 
@@ -166,6 +168,17 @@ class RoutedPolicy:
         """See `AgentPolicy`."""
         # Another connection than the replica's: it may have left the list meanwhile.
         async with ServeClient(session.url, limit=1, token=session.token) as client:
+            for seconds in _CLOSING_PAUSES:
+                try:
+                    return await self._close_once(client, session)
+                except PolicyUnavailable as error:
+                    # Closing can be repeated, and a whole episode depends on it.
+                    _log.debug("session %s could not be closed: %s", session.id, error)
+                    await asyncio.sleep(seconds)
+            return await self._close_once(client, session)
+
+    async def _close_once(self, client: ServeClient, session: AgentSession) -> ClosedSession:
+        async with answering_within(session.url, _CLOSING_SECONDS):
             return await client.close_session()
 
     async def _routed(
