@@ -13,7 +13,6 @@ import itertools
 import json
 import pickle
 import random
-from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -30,6 +29,8 @@ from kuberoll_workers.data.messages import Message, chat_message
 from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.dataset.expansion import PromptGroup
+from kuberoll_workers.dataset.rows import Row
+from kuberoll_workers.dataset.task_file import TaskFile
 from kuberoll_workers.environments.interface import ChatMessage, Episode, GroupScore, Metadata
 from kuberoll_workers.environments.outcome import EpisodeLost, StepInvalid, StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
@@ -161,15 +162,7 @@ class InitialStates:
         Raises:
             DatasetError: A row is invalid.
         """
-        self._file = file
-        self._offsets: array[int] = array("q")
-        for group in groups:
-            # Equal rows are one task, which was added with the first of them.
-            if group.task_index == len(self._offsets):
-                self._offsets.append(file.tell())
-                row = group.row
-                # Not as JSON, which would turn a generator's tuples into lists.
-                pickle.dump((row.task_name, InitialState(row.messages, row.metadata, row.tools)), file)
+        self._states = TaskFile(file, groups, _encoded_state)
 
     def of(self, record: TrajectoryRecord) -> InitialState:
         """Initial state of a trajectory's episode, a new object each time.
@@ -177,14 +170,19 @@ class InitialStates:
         Raises:
             TrajectoryFailed: The dataset has a different prompt for this task, or none.
         """
-        if not 0 <= record.task_index < len(self._offsets):
-            raise _not_the_row(f"the dataset has {len(self._offsets)} tasks, and no task {record.task_index}")
-        self._file.seek(self._offsets[record.task_index])
-        name, state = pickle.load(self._file)
+        stored = self._states.find(record.task_index)
+        if stored is None:
+            raise _not_the_row(f"the dataset has {len(self._states)} tasks, and no task {record.task_index}")
+        name, state = pickle.loads(stored)
         if name != record.task_name or _texts(state.messages) != _texts(_prompt(record))[: len(state.messages)]:
             raise _not_the_row(f"task {record.task_index} of the dataset has another prompt than the trajectory")
         assert isinstance(state, InitialState)
         return state
+
+
+def _encoded_state(row: Row) -> bytes:
+    # Not as JSON, which would turn a generator's tuples into lists.
+    return pickle.dumps((row.task_name, InitialState(row.messages, row.metadata, row.tools)))
 
 
 def _not_the_row(cause: str) -> TrajectoryFailed:

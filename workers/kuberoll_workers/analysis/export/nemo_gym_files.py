@@ -17,6 +17,8 @@ from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics
 from kuberoll_workers.analysis.export.writers import json_line, new_files
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.dataset.expansion import PromptGroup
+from kuberoll_workers.dataset.rows import Row
+from kuberoll_workers.dataset.task_file import TaskFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +66,29 @@ class TaskRows:
         Raises:
             DatasetError: A row is invalid.
         """
-        self._file = file
-        self._offsets: array[int] = array("q")
         numbers: array[int] = array("q")
-        for group in groups:
-            # Equal rows are one task, which was added with the first of them.
-            if group.task_index == len(self._offsets):
-                self._offsets.append(file.tell())
-                file.write(orjson.dumps(nemo_gym.row_of_dataset(group.row), option=orjson.OPT_APPEND_NEWLINE))
-                number = nemo_gym.task_number(group.row)
-                numbers.extend([] if number is None else [number])
+
+        def encode(row: Row) -> bytes:
+            number = nemo_gym.task_number(row)
+            numbers.extend([] if number is None else [number])
+            return orjson.dumps(nemo_gym.row_of_dataset(row))
+
+        self._rows = TaskFile(file, groups, encode)
         # Numbers that only some tasks have could be those of others.
-        own = len(numbers) == len(self._offsets) == len(set(numbers))
+        own = len(numbers) == len(self._rows) == len(set(numbers))
         self._numbers = numbers if own else None
 
     def of(self, record: TrajectoryRecord | FailureRecord) -> tuple[dict[str, Any], int | None]:
         """Row of a trajectory's task, and Gym's number of it, if all tasks have one.
 
         Raises:
-            ExportError: The dataset has no such task, or one of another environment.
+            ExportError: The dataset has no such task.
         """
         task = record.task_index
-        if not 0 <= task < len(self._offsets):
-            raise ExportError(f"--manifest: the dataset has {len(self._offsets)} tasks, and the run a task {task}")
-        self._file.seek(self._offsets[task])
-        return orjson.loads(self._file.readline()), None if self._numbers is None else self._numbers[task]
+        row = self._rows.find(task)
+        if row is None:
+            raise ExportError(f"--manifest: the dataset has {len(self._rows)} tasks, and the run a task {task}")
+        return orjson.loads(row), None if self._numbers is None else self._numbers[task]
 
 
 def write_gym_files(
