@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import pytest
 
 from kuberoll_workers.data.record import TrajectoryRecord
-from tests.local.support import TINY, run_to_end, trajectories
+from tests.local.support import TINY, manifest, run_to_end, trajectories
 
 pytestmark = pytest.mark.engine
 
@@ -62,22 +61,17 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryRecord]:
     program: Any = {"command": [sys.executable, "-c", PROGRAM]}
     environments.append({"name": "program", "agent": program, "isolation": "Process", "processes": 2})
     rows = [{"prompt": f"task {number}", "task_name": item["name"]} for item in environments for number in range(2)]
-    job = {
-        "apiVersion": "kuberoll.io/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "agents"},
-        "spec": {
-            "generation": {
-                "model": {"source": str(TINY)},
-                "engineArgs": {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32},
-                "sampling": {"maxTokens": 6, "temperature": 1.0, "seed": 1},
-            },
-            "environments": environments,
-            "dataset": {"source": {"rows": rows}, "repeats": 2},
+    job = manifest(
+        directory / "job.json",
+        generation={
+            "model": {"source": str(TINY)},
+            "engineArgs": {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32},
+            "sampling": {"maxTokens": 6, "temperature": 1.0, "seed": 1},
         },
-    }
-    (directory / "job.json").write_text(json.dumps(job))
-    code, text = run_to_end(directory / "job.json", "--output", directory / "out", "--metrics-port", "0", torch=True)
+        environments=environments,
+        dataset={"source": {"rows": rows}, "repeats": 2},
+    )
+    code, text = run_to_end(job, "--output", directory / "out", "--metrics-port", "0", torch=True)
     assert code == 0, text
     return trajectories(directory / "out")
 
