@@ -112,10 +112,12 @@ def agent_trajectory(
     Raises:
         NothingSampled: There is no call in it.
     """
-    first = next(iter(closed.trajectories), None)
-    turns = [] if first is None else list(_turns(first))
-    if first is None or not turns:
+    # An empty response is no turn, and a path of nothing else no path.
+    paths = [path for path in closed.trajectories if any(_turns(path))]
+    if not paths:
         raise NothingSampled("the agent ended without an answered call of the policy: there is no trajectory")
+    first, *others = paths
+    turns = list(_turns(first))
     prompt = turns[0].read
     trajectory = Trajectory(
         dataclasses.replace(
@@ -168,7 +170,7 @@ def agent_trajectory(
         )
         began = ended
     trajectory.stop_reason = _stop_reason(closed)
-    trajectory.branches = [_branch(path) for path in closed.trajectories[1:]] or None
+    trajectory.branches = list(map(_branch, others)) or None
     trajectory.continuity = dict(closed.continuity)
     return trajectory
 

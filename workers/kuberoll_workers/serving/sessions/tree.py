@@ -95,13 +95,19 @@ class CallTree:
         while index is not None:
             chain.append(index)
             index = self.calls[index].parent
+        read, chat = token_array(), list[ChatMessage]()
         for index in reversed(chain):
             call = self.calls[index]
-            if call.read:
-                yield Segment(call.read, None, learn=False, chat=call.chat)
+            # What follows an empty response was read together with what precedes it.
+            read, chat = read + call.read, [*chat, *(call.chat or ())]
             if call.sampled.response:
+                if read:
+                    yield Segment(read, None, learn=False, chat=chat or None)
                 yield Segment(call.sampled.response, index, learn=index not in learned)
+                read, chat = token_array(), []
             learned.add(index)
+        if read:
+            yield Segment(read, None, learn=False, chat=chat or None)
 
     def _parent(self, prompt: array[int]) -> tuple[int | None, int]:
         """The longest call that a prompt begins with, and the number of its ids."""
