@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from kuberoll_workers.analysis.export import writers
 from kuberoll_workers.analysis.export.exporting import ExportResult, export_run, run_name
 from kuberoll_workers.analysis.export.formats import FORMATS, ExportError
+from kuberoll_workers.analysis.export.paths import own_path
 from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.analysis.export.views import token_view
 from kuberoll_workers.data.messages import ExtendedMessage, Message, token_array
@@ -156,7 +157,7 @@ def test_a_table_has_a_column_for_every_field_of_a_row(name: str) -> None:
     format = FORMATS[name]
     assert format.schema is not None
     for calls, record in ((False, trajectory()), (True, calling())):
-        row = format.row(record, "user")
+        row = format.row(own_path(record), "user")
         # A field without a column would be left out silently, and a column without a field would be empty.
         assert sorted(format.schema(calls).names) == sorted(row)
         for field in format.schema(calls):

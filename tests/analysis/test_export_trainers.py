@@ -19,6 +19,7 @@ from kuberoll_workers.analysis.export.exporting import export_run
 from kuberoll_workers.analysis.export.formats import ExportError
 from kuberoll_workers.data.record import TrajectoryRecord
 from tests.analysis.test_export import calling, export, run_of, trajectory
+from tests.analysis.test_export_paths import FORKED, played
 
 SOURCES = os.environ.get("KUBEROLL_TEST_TRAINERS", "")
 PLACES = ("slime", "SkyRL", "prime-rl/src", "prime-rl/packages/prime-rl-configs/src", "AReaL", "packages")
@@ -88,6 +89,13 @@ def test_slimes_own_loader(tmp_path: Path) -> None:
     assert found["reward"] == [0.0, 1.0, -0.5]
     assert (found["tokens"][1], found["loss_masks"][1]) == (IDS, MASK[4:])
     assert found["rollout_log_probs"][1] == pytest.approx(LOGPROBS[4:])
+
+
+def test_slimes_own_loader_reads_the_paths_of_a_trajectory_as_one_rollout(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = made_by("slime", export(tmp_path, "slime", played(FORKED), trajectory(6)).path)
+    assert found["groups"] == [[5, 0, 0], [5, 1, 0], [6, 2, 1]]
+    assert (found["tokens"][1], found["loss_masks"][1]) == ([1, 2, 9, 5], [1])
 
 
 def test_skyrls_own_loader(tmp_path: Path) -> None:

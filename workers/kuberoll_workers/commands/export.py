@@ -46,6 +46,13 @@ FORMATS = ("openai-chat", "sharegpt", "trl", "verl", "nemo-rl", "nemo-gym", "pri
     help="Role of environments' messages, if the format has none for them.",
 )
 @click.option(
+    "--paths",
+    type=click.Choice(["all", "own"]),
+    default="all",
+    show_default=True,
+    help="Of agents' trajectories: all paths, each as a row, or only the trajectory's own.",
+)
+@click.option(
     "--allow-simulated", is_flag=True, help="Also export a run of the Simulated engine, to try out a trainer."
 )
 @click.option(
@@ -66,6 +73,7 @@ def export(
     best_of_group: bool,
     limit: int | None,
     environment_role: Literal["user", "tool"],
+    paths: Literal["all", "own"],
     allow_simulated: bool,
     manifest: Path | None,
     overrides: tuple[str, ...],
@@ -106,6 +114,7 @@ def export(
             output=output,
             selection=selection,
             role=environment_role,
+            branches=paths == "all",
             force=force,
             allow_simulated=allow_simulated,
             groups=groups,
@@ -117,7 +126,8 @@ def export(
         sys.exit(2)
     counts = exported.counts
     left_out = "".join(f", {count} left out: {reason}" for reason, count in sorted(counts.left_out.items()))
-    click.echo(f"{counts.selected} trajectories{left_out}")
+    branches = f" with {counts.branches} branches" if counts.branches else ""
+    click.echo(f"{counts.selected} trajectories{branches}{left_out}")
     for path in exported.paths:
         click.echo(f"  {path}")
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, chat_with_calls, spoken
 from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.record import TrajectoryRecord
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _OPENAI_ROLES = frozenset({"system", "developer", "user", "assistant"})
@@ -16,11 +16,11 @@ _OPENAI_ROLES = frozenset({"system", "developer", "user", "assistant"})
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 
 
-def openai_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+def openai_row(record: TrajectoryPath, role: str) -> dict[str, Any]:
     """`messages` only: the service rejects unknown keys.
 
-    Examples in the prompt get `weight` 0, so that only the policy's own messages are learned. An answer to a call has
-    the role `tool`, if there is a call of its id.
+    Examples in the prompt, and what another path of the trajectory teaches, get `weight` 0: only the policy's own
+    messages are learned, each of them once. An answer to a call has the role `tool`, if there is a call of its id.
     """
     spoken_messages = spoken(record)
     rows = _openai_messages(spoken_messages, role)
@@ -43,7 +43,7 @@ def _openai_messages(messages: Sequence[Message], role: str) -> list[dict[str, A
     return rows
 
 
-def sharegpt_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+def sharegpt_row(record: TrajectoryPath, role: str) -> dict[str, Any]:
     """`conversations` of `from` and `value`, in which the two sides alternate, as loaders require."""
     conversation: list[dict[str, str]] = []
     for message in chat(spoken(record), known=CHAT_ROLES, otherwise=role):
@@ -53,7 +53,7 @@ def sharegpt_row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         else:
             conversation.append({"from": speaker, "value": message["content"]})
     return {
-        "id": f"{record.task_index}-{record.rollout_index}",
+        "id": f"{record.task_index}-{record.rollout_index}" + (f"-{record.path}" if record.path else ""),
         "conversations": conversation,
         "environment": record.task_name,
         "reward": record.total_reward,

@@ -18,6 +18,7 @@ from kuberoll_workers.analysis.export.formats import (
     format_named,
 )
 from kuberoll_workers.analysis.export.nemo_gym_files import GymFiles, TaskRows, write_gym_files
+from kuberoll_workers.analysis.export.paths import own_path, paths
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.views import has_calls
 from kuberoll_workers.analysis.export.writers import write_document, write_rows
@@ -58,6 +59,7 @@ def export_run(
     output: Path | None = None,
     selection: Selection | None = None,
     role: EnvironmentRole = "user",
+    branches: bool = True,
     force: bool = False,
     allow_simulated: bool = False,
     groups: Iterable[PromptGroup] | None = None,
@@ -68,6 +70,7 @@ def export_run(
         to: Name of the format.
         output: File, or directory for it; None for the working directory.
         role: Role of environments' messages, if the format has none for them.
+        branches: Also branches of trajectories, as rows of their own; files of NeMo Gym have a row for each rollout.
         force: Overwrite an existing file.
         allow_simulated: Export a run of the Simulated engine, whose responses no model wrote.
         groups: The run's dataset, for formats with its rows; None: what the trajectories tell of them.
@@ -93,9 +96,11 @@ def export_run(
     def write(counts: SelectionCounts, *, calls: bool) -> bool:
         def rows() -> Iterator[dict[str, Any]]:
             for record in select(files.read().finished, selection, counts):
-                if columns is not None and not calls and has_calls(record):
-                    raise _CallsFound
-                yield form.row(record, role)
+                for path in paths(record) if branches else [own_path(record)]:
+                    if columns is not None and not calls and has_calls(path):
+                        raise _CallsFound
+                    counts.branches += path.path > 0
+                    yield form.row(path, role)
 
         if form.document is not None:
             return write_document(path, rows(), form.document, force=force)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
-from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     The columns from `token_ids` to `env_name` are fields of a `TrainingSample`, over the whole sequence; its
@@ -32,6 +32,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         "reward": record.total_reward,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
+        "path": record.path,
         "stop_reason": record.stop_reason,
         "model_version": None if versions is None else versions[0],
         "token_source": record.token_source,
@@ -58,6 +59,7 @@ def schema(calls: bool) -> pyarrow.Schema:
             ("reward", pa.float64()),
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),
+            ("path", pa.int32()),
             ("stop_reason", pa.string()),
             ("model_version", pa.int64()),
             ("token_source", pa.string()),

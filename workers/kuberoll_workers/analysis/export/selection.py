@@ -32,9 +32,10 @@ class Selection:
 
 @dataclass(slots=True)
 class SelectionCounts:
-    """Number of selected trajectories, and of those that were left out, by reason."""
+    """Number of selected trajectories, of their branches, and of those that were left out, by reason."""
 
     selected: int = 0
+    branches: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     environments: set[str] = field(default_factory=set)
 

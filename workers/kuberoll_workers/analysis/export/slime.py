@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
+from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import (
     PROMPT_TURN,
     chat_with_calls,
@@ -14,10 +15,9 @@ from kuberoll_workers.analysis.export.views import (
     spoken,
     token_view,
 )
-from kuberoll_workers.data.record import TrajectoryRecord
 
 
-def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
     """Convert a trajectory to the fields of a `Sample`, in Python's own types.
 
     `weight_versions` has the version that each response began with. `metadata` has what slime has no field for; slime
@@ -43,6 +43,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
             "source_name": record.task_name,
             "task_index": record.task_index,
             "rollout_index": record.rollout_index,
+            "path": record.path,
             "stop_reason": record.stop_reason,
             "policy_versions": tokens.policy_versions,
             "token_source": record.token_source,
@@ -53,8 +54,13 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
 def document(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The content of a file: the samples of a rollout, those of a group together.
 
-    `rollout_id` of a sample tells apart whose tokens are one rollout; a sample is one here.
+    `rollout_id` of a sample tells apart whose tokens are one rollout: the paths of a trajectory have the same one.
     """
-    ordered = sorted(rows, key=lambda row: (row["metadata"]["task_index"], row["metadata"]["rollout_index"]))
-    samples = [{**row, "index": place, "rollout_id": place} for place, row in enumerate(ordered)]
+    ordered = sorted(rows, key=lambda row: (*_key(row), row["metadata"]["path"]))
+    rollouts = {key: number for number, key in enumerate(dict.fromkeys(map(_key, ordered)))}
+    samples = [{**row, "index": place, "rollout_id": rollouts[_key(row)]} for place, row in enumerate(ordered)]
     return {"rollout_id": 0, "samples": samples}
+
+
+def _key(row: dict[str, Any]) -> tuple[int, int]:
+    return row["metadata"]["task_index"], row["metadata"]["rollout_index"]

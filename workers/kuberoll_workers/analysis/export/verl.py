@@ -9,14 +9,14 @@ import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
+from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat_with_calls, ground_truth, spoken, token_view
-from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
+def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     The columns from `prompt_ids` to `extra_fields` are those of verl's `AgentLoopOutput`. `min_global_steps` and
@@ -60,6 +60,7 @@ def row(record: TrajectoryRecord, role: str) -> dict[str, Any]:
         },
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
+        "path": record.path,
         **({} if record.tools is None else {"tools": record.tools}),
     }
 
@@ -119,6 +120,7 @@ def schema(calls: bool) -> pyarrow.Schema:
             ),
             ("task_index", pa.int64()),
             ("rollout_index", pa.int64()),
+            ("path", pa.int32()),
             *([("tools", pa.json_())] if calls else []),
         ]
     )
