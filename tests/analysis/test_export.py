@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from kuberoll_workers.analysis.export import writers
 from kuberoll_workers.analysis.export.exporting import ExportResult, export_run, run_name
 from kuberoll_workers.analysis.export.formats import FORMATS, ExportError
-from kuberoll_workers.analysis.export.paths import own_path
 from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.analysis.export.views import token_view
+from kuberoll_workers.analysis.paths import own_path
 from kuberoll_workers.data.messages import ExtendedMessage, Message, token_array
 from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, TrajectoryRecord, encode_line
 from kuberoll_workers.output.parquet import write_parquet

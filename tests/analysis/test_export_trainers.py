@@ -19,7 +19,7 @@ from kuberoll_workers.analysis.export.exporting import export_run
 from kuberoll_workers.analysis.export.formats import ExportError
 from kuberoll_workers.data.record import TrajectoryRecord
 from tests.analysis.test_export import calling, export, run_of, trajectory
-from tests.analysis.test_export_paths import FORKED, played
+from tests.analysis.test_paths import FORKED, played
 
 SOURCES = os.environ.get("KUBEROLL_TEST_TRAINERS", "")
 PLACES = ("slime", "SkyRL", "prime-rl/src", "prime-rl/packages/prime-rl-configs/src", "AReaL", "packages")

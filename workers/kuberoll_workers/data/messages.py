@@ -12,6 +12,9 @@ TOKEN_TYPE = "i"
 LOGPROB_TYPE = "f"
 """`array` type code of log-probabilities: the engine computes them in float32."""
 
+PROMPT_TURN = 0
+"""Turn of the messages of a prompt."""
+
 ANSWER_FIELDS = ("tool_call_id", "name")
 """Fields of a chat message that answers a tool call, besides role and content: the call's id, and the tool's name."""
 
@@ -55,6 +58,11 @@ class ExtendedMessage(Message):
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_response(message: Message) -> bool:
+    """True if the policy generated it; an assistant's message in the prompt is an example from the dataset."""
+    return message.role == "assistant" and message.turn > PROMPT_TURN
 
 
 def chat_message(message: Message) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import token_view
+from kuberoll_workers.analysis.paths import TrajectoryPath
 
 if TYPE_CHECKING:
     import pyarrow

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
-from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat, chat_with_calls, spoken
-from kuberoll_workers.data.messages import Message
+from kuberoll_workers.analysis.export.views import chat, chat_with_calls, spoken
+from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.messages import PROMPT_TURN, Message
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _OPENAI_ROLES = frozenset({"system", "developer", "user", "assistant"})

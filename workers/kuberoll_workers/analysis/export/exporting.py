@@ -18,10 +18,10 @@ from kuberoll_workers.analysis.export.formats import (
     format_named,
 )
 from kuberoll_workers.analysis.export.nemo_gym_files import GymFiles, TaskRows, write_gym_files
-from kuberoll_workers.analysis.export.paths import own_path, paths
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.views import has_calls
 from kuberoll_workers.analysis.export.writers import write_document, write_rows
+from kuberoll_workers.analysis.paths import own_path, paths
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.output import records

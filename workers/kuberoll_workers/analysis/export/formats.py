@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kuberoll_workers.analysis.export import areal, chats, nemo_gym, nemo_rl, prime_rl, skyrl, slime, trl, verl
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
+from kuberoll_workers.analysis.paths import TrajectoryPath
 
 if TYPE_CHECKING:
     import pyarrow

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
-from kuberoll_workers.analysis.export.views import PROMPT_TURN, is_response, spoken, token_versions
-from kuberoll_workers.data.messages import Message, chat_message, token_array
+from kuberoll_workers.analysis.export.views import spoken, token_versions
+from kuberoll_workers.data.messages import PROMPT_TURN, Message, chat_message, is_response, token_array
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.dataset.rows import Row
 

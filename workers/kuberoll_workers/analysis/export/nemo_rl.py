@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
-from kuberoll_workers.analysis.export.views import chat_with_calls, is_response, spoken, token_versions, token_view
-from kuberoll_workers.data.messages import Message
+from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_versions, token_view
+from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.messages import Message, is_response
 
 
 def row(record: TrajectoryPath, role: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
+from kuberoll_workers.analysis.paths import TrajectoryPath
 
 if TYPE_CHECKING:
     import pyarrow

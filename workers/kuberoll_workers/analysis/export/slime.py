@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
 from kuberoll_workers.analysis.export.views import (
-    PROMPT_TURN,
     chat_with_calls,
     ground_truth,
-    is_response,
     spoken,
     token_view,
 )
+from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.messages import PROMPT_TURN, is_response
 
 
 def row(record: TrajectoryPath, role: str) -> dict[str, Any]:

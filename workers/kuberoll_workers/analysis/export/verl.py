@@ -9,8 +9,9 @@ import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
-from kuberoll_workers.analysis.export.paths import TrajectoryPath
-from kuberoll_workers.analysis.export.views import PROMPT_TURN, chat_with_calls, ground_truth, spoken, token_view
+from kuberoll_workers.analysis.export.views import chat_with_calls, ground_truth, spoken, token_view
+from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.messages import PROMPT_TURN
 
 if TYPE_CHECKING:
     import pyarrow

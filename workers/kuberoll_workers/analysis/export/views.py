@@ -8,12 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kuberoll_workers.data.messages import ANSWER_FIELDS, LOGPROB_TYPE, TOKEN_TYPE, ExtendedMessage, Message
+from kuberoll_workers.data.messages import (
+    ANSWER_FIELDS,
+    LOGPROB_TYPE,
+    PROMPT_TURN,
+    TOKEN_TYPE,
+    ExtendedMessage,
+    Message,
+    is_response,
+)
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tool_calls import parse_tool_calls
 from kuberoll_workers.data.tools import template_messages
 
-PROMPT_TURN = 0
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
@@ -44,11 +51,6 @@ class TokenView:
         if not numbers or len(numbers) < len(generated):
             return None
         return min(numbers), max(numbers)
-
-
-def is_response(message: Message) -> bool:
-    """True if the policy generated it; an assistant's message in the prompt is an example from the dataset."""
-    return message.role == "assistant" and message.turn > PROMPT_TURN
 
 
 def responses(record: TrajectoryRecord) -> int:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 
 from kuberoll_workers.analysis.export.exporting import export_run
-from kuberoll_workers.analysis.export.paths import paths
 from kuberoll_workers.analysis.export.views import token_view
+from kuberoll_workers.analysis.paths import paths
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.policy.agent_sessions import ClosedSession

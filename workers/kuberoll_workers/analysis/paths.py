@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from kuberoll_workers.analysis.export.views import PROMPT_TURN
-from kuberoll_workers.data.messages import Message
+from kuberoll_workers.data.messages import PROMPT_TURN, Message, is_response
 from kuberoll_workers.data.record import Branch, TokenCounts, TrajectoryRecord
 
 
@@ -67,9 +66,14 @@ def _branch_path(own: TrajectoryPath, branch: Branch, number: int) -> Trajectory
     )
 
 
+def shared_messages(branch: Branch) -> int:
+    """Number of messages at a branch's beginning that an earlier path has, too: all up to its last response there."""
+    first = branch.learn[0] if branch.learn else len(branch.messages)
+    places = [place for place in range(first) if is_response(branch.messages[place])]
+    return places[-1] + 1 if places else 0
+
+
 def _counts(messages: list[Message]) -> TokenCounts:
     prompt = sum(len(message.token_ids) for message in messages if message.turn == PROMPT_TURN)
-    generated = sum(
-        len(message.token_ids) for message in messages if message.turn > PROMPT_TURN and message.role == "assistant"
-    )
+    generated = sum(len(message.token_ids) for message in messages if is_response(message))
     return TokenCounts(prompt, generated, sum(len(message.token_ids) for message in messages) - prompt - generated)
