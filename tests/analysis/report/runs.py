@@ -18,6 +18,7 @@ from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.analysis.report.trajectory_sample import MOST, MOST_BYTES, TrajectorySample
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import (
+    Branch,
     DroppedRecord,
     FailureRecord,
     StopReason,
@@ -83,6 +84,23 @@ def trajectory(
         seed=2**62 + task,
         attempt=0,
     )
+
+
+def agent_trajectory() -> TrajectoryRecord:
+    """A trajectory of an agent with a branch behind its first turn, and one from a history of its own."""
+    prompt, first = message("user", "how?", 0), message("assistant", "so", 1)
+    timing = Timing([0.5, 0.25], [0.0, 0.0])
+    record = trajectory(
+        3,
+        messages=[prompt, first, message("user", "really?", 1), message("assistant", "yes", 2)],
+        rewards=[0.0, 1.0],
+    )
+    record.branches = [
+        Branch([prompt, first, message("user", "or so?", 1), message("assistant", "maybe", 2)], [3], timing),
+        Branch([message("user", "again: how?", 0), message("assistant", "otherwise", 1)], [1], Timing([0.5], [0.0])),
+    ]
+    record.continuity = {"new": 2, "clean": 2}
+    return record
 
 
 def failure(task: int, rollout: int = 0, *, environment: str = "puzzle", number: int = 0) -> FailureRecord:

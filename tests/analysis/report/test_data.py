@@ -260,7 +260,7 @@ def test_the_beginning_and_the_end_of_many_messages_are_shown() -> None:
 
     for count in (0, 1, _MOST_MESSAGES, _MOST_MESSAGES + 1, 3 * _MOST_MESSAGES):
         messages = [message("tool", str(number), number) for number in range(count)]
-        kept, left_out = _kept(messages)
+        kept, left_out = _kept(messages, _MOST_MESSAGES)
         assert (len(kept), left_out) == (min(count, _MOST_MESSAGES), max(0, count - _MOST_MESSAGES))
         assert [item.turn for item in kept[: _MOST_MESSAGES // 2]] == list(range(min(count, _MOST_MESSAGES // 2)))
         assert count == 0 or kept[-1].turn == count - 1

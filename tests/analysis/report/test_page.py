@@ -16,6 +16,7 @@ from kuberoll_workers.output.run_directory import RunManifest
 from tests.analysis.report.conftest import Open
 from tests.analysis.report.runs import (
     WordTokenizer,
+    agent_trajectory,
     dropped,
     failure,
     message,
@@ -105,6 +106,18 @@ def test_a_trajectory_turn_by_turn(opened: Open) -> None:
     expect(detail.locator("dl")).to_contain_text(str(2**62 + 3))
     page.locator(ROWS).last.click()
     expect(detail).to_contain_text("infrastructure, generation, after 5 tries")
+
+
+def test_branches_of_an_agent_s_trajectory(opened: Open) -> None:
+    page = opened([agent_trajectory()]).page
+    page.locator(ROWS).first.click()
+    detail = page.locator("#detail")
+    expect(detail.locator(".turn b")).to_have_text(["Prompt", "Turn 1", "Turn 2", "Branch 1", "Branch 2"])
+    expect(detail.locator(".turn").nth(3)).to_contain_text("after 2 messages of an earlier path")
+    expect(detail.locator(".message pre")).to_have_text(
+        ["how?", "so", "really?", "yes", "or so?", "maybe", "again: how?", "otherwise"]
+    )
+    expect(detail.locator("dl")).to_contain_text("2 new, 2 clean")
 
 
 def test_a_failure_of_an_environment_s_code(opened: Open) -> None:

@@ -12,7 +12,7 @@ from kuberoll_workers.analysis.report.row import row_of
 from kuberoll_workers.analysis.report.turns import print_trajectory, trajectory_table
 from kuberoll_workers.data.tracebacks import Frame
 from kuberoll_workers.output.precedence import EndedRecord
-from tests.analysis.report.runs import dropped, failure, message, trajectory
+from tests.analysis.report.runs import agent_trajectory, dropped, failure, message, trajectory
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
@@ -73,6 +73,19 @@ def test_titles_stand_out_on_a_terminal() -> None:
         assert f"\x1b[1m{bold}\x1b[0m" in text
     assert "\x1b[33mtruncated\x1b[0m" in text
     assert "\x1b[1;32m  assistant\x1b[0m" in text
+
+
+def test_a_branch_is_what_it_has_beside_earlier_paths() -> None:
+    record = agent_trajectory()
+    out = io.StringIO()
+    print_trajectory(record, row_of(record), Console(file=out, width=100))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith(("  branches", "  continuity"))] == [
+        "  branches     2", "  continuity   2 new, 2 clean",
+    ]  # fmt: skip
+    first = lines.index("branch 1  after 2 messages, 3 tokens, of an earlier path")
+    assert lines[first + 1 : first + 6] == ["  user  2 tokens", "    or so?", "  assistant  2 tokens", "    maybe", ""]
+    assert lines[lines.index("branch 2") + 1] == "  user  3 tokens"
 
 
 def test_a_text_is_indented_by_four_columns_on_a_terminal_and_in_a_pipe() -> None:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from kuberoll_workers.analysis.paths import shared_messages
 from kuberoll_workers.analysis.report.row import TrajectoryRow, row_of
 from kuberoll_workers.analysis.report.sample import EvenSample
 from kuberoll_workers.analysis.report.token_details import MOST_TOKENS, token_details
 from kuberoll_workers.analysis.report.token_texts import TokenTexts
-from kuberoll_workers.data.messages import Message
+from kuberoll_workers.analysis.report.turns import continuity_text
+from kuberoll_workers.data.messages import Message, is_response
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.text import cut, one_line, visible
 from kuberoll_workers.data.tracebacks import MAX_TEXT
@@ -29,6 +31,7 @@ MESSAGE_CHARACTERS = 20_000
 TRAJECTORY_CHARACTERS = 100_000
 _MOST_MESSAGES = 250
 _MOST_TURNS = 1_000
+_MOST_BRANCHES = 50
 _SHORT = 2_000
 
 
@@ -95,10 +98,12 @@ def readable(record: EndedRecord, texts: TokenTexts | None = None) -> dict[str, 
     Args:
         texts: Texts of tokens; None: their ids are shown.
     """
-    kept, left_out = _kept(record.messages)
-    limit = min(MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS // max(1, len(kept)))
+    kept, left_out = _kept(record.messages, _MOST_MESSAGES)
+    branches = _branches(record)
+    count = len(kept) + sum(len(messages) for _, messages, _ in branches)
+    limit = min(MESSAGE_CHARACTERS, TRAJECTORY_CHARACTERS // max(1, count))
     shown: dict[str, Any] = {
-        "messages": list(_messages(kept, limit, texts)),
+        "messages": list(_messages(kept, limit, texts, room=MOST_TOKENS)),
         "left_out": left_out,
         "idx": _json(record.idx),
         # Seeds do not fit into JavaScript's numbers.
@@ -121,14 +126,45 @@ def readable(record: EndedRecord, texts: TokenTexts | None = None) -> dict[str, 
         "answer": None if record.answer is None else visible(cut(record.answer, _SHORT)),
         "generation": record.timing.generation_seconds[:_MOST_TURNS],
         "environment": record.timing.environment_seconds[:_MOST_TURNS],
+        **_agent(record, branches, limit, texts),
     }
 
 
-def _messages(messages: Sequence[Message], limit: int, texts: TokenTexts | None) -> Iterator[dict[str, Any]]:
-    room = MOST_TOKENS
+_Kept = tuple[int, list[Message], int]
+"""Number of messages of a branch that an earlier path has, messages to show, and number of those left out."""
+
+
+def _branches(record: EndedRecord) -> list[_Kept]:
+    branches = (isinstance(record, TrajectoryRecord) and record.branches) or []
+    most = max(2, _MOST_MESSAGES // max(1, min(len(branches), _MOST_BRANCHES)))
+    return [
+        (shared, *_kept(branch.messages[shared:], most))
+        for branch in branches[:_MOST_BRANCHES]
+        for shared in [shared_messages(branch)]
+    ]
+
+
+def _agent(record: TrajectoryRecord, branches: Sequence[_Kept], limit: int, texts: TokenTexts | None) -> dict[str, Any]:
+    """What only trajectories of agents have; empty for others."""
+    found: dict[str, Any] = {}
+    if record.continuity:
+        found["continuity"] = continuity_text(record.continuity)
+    if record.branches:
+        room = MOST_TOKENS // len(branches)
+        found["branches"] = [
+            {"shared": shared, "messages": list(_messages(kept, limit, texts, room=room)), "left_out": left_out}
+            for shared, kept, left_out in branches
+        ]
+        found["branch_count"] = len(record.branches)
+    return found
+
+
+def _messages(
+    messages: Sequence[Message], limit: int, texts: TokenTexts | None, *, room: int
+) -> Iterator[dict[str, Any]]:
     for message in messages:
         details: dict[str, Any] = {}
-        if message.role == "assistant" and message.turn > 0:
+        if is_response(message):
             details = token_details(message, texts, room=room, whole=len(message.content) <= limit)
             room -= len(details.get("logprobs", ()))
         yield {
@@ -141,12 +177,12 @@ def _messages(messages: Sequence[Message], limit: int, texts: TokenTexts | None)
         }
 
 
-def _kept(messages: Sequence[Message]) -> tuple[list[Message], int]:
+def _kept(messages: Sequence[Message], most: int) -> tuple[list[Message], int]:
     """Messages to show, and the number of messages left out of their middle."""
-    left_out = max(0, len(messages) - _MOST_MESSAGES)
+    half = most // 2
+    left_out = max(0, len(messages) - 2 * half)
     if not left_out:
         return list(messages), 0
-    half = _MOST_MESSAGES // 2
     return [*messages[:half], *messages[len(messages) - half :]], left_out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -12,10 +12,11 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from kuberoll_workers.analysis.paths import shared_messages
 from kuberoll_workers.analysis.report.failures import json_line
 from kuberoll_workers.analysis.report.row import TrajectoryRow
 from kuberoll_workers.data.messages import Message
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import Branch, DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.text import one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 
@@ -90,6 +91,8 @@ def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) 
         console.print(_heading(record, turn), soft_wrap=True)
         for message in messages:
             _print_message(message, console)
+    for number, branch in enumerate((isinstance(record, TrajectoryRecord) and record.branches) or (), start=1):
+        _print_branch(number, branch, console)
     if isinstance(record, FailureRecord):
         console.print()
         tries = "1 try" if record.tries == 1 else f"{record.tries} tries"
@@ -98,6 +101,19 @@ def print_trajectory(record: EndedRecord, row: TrajectoryRow, console: Console) 
         if record.traceback is not None:
             console.print()
             _print_text(visible(record.traceback.rstrip()), console)
+
+
+def _print_branch(number: int, branch: Branch, console: Console) -> None:
+    """Print what a branch has beside earlier paths."""
+    shared = shared_messages(branch)
+    console.print()
+    heading = Text(f"branch {number}", style="bold")
+    if shared:
+        tokens = sum(len(message.token_ids) for message in branch.messages[:shared])
+        heading.append(f"  after {shared} messages, {tokens} tokens, of an earlier path", style="not bold dim")
+    console.print(heading, soft_wrap=True)
+    for message in branch.messages[shared:]:
+        _print_message(message, console)
 
 
 def _print_facts(record: EndedRecord, row: TrajectoryRow, console: Console) -> None:
@@ -114,6 +130,8 @@ def _print_facts(record: EndedRecord, row: TrajectoryRow, console: Console) -> N
     if isinstance(record, TrajectoryRecord):
         facts |= {f"reward of {name}": _number(sum(values)) for name, values in record.reward_parts.items()}
         facts |= {} if record.answer is None else {"answer": record.answer}
+        facts |= {} if not record.branches else {"branches": str(len(record.branches))}
+        facts |= {} if not record.continuity else {"continuity": continuity_text(record.continuity)}
     facts |= {} if record.idx is None else {"idx": json_line(record.idx, _FACT)}
     if isinstance(record, FailureRecord) and record.row is not None:
         facts["row"] = record.row
@@ -158,6 +176,11 @@ def _print_text(text: str, console: Console) -> None:
         # The reader of a pipe expects unchanged lines.
         for line in text.split("\n"):
             console.print(Text(f"    {line}".rstrip()), soft_wrap=True)
+
+
+def continuity_text(counts: Mapping[str, int]) -> str:
+    """How an agent's calls continued others."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _number(value: float | None) -> str:

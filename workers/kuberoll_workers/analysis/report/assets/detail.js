@@ -38,6 +38,8 @@ function detail(trajectories, number, text, words, back) {
   }
   for (const [name, values] of Object.entries(text.parts || {})) about.push([`reward of ${name}`, fixed(values.reduce((total, value) => total + value, 0))]);
   if (text.answer !== null && text.answer !== undefined) about.push(["answer", text.answer]);
+  if (text.branch_count) about.push(["branches", count(text.branch_count)]);
+  if (text.continuity) about.push(["continuity", text.continuity]);
   if (text.failure && text.failure.row) about.push(["dataset row", text.failure.row]);
   const sampled = versionTokens(text.messages);
   if (sampled) about.push([sampled.includes(",") ? "policy versions" : "policy version", sampled]);
@@ -60,14 +62,9 @@ function detail(trajectories, number, text, words, back) {
     make("dl", { class: "about" }, about.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
   ];
   parts.push(legend);
-  let turn = null;
-  const half = text.messages.length / 2;
-  text.messages.forEach((item, place) => {
-    if (text.left_out && place === half) parts.push(make("p", { class: "empty" }, `${count(text.left_out)} messages left out here`));
-    if (item.turn !== turn) {
-      turn = item.turn;
-      parts.push(turnLine(turn, text));
-    }
+  const show = (path, timed) => path.messages.forEach((item, place) => {
+    if (path.left_out && place === path.messages.length / 2) parts.push(make("p", { class: "empty" }, `${count(path.left_out)} messages left out here`));
+    if (timed && (place === 0 || item.turn !== path.messages[place - 1].turn)) parts.push(turnLine(item.turn, text));
     const flag = item.truncated ? make("span", { class: "flag" }, "truncated") : null, tokens = make("span", {}, `${count(item.tokens)} tokens`);
     if (item.role !== "assistant" || item.turn === 0) {
       parts.push(message(item.role, [tokens, flag], item.text, words));
@@ -78,6 +75,14 @@ function detail(trajectories, number, text, words, back) {
       sampledBy && sampled.includes(",") ? make("span", {}, sampledBy) : null, flag], words));
     parts.push(responses[responses.length - 1].section);
   });
+  show(text, true);
+  (text.branches || []).forEach((branch, place) => {
+    parts.push(make("div", { class: "turn" }, make("b", {}, `Branch ${place + 1}`),
+      branch.shared ? make("span", {}, `after ${count(branch.shared)} messages of an earlier path`) : null));
+    show(branch, false);
+  });
+  const hidden = (text.branch_count || 0) - (text.branches || []).length;
+  if (hidden > 0) parts.push(make("p", { class: "empty" }, `${count(hidden)} branches left out here`));
   if (text.failure) {
     const { kind, stage, cause, tries, traceback } = text.failure;
     parts.push(make("div", { class: "turn" }, make("b", {}, "Failure")),
