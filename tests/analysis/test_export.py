@@ -23,7 +23,7 @@ from kuberoll_workers.analysis.export.exporting import ExportResult, export_run,
 from kuberoll_workers.analysis.export.formats import FORMATS, ExportError
 from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.analysis.export.views import token_view
-from kuberoll_workers.analysis.paths import own_path
+from kuberoll_workers.analysis.paths import OWN_PATH
 from kuberoll_workers.data.messages import ExtendedMessage, Message, token_array
 from kuberoll_workers.data.record import StopReason, Timing, TokenCounts, TrajectoryRecord, encode_line
 from kuberoll_workers.output.parquet import write_parquet
@@ -157,7 +157,7 @@ def test_a_table_has_a_column_for_every_field_of_a_row(name: str) -> None:
     format = FORMATS[name]
     assert format.schema is not None
     for calls, record in ((False, trajectory()), (True, calling())):
-        row = format.row(own_path(record), "user")
+        row = format.row(record, "user", OWN_PATH)
         # A field without a column would be left out silently, and a column without a field would be empty.
         assert sorted(format.schema(calls).names) == sorted(row)
         for field in format.schema(calls):

@@ -57,7 +57,7 @@ def test_each_response_is_learned_once_and_every_path_is_what_the_policy_saw(
         wholes.append([*prompt, *asked[-1][1]])
     record = played(asked)
     learned: Counter[int] = Counter()
-    for path in paths(record):
+    for _, path in paths(record):
         tokens = token_view(path)
         ids = [*tokens.prompt_ids, *tokens.completion_ids]
         assert ids in wholes

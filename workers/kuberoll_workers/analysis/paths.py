@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from typing import Final
 
 from kuberoll_workers.data.messages import PROMPT_TURN, Message, is_response
 from kuberoll_workers.data.record import Branch, TokenCounts, TrajectoryRecord
 
-
-@dataclass(slots=True)
-class TrajectoryPath(TrajectoryRecord):
-    """A trajectory of one path.
-
-    Attributes:
-        path: 0 for the trajectory's own path, and the number of a branch, counted from 1.
-    """
-
-    path: int = 0
+OWN_PATH: Final = 0
+"""Number of a trajectory's own path."""
 
 
-def own_path(record: TrajectoryRecord) -> TrajectoryPath:
-    """The trajectory without its branches."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return TrajectoryPath(**{**values, "branches": None})
-
-
-def paths(record: TrajectoryRecord) -> Iterator[TrajectoryPath]:
-    """All paths of a trajectory, of which each response is learned in one.
+def paths(record: TrajectoryRecord) -> Iterator[tuple[int, TrajectoryRecord]]:
+    """All paths of a trajectory by number, as trajectories without branches; each response is learned in one of them.
 
     All of a branch before its first response that no earlier path has is its prompt. It has the trajectory's reward, in
     its last turn. A branch without such a response is left out.
     """
-    own = own_path(record)
-    yield own
-    for number, branch in enumerate(record.branches or (), start=1):
+    yield OWN_PATH, record if record.branches is None else replace(record, branches=None)
+    for number, branch in enumerate(record.branches or (), start=OWN_PATH + 1):
         if branch.learn:
-            yield _branch_path(own, branch, number)
+            yield number, _branch_path(record, branch)
 
 
-def _branch_path(own: TrajectoryPath, branch: Branch, number: int) -> TrajectoryPath:
+def _branch_path(own: TrajectoryRecord, branch: Branch) -> TrajectoryRecord:
     first = branch.learn[0]
     shared = branch.messages[first].turn - 1
     messages = [
@@ -50,7 +36,7 @@ def _branch_path(own: TrajectoryPath, branch: Branch, number: int) -> Trajectory
     zeros = [0.0] * (count - 1)
     return replace(
         own,
-        path=number,
+        branches=None,
         messages=messages,
         rewards=[*zeros, *own.rewards[-1:]],
         reward_parts={name: [*zeros, *parts[-1:]] for name, parts in own.reward_parts.items()},

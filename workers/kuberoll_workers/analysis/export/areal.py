@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.views import token_view
-from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
@@ -15,7 +15,7 @@ NOT_GENERATED = -1
 """Version of a token that the policy did not generate."""
 
 
-def row(record: TrajectoryPath, _role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, _role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     Everything but `rewards` is over the whole sequence: prompt, responses, and what the environment said. `versions` is
@@ -38,7 +38,7 @@ def row(record: TrajectoryPath, _role: str) -> dict[str, Any]:
         "environment": record.task_name,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
-        "path": record.path,
+        "path": path,
     }
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kuberoll_workers.analysis.export.views import chat, chat_with_calls, spoken
-from kuberoll_workers.analysis.paths import TrajectoryPath
 from kuberoll_workers.data.messages import PROMPT_TURN, Message
+from kuberoll_workers.data.record import TrajectoryRecord
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _OPENAI_ROLES = frozenset({"system", "developer", "user", "assistant"})
@@ -16,7 +16,7 @@ _OPENAI_ROLES = frozenset({"system", "developer", "user", "assistant"})
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 
 
-def openai_row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def openai_row(record: TrajectoryRecord, role: str, _path: int) -> dict[str, Any]:
     """`messages` only: the service rejects unknown keys.
 
     Examples in the prompt, and what another path of the trajectory teaches, get `weight` 0: only the policy's own
@@ -43,7 +43,7 @@ def _openai_messages(messages: Sequence[Message], role: str) -> list[dict[str, A
     return rows
 
 
-def sharegpt_row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def sharegpt_row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """`conversations` of `from` and `value`, in which the two sides alternate, as loaders require."""
     conversation: list[dict[str, str]] = []
     for message in chat(spoken(record), known=CHAT_ROLES, otherwise=role):
@@ -53,7 +53,7 @@ def sharegpt_row(record: TrajectoryPath, role: str) -> dict[str, Any]:
         else:
             conversation.append({"from": speaker, "value": message["content"]})
     return {
-        "id": f"{record.task_index}-{record.rollout_index}" + (f"-{record.path}" if record.path else ""),
+        "id": f"{record.task_index}-{record.rollout_index}" + (f"-{path}" if path else ""),
         "conversations": conversation,
         "environment": record.task_name,
         "reward": record.total_reward,

@@ -21,7 +21,7 @@ from kuberoll_workers.analysis.export.nemo_gym_files import GymFiles, TaskRows, 
 from kuberoll_workers.analysis.export.selection import Selection, SelectionCounts, select
 from kuberoll_workers.analysis.export.views import has_calls
 from kuberoll_workers.analysis.export.writers import write_document, write_rows
-from kuberoll_workers.analysis.paths import own_path, paths
+from kuberoll_workers.analysis.paths import OWN_PATH, paths
 from kuberoll_workers.data.record import FailureRecord
 from kuberoll_workers.dataset.expansion import PromptGroup
 from kuberoll_workers.output import records
@@ -96,11 +96,11 @@ def export_run(
     def write(counts: SelectionCounts, *, calls: bool) -> bool:
         def rows() -> Iterator[dict[str, Any]]:
             for record in select(files.read().finished, selection, counts):
-                for path in paths(record) if branches else [own_path(record)]:
+                for number, path in paths(record) if branches else [(OWN_PATH, record)]:
                     if columns is not None and not calls and has_calls(path):
                         raise _CallsFound
-                    counts.branches += path.path > 0
-                    yield form.row(path, role)
+                    counts.branches += number != OWN_PATH
+                    yield form.row(path, role, number)
 
         if form.document is not None:
             return write_document(path, rows(), form.document, force=force)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kuberoll_workers.analysis.export import areal, chats, nemo_gym, nemo_rl, prime_rl, skyrl, slime, trl, verl
-from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
@@ -31,7 +31,8 @@ class Format:
 
     Attributes:
         containers: Supported file types, the usual one first.
-        row: Converts one path of a trajectory that has a response to a row of lists, arrays, numbers and strings.
+        row: Converts a trajectory that has a response, with the role of environments and the number of its path, to a
+            row of lists, arrays, numbers and strings.
         schema: Columns of a Parquet file, if that is supported; with those of tools and calls, or without.
         document: Makes the content of a file of PyTorch from all rows, if that is supported.
         tool_role: True if environments' messages may have the role `tool`.
@@ -39,7 +40,7 @@ class Format:
 
     name: str
     containers: tuple[Container, ...]
-    row: Callable[[TrajectoryPath, EnvironmentRole], dict[str, Any]]
+    row: Callable[[TrajectoryRecord, EnvironmentRole, int], dict[str, Any]]
     schema: Callable[[bool], pyarrow.Schema] | None = None
     document: Callable[[Iterable[dict[str, Any]]], dict[str, Any]] | None = None
     tool_role: bool = True
@@ -56,7 +57,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             name=NEMO_GYM,
             containers=("jsonl",),
-            row=lambda record, _: nemo_gym.rollout_of_record(record),
+            row=lambda record, *_: nemo_gym.rollout_of_record(record),
             tool_role=False,
         ),
         Format(name="prime-rl", containers=("parquet", "jsonl"), row=prime_rl.row, schema=prime_rl.schema),

@@ -8,11 +8,11 @@ import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_versions, token_view
-from kuberoll_workers.analysis.paths import TrajectoryPath
 from kuberoll_workers.data.messages import Message, is_response
+from kuberoll_workers.data.record import TrajectoryRecord
 
 
-def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     `message_log` is complete, with the environment's own role and its last observation; `messages` ends with the last
@@ -33,7 +33,7 @@ def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
         "idx": record.task_index,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
-        "path": record.path,
+        "path": path,
         "weight_version": None if versions is None else versions[0],
         "token_source": record.token_source,
         # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
-from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     The columns from `token_ids` to `env_name` are fields of a `TrainingSample`, over the whole sequence; its
@@ -32,7 +32,7 @@ def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
         "reward": record.total_reward,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
-        "path": record.path,
+        "path": path,
         "stop_reason": record.stop_reason,
         "model_version": None if versions is None else versions[0],
         "token_source": record.token_source,

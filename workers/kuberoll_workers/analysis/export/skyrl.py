@@ -6,13 +6,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.analysis.export.views import token_view
-from kuberoll_workers.analysis.paths import TrajectoryPath
+from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def row(record: TrajectoryPath, _role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, _role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     `input_ids` and `loss_mask` are over the whole sequence, as SkyRL's pretokenized datasets are. The columns from
@@ -31,7 +31,7 @@ def row(record: TrajectoryPath, _role: str) -> dict[str, Any]:
         "rollout_logprobs": tokens.logprobs,
         "instance_id": str(record.task_index),
         "repetition_id": record.rollout_index,
-        "path": record.path,
+        "path": path,
         "policy_versions": tokens.policy_versions,
         "token_source": record.token_source,
         "environment": record.task_name,

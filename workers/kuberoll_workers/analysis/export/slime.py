@@ -12,11 +12,11 @@ from kuberoll_workers.analysis.export.views import (
     spoken,
     token_view,
 )
-from kuberoll_workers.analysis.paths import TrajectoryPath
 from kuberoll_workers.data.messages import PROMPT_TURN, is_response
+from kuberoll_workers.data.record import TrajectoryRecord
 
 
-def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to the fields of a `Sample`, in Python's own types.
 
     `weight_versions` has the version that each response began with. `metadata` has what slime has no field for; slime
@@ -42,7 +42,7 @@ def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
             "source_name": record.task_name,
             "task_index": record.task_index,
             "rollout_index": record.rollout_index,
-            "path": record.path,
+            "path": path,
             "stop_reason": record.stop_reason,
             "policy_versions": tokens.policy_versions,
             "token_source": record.token_source,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_view
-from kuberoll_workers.analysis.paths import TrajectoryPath
 from kuberoll_workers.data.messages import PROMPT_TURN
+from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     SFTTrainer accepts `input_ids` with `assistant_masks` as tokenized data; a `rollout_func` of GRPOTrainer returns
@@ -43,7 +43,7 @@ def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
         "environment": record.task_name,
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
-        "path": record.path,
+        "path": path,
         "stop_reason": record.stop_reason,
         **({} if record.tools is None else {"tools": record.tools}),
     }

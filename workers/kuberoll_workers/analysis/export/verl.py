@@ -10,14 +10,14 @@ import orjson
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.columns import message_type
 from kuberoll_workers.analysis.export.views import chat_with_calls, ground_truth, spoken, token_view
-from kuberoll_workers.analysis.paths import TrajectoryPath
 from kuberoll_workers.data.messages import PROMPT_TURN
+from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
+def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
     """Convert a trajectory to a row.
 
     The columns from `prompt_ids` to `extra_fields` are those of verl's `AgentLoopOutput`. `min_global_steps` and
@@ -61,7 +61,7 @@ def row(record: TrajectoryPath, role: str) -> dict[str, Any]:
         },
         "task_index": record.task_index,
         "rollout_index": record.rollout_index,
-        "path": record.path,
+        "path": path,
         **({} if record.tools is None else {"tools": record.tools}),
     }
 
