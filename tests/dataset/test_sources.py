@@ -351,6 +351,7 @@ def test_files_in_object_stores(place: str, request: pytest.FixtureRequest) -> N
     assert "No such file" in refusal(lambda: file_rows(f"{root}/data/missing.jsonl", Path()))
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there(bucket: str) -> None:
     assert "s3://nobody-has-this/rows.jsonl: " in refusal(lambda: file_rows("s3://nobody-has-this/rows.jsonl", Path()))
 

@@ -194,6 +194,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "code"), WRONG)
 def test_a_wrong_program_gets_0(environment: CodeExecutionEnvironment, row: dict[str, Any], code: str) -> None:
     reward, state = graded(environment, code, **row)
@@ -216,6 +217,7 @@ def test_a_helper_of_the_tests_is_not_the_policys(environment: CodeExecutionEnvi
         graded(environment, cheat, test=row["test"], entry_point="find_zero")
 
 
+@pytest.mark.slow
 def test_the_reward_is_a_share(fractions: CodeExecutionEnvironment) -> None:
     half = "def f(x):\n    if x > 1: raise ValueError('large')\n    return x"
     row = {"tests": ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"]}
@@ -228,6 +230,7 @@ def test_the_reward_is_a_share(fractions: CodeExecutionEnvironment) -> None:
     assert (reward, state["test_failure"]) == (0.5, "wrong answer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
@@ -284,6 +287,7 @@ def test_the_oracle_solves_what_is_generated_and_others_do_not(environment: Code
     assert rewards(["def solve(numbers): return numbers"] * len(TASKS)) == [0.0] * len(TASKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
@@ -384,6 +388,7 @@ async def test_code_is_executed_by_an_environment_in_a_process() -> None:
     assert memory.metadata["test_failure"] == "exceeded the memory limit"
 
 
+@pytest.mark.slow
 async def test_responses_that_wait_for_their_turn_do_not_time_out() -> None:
     # Before, a call had all that waited: one that hangs took the others with it.
     spec = PlainSpec(

@@ -238,6 +238,7 @@ def test_numbers(text: str, score: float | None) -> None:
     assert (None if verdict is None else verdict.score) == score
 
 
+@pytest.mark.slow
 def test_a_pattern_that_never_ends_is_no_verdict() -> None:
     assert Scale(r"((?:a|aa)+)$", 0, 1).read("a" * 60 + "b") is None
 
@@ -338,6 +339,7 @@ def busy(status: int, **headers: str) -> web.Response:
     return web.Response(status=status, text="later", headers=headers)
 
 
+@pytest.mark.slow
 async def test_an_overloaded_judge_is_asked_again(judge: Judge, url: str) -> None:
     judge.refusals = [busy(429, **{"Retry-After": "0.01"}), busy(503), busy(500)]
     assert (await judged(url, "Rome"))[0] == 1.0
@@ -468,6 +470,7 @@ async def test_many_are_asked_at_the_same_time_and_not_more(judge: Judge, url: s
     assert judge.most == 3
 
 
+@pytest.mark.slow
 async def test_a_judge_s_failure_hits_one_trajectory(judge: Judge, url: str) -> None:
     judge.answer = lambda prompt: "hm" if "Milan" in prompt else equality(prompt)
     runner = runner_of({"url": url}, "Process")

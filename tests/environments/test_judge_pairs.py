@@ -148,6 +148,7 @@ def test_configs_are_checked(config: dict[str, Any], words: str) -> None:
         JudgePairsEnvironment(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["Inline", "Process"])
 async def test_groups_of_a_run(judge: Judge, url: str, isolation: str) -> None:
     """Through the loop: scores are stored, the judge's failure hits its group, and requests are bounded together."""

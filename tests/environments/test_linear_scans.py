@@ -101,6 +101,7 @@ HOSTILE_PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(HOSTILE_PIECES)))
 def test_hostile_texts_come_to_an_end(number: int) -> None:
     piece, end = HOSTILE_PIECES[number]

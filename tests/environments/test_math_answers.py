@@ -56,6 +56,7 @@ def reward(case: Case) -> float:
     return float(step_one(MATH, case.response, {"ground_truth": case.truth}).rewards[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("category", sorted({case.category for case in ACCEPTED}))
 def test_right_answers_are_rewarded_however_they_are_written(category: str) -> None:
     chosen = [case for case in ACCEPTED if case.category == category]

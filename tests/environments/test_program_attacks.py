@@ -138,6 +138,7 @@ def test_modes_owners_and_times_of_others_files_stay(runner: ProgramRunner, targ
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITED)
 def test_nothing_is_used_up_and_nothing_is_left(runner: ProgramRunner, name: str) -> None:
     source, _ = LIMITED[name]
@@ -197,6 +198,7 @@ def test_a_program_whose_client_goes_is_ended(runner: ProgramRunner) -> None:
     other.close()
 
 
+@pytest.mark.slow
 def test_what_a_killed_supervisor_leaves_is_ended(runner: ProgramRunner) -> None:
     mark = f"mark-{os.getpid()}-killed"
     with ProgramRunner(parallel=1) as other:

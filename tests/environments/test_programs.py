@@ -224,6 +224,7 @@ def test_whatever_is_left_is_removed(tmp_path_factory: pytest.TempPathFactory, s
     assert (elsewhere / "kept").exists()
 
 
+@pytest.mark.slow
 def test_a_directory_of_any_depth_is_removed(tmp_path: Path) -> None:
     before = Path.cwd()
     try:

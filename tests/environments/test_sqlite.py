@@ -198,6 +198,7 @@ ATTACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ATTACKS))
 def test_attacks_are_answered_with_an_error(results: SqliteEnvironment, tmp_path: Path, name: str) -> None:
     sql, message = ATTACKS[name]
@@ -211,6 +212,7 @@ def test_attacks_are_answered_with_an_error(results: SqliteEnvironment, tmp_path
     assert seen(results, "SELECT count(*) AS n FROM team") == "\n<result>\nn\n6\n(1 row)\n</result>\n"
 
 
+@pytest.mark.slow
 def test_a_flood_of_rows_is_cut(results: SqliteEnvironment) -> None:
     flood = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT n, printf('%.99999c', 'x') FROM c"
     text = seen(results, flood)
@@ -277,6 +279,7 @@ def test_turns_without_an_answer_are_counted() -> None:
         environment.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -385,6 +388,7 @@ def test_no_text_is_cut_within_quotes(sql: str) -> None:
         assert sqlite3.complete_statement(statement)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(landlock.abi() == 0, reason="the kernel has no Landlock")
 def test_the_process_has_no_files(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(

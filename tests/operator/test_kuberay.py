@@ -228,6 +228,7 @@ def test_what_runs_keeps_its_cluster_and_takes_its_weights() -> None:
     assert rayservice.keep_cluster(wanted, None) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RAY_CASES)
 def test_serve_and_the_app_read_what_is_rendered(case: str) -> None:
     from ray.serve.schema import ServeDeploySchema

@@ -113,6 +113,7 @@ def counts(metrics: RolloutMetrics, name: str) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize("name", ["Rooms", "RestartedRooms", "PlainRooms", "CoroutineRooms"])
 async def test_a_reset_begins_the_prompt_and_each_episode_is_closed_once(
@@ -156,6 +157,7 @@ async def test_a_prompt_group_begins_with_one_seed(tmp_path: Path) -> None:
     assert seeds == {"1-0-0": "101", "1-1-0": "101", "2-0-0": "102"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize(
     ("reply", "reason", "changes"),
@@ -175,6 +177,7 @@ async def test_an_episode_is_closed_however_it_ends(
     assert [event.detail for event in events if event.method == "close"] == [reason]
 
 
+@pytest.mark.slow
 async def test_an_episode_whose_trajectory_exceeds_its_time_is_closed_after_its_step(tmp_path: Path) -> None:
     results: list[Any] = []
 
@@ -223,6 +226,7 @@ async def test_an_interrupted_episode_stays_open_only_if_it_goes_on(tmp_path: Pa
     assert closes == ([] if journaled and name == "PlainRooms" else ["interrupted"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_a_reset_that_raises_fails_its_own_trajectory_and_is_closed(tmp_path: Path, isolation: str) -> None:
     rows = [row(0, metadata={"reset": "raise"}), row(1), row(2, metadata={"reset": "unusable"})]
@@ -253,6 +257,7 @@ async def test_a_close_that_raises_harms_nothing(tmp_path: Path, isolation: str,
     assert counts(metrics, "kuberoll_episodes_closed") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Rooms", "RestartedRooms"])
 @pytest.mark.parametrize("fault", ["crash-once", "hang-once", "raise-once"])
 async def test_a_fault_costs_no_trajectory(tmp_path: Path, name: str, fault: str) -> None:
@@ -283,6 +288,7 @@ async def test_a_fault_costs_no_trajectory(tmp_path: Path, name: str, fault: str
     assert counts(metrics, "kuberoll_episode_recoveries") >= 1
 
 
+@pytest.mark.slow
 async def test_an_own_fault_that_repeats_fails_the_trajectory_alone(tmp_path: Path) -> None:
     def reply(request: Any) -> str:
         return "crash" if request.request_id.startswith("1-") else "go"
@@ -322,6 +328,7 @@ async def test_an_environment_that_cannot_be_replayed_says_so(tmp_path: Path) ->
     assert '"restart"' in failure.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 @pytest.mark.parametrize(
     ("name", "methods"),
@@ -372,6 +379,7 @@ async def test_lockstep_begins_episodes_too(tmp_path: Path) -> None:
     assert len(results) == 6
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["Rooms", "RestartedRooms", "PlainRooms"]),

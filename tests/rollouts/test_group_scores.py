@@ -135,6 +135,7 @@ async def test_a_complete_group_is_scored_together(tmp_path: Path, name: str, is
         assert record.metadata["turns"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "kind", "cause"),
     [
@@ -164,6 +165,7 @@ async def test_a_failure_hits_that_group_only(
     assert len(results) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "cause"),
     [("hang", "score_group took longer than"), ("exit", "the environment's process ended with exit code 7")],

@@ -312,6 +312,7 @@ class JudgedShop(Shop):
         return [float(count) for count in called]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["Inline", "Process"])
 async def test_a_group_is_scored_with_the_calls_of_its_members(isolation: str) -> None:
     of = model("qwen2.5")

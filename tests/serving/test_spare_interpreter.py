@@ -106,6 +106,7 @@ def test_a_module_that_cannot_be_imported_is_the_work_s_concern(tmp_path: Path) 
     assert (tmp_path / "1").read_text().startswith(f"{spare.pid} True ")
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent() -> None:
     program = (
         "import os\n"

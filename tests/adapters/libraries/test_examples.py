@@ -13,6 +13,7 @@ from kuberoll_workers.environments import LIBRARIES, create
 MANIFESTS = sorted((Path(__file__).parents[3] / "examples" / "environments").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
 def test_the_environments_of_an_example_can_be_made(manifest: Path) -> None:
     job = RolloutJob.model_validate(YAML(typ="safe").load(manifest))

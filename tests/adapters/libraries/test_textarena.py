@@ -106,6 +106,7 @@ def test_more_invalid_moves_can_be_forgiven() -> None:
     assert ends == [False, False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
 def test_nonsense_ends_each_game_with_a_reward_below_that_of_winning(game: str) -> None:
     """Four games of TextArena 0.7.4 give the reason of an invalid move as its reward."""
@@ -125,6 +126,7 @@ def test_nonsense_ends_each_game_with_a_reward_below_that_of_winning(game: str) 
     environment.close([EpisodeEnd(id="0-0-0", metadata=state, reason="terminated")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["2048-v0-ultra-easy", "Blackjack-v0", "Sokoban-v0"])
 def test_seed_and_moves_determine_the_game_among_others(game: str) -> None:
     """TextArena draws from Python's global random numbers during the game."""

@@ -525,6 +525,7 @@ async def own_results(environment: Any, records: list[TrajectoryRecord]) -> list
         )
 
 
+@pytest.mark.slow
 def test_rewards_are_those_of_verifiers_own_rollouts(tmp_path: Path) -> None:
     """64 trajectories of the package's own environment over reasoning-gym."""
     environment = ReasoningGymEnv(**REASONING["arguments"])
