@@ -144,7 +144,7 @@ def test_only_a_constructor_that_will_fail_again_is_a_fault_of_the_configuration
     name: str, kind: type[EnvironmentFault]
 ) -> None:
     with pytest.raises(UnusableEnvironment, match=f"its constructor raised {name}: 'limit'|{name}: limit") as caught:
-        made(raises=name)
+        made(raises=name).check()
     assert type(caught.value.__cause__) is kind
     assert caught.value.traceback is not None
     assert is_permanent(caught.value) is (kind is StepInvalid)
@@ -155,7 +155,7 @@ def test_only_a_constructor_that_will_fail_again_is_a_fault_of_the_configuration
 )
 async def test_an_environment_that_cannot_be_made_is_named(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnusableEnvironment, match=f"environment 'env': .*{words}"):
-        made(**config)
+        made(**config).check()
     spec = PlainSpec(name="env", type=None, entrypoint=f"{__name__}:Making", config=config)
     executor = make_executor(spec, isolation="Process", processes=1, timeout=5.0)
     with pytest.raises(StepRaised, match=r"environment 'env': .*(not today|exit code 7)"):

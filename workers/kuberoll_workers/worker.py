@@ -264,10 +264,10 @@ def remote_digests(job: RolloutJob) -> dict[str, str | None]:
 
 
 def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -> Callable[[str], EnvironmentInterface]:
-    """A function that creates the job's environments by name, to read their rows and to check that they can be created.
+    """A function that gives the job's environments by name, to read their rows.
 
-    Those with isolation Process are created in their own process, and so are those with isolation Remote without a
-    url: none of their code runs in this one. Others with isolation Remote are asked of their servers.
+    Those with isolation Process, and with isolation Remote without a url, run in processes of their own: none of their
+    code runs in this one. Others with isolation Remote are asked of their servers.
 
     Args:
         protected: As in `open_environments`.
@@ -283,6 +283,20 @@ def isolated_environment_factory(job: RolloutJob, *, protected: Sequence[str]) -
         return registry.create(spec)
 
     return make
+
+
+def check_environment(job: RolloutJob, name: str, *, protected: Sequence[str]) -> None:
+    """Check that an environment of a job can be created, where it will run.
+
+    Args:
+        protected: As in `open_environments`.
+
+    Raises:
+        UnusableEnvironment: It cannot, or no server of it answers.
+    """
+    made = isolated_environment_factory(job, protected=protected)(name)
+    if isinstance(made, ProcessEnvironment):
+        made.check()
 
 
 def environments_policy(config: WorkerConfig) -> ServedModel | None:

@@ -18,6 +18,7 @@ from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_
 from kuberoll_workers.dataset.sources import RawRow, checked_integers, file_rows, hub_rows, json_row
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.environments.outcome import EnvironmentFault
+from kuberoll_workers.environments.registry import UnusableEnvironment
 
 __all__ = ["DatasetError", "EnvironmentSource", "Row", "RowPosition", "parse_row", "read_rows"]
 
@@ -181,7 +182,7 @@ def _generated_rows(
                 place = RowPosition("generated row ", number, f" of environment {name!r}")
                 given = json_row(row, place)
                 yield place, {"task_name": name, **given} if isinstance(given, dict) else given
-        except DatasetError:
+        except (DatasetError, UnusableEnvironment):
             raise
         except NotImplementedError as error:
             raise DatasetError(f"{field}.generator: environment {name!r}: {error}") from error

@@ -314,16 +314,18 @@ class _Process:
 
 
 class ProcessEnvironment(EnvironmentInterface):
-    """Proxy of an environment in a child process, for checking jobs and generating rows."""
+    """Proxy of an environment in a child process of its own for each call, for checking jobs and generating rows."""
 
     def __init__(self, spec: PlainSpec, sandbox: Sandbox | None = None) -> None:
-        """Create the environment once, in a child process.
-
-        Raises:
-            UnusableEnvironment: It cannot be created.
-        """
         self._spec = spec
         self._sandbox = sandbox or Sandbox()
+
+    def check(self) -> None:
+        """Check that the environment can be created.
+
+        Raises:
+            UnusableEnvironment: It cannot.
+        """
         with self._process():
             pass
 
@@ -332,6 +334,7 @@ class ProcessEnvironment(EnvironmentInterface):
 
         Raises:
             EnvironmentFault: The environment has no generator, it failed, or the process ended.
+            UnusableEnvironment: It cannot be created.
         """
         with self._process() as process:
             try:
@@ -349,6 +352,7 @@ class ProcessEnvironment(EnvironmentInterface):
 
         Raises:
             EnvironmentFault: It failed, or the process ended.
+            UnusableEnvironment: It cannot be created.
         """
         method = "global_post_process_and_metrics"
         with self._process() as process:

@@ -16,7 +16,7 @@ from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.worker import isolated_environment_factory, job_tokenizer, observation_template
+from kuberoll_workers.worker import check_environment, isolated_environment_factory, job_tokenizer, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -159,7 +159,7 @@ def check_template(job: RolloutJob, tokenizer: str) -> None:
 def _check_environments(job: RolloutJob) -> None:
     for number, spec in enumerate(job.spec.environments):
         try:
-            isolated_environment_factory(job, protected=())(spec.name)
+            check_environment(job, spec.name, protected=())
         except Exception as error:
             # The constructor is user code, which may raise anything.
             raise JobRefused(f"spec.environments[{number}] ({spec.name}): {with_frames(error)}") from error

@@ -79,6 +79,7 @@ from kuberoll_workers.telemetry import RolloutMetrics
 from kuberoll_workers.worker import (
     Progress,
     WorkerConfig,
+    check_environment,
     is_elsewhere,
     isolated_environment_factory,
     local_paths,
@@ -248,16 +249,15 @@ class ShardPod:
         """Check the environments, the model's path, the dataset and the output; raises if one cannot be used."""
         job, config = self._job, self._config
         check_files(job, self._base)
-        environment = self._environments()
         for spec in job.spec.environments:
-            environment(spec.name)
+            check_environment(job, spec.name, protected=self._protected)
         check_model_path(self._tokenizer)
         if (template := job.spec.generation.model.chat_template) is not None:
             check_compiles(template)
         storage = open_storage(config.output, parts=part_limits(job))
         if isinstance(storage, DirectoryStorage):
             storage.path.mkdir(parents=True, exist_ok=True)
-        inputs = scan(job, base=self._base, environment=environment)
+        inputs = scan(job, base=self._base, environment=self._environments())
         claim_output(
             storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json(), code=remote_digests(job))
         )
@@ -265,7 +265,11 @@ class ShardPod:
         return storage
 
     def _environments(self) -> Callable[[str], EnvironmentInterface]:
-        return isolated_environment_factory(self._job, protected=local_paths(self._config.output, self._config.turns))
+        return isolated_environment_factory(self._job, protected=self._protected)
+
+    @property
+    def _protected(self) -> list[str]:
+        return local_paths(self._config.output, self._config.turns)
 
     def _planned_by_shard(self) -> list[int]:
         """Number of planned trajectories of each shard."""

@@ -12,7 +12,7 @@ import functools
 import hmac
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final
 
 import orjson
@@ -352,22 +352,28 @@ class EnvironmentServer:
 
     async def _post_process(self, request: web.Request) -> web.Response:
         columns = protocol.decode_request(await request.read(), protocol.PostProcessRequest).columns
-        environment = await asyncio.to_thread(self._alone)
-        metrics = await asyncio.to_thread(environment.post_process, bytes(columns))
-        return _json(protocol.encode(protocol.PostProcessAnswer(protocol.raw(metrics))))
+
+        def metrics() -> bytes:
+            with self._alone() as environment:
+                return environment.post_process(bytes(columns))
+
+        found = await asyncio.to_thread(metrics)
+        return _json(protocol.encode(protocol.PostProcessAnswer(protocol.raw(found))))
 
     async def _generate_dataset(self, request: web.Request) -> web.Response:
         wanted = protocol.decode_request(await request.read(), protocol.RowsRequest)
 
         def rows() -> list[bytes]:
-            return [orjson.dumps(row) for row in self._alone().generate_dataset(wanted.count, wanted.seed)]
+            with self._alone() as environment:
+                return [orjson.dumps(row) for row in environment.generate_dataset(wanted.count, wanted.seed)]
 
         made = await asyncio.to_thread(rows)
         return _json(protocol.encode(protocol.RowsAnswer([protocol.raw(row) for row in made])))
 
-    def _alone(self) -> ProcessEnvironment:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[ProcessEnvironment]:
         try:
-            return ProcessEnvironment(self._spec, self._sandbox)
+            yield ProcessEnvironment(self._spec, self._sandbox)
         except UnusableEnvironment as error:
             raise EnvironmentFault(str(error), error.traceback) from error
 
