@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from kuberoll_workers.adapters.background import BackgroundLoop
+from kuberoll_workers.adapters.connected import ConnectedEnvironment
 from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, Unreachable, patiently
 from kuberoll_workers.adapters.libraries import Library
 from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE
@@ -20,10 +20,8 @@ from kuberoll_workers.environments.builtin.config import EnvironmentConfig, pars
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.interface import (
     ChatMessage,
-    EnvironmentInterface,
     EnvironmentReturn,
     Episode,
-    EpisodeEnd,
     EpisodeStart,
     Metadata,
     Recovery,
@@ -72,10 +70,8 @@ class McpConfig(EnvironmentConfig):
     )
 
 
-class McpEnvironment(EnvironmentInterface):
+class McpEnvironment(ConnectedEnvironment["_Sessions"]):
     """The policy calls the tools of MCP servers; a response without calls is a step of the scorer.
-
-    Each episode has sessions of its own, which begin with it and end with it.
 
     Episode state: that of the scorer, and `mcp_episode`.
     """
@@ -90,14 +86,13 @@ class McpEnvironment(EnvironmentInterface):
         Raises:
             UnusableEnvironment: The config is invalid, the SDK is not installed, or the scorer cannot be used.
         """
+        super().__init__()
         self._config = parse_config(McpConfig, config)
         self._client = self.library.module().Client
         scorer = self._config.scorer
         self._scorer = create(PlainSpec("scorer", scorer.type, scorer.entrypoint, copy.deepcopy(scorer.config)))
         if Hooks.of(self._scorer).episodic:
             raise UnusableEnvironment("config.scorer: it has episodes of its own; only one with `step` alone can score")
-        self._loop = BackgroundLoop()
-        self._sessions: dict[str, _Sessions] = {}
 
     def check_row(self, metadata: Metadata) -> None:
         """See `EnvironmentInterface.check_row`; the scorer's."""
@@ -105,19 +100,17 @@ class McpEnvironment(EnvironmentInterface):
         if check is not None:
             check(metadata)
 
-    async def reset(self, episodes: list[Episode]) -> list[EpisodeStart | None]:  # type: ignore[override]
+    async def _begin(self, episode: Episode) -> EpisodeStart:
         """Begin sessions with all servers, whose tools are those of the episode.
 
         Raises:
             ServerError: A server cannot be reached.
             ValueError: Two servers have tools of the same name.
         """
-        return list(await asyncio.gather(*map(self._begin, episodes)))
 
-    async def _begin(self, episode: Episode) -> EpisodeStart:
         async def opened() -> list[dict[str, Any]]:
             await self._free(episode.id)
-            sessions = self._sessions[episode.id] = _Sessions(self._client, self._config.servers)
+            sessions = self._connections[episode.id] = _Sessions(self._client, self._config.servers)
             return await self._loop.run(sessions.open())
 
         tools = await patiently(opened, self._config.connect_seconds)
@@ -141,7 +134,7 @@ class McpEnvironment(EnvironmentInterface):
         calls, unreadable = log[-1].get("tool_calls") or (), log[-1].get("invalid_tool_calls") or ()
         if not calls and not unreadable:
             return await asyncio.to_thread(self._score, log, metadata)
-        sessions = self._sessions[metadata[_EPISODE]]
+        sessions = self._connections[metadata[_EPISODE]]
         answers = []
         for call in calls:
             name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
@@ -159,20 +152,6 @@ class McpEnvironment(EnvironmentInterface):
         stops = returned.next_stop_strings[0] if returned.next_stop_strings is not None else None
         kept = {**(new if new is not None else state), _EPISODE: metadata[_EPISODE]}
         return returned.observations[0], kept, stops, returned.rewards[0], returned.terminateds[0]
-
-    async def close(self, episodes: list[EpisodeEnd]) -> None:  # type: ignore[override]
-        """End the sessions of the episodes, and the servers that were started for them."""
-        await asyncio.gather(*(self._free(episode.id) for episode in episodes))
-
-    async def shutdown(self) -> None:  # type: ignore[override]
-        """End all sessions."""
-        await asyncio.gather(*map(self._free, list(self._sessions)))
-        self._loop.stop()
-
-    async def _free(self, name: str) -> None:
-        sessions = self._sessions.pop(name, None)
-        if sessions is not None:
-            await self._loop.run(sessions.close())
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """The scorer's metrics."""
@@ -244,7 +223,7 @@ class _Sessions:
         return "\n".join(map(_text, result.content))
 
     async def close(self) -> None:
-        """End the sessions."""
+        """End the sessions, and the servers that were started for them."""
         self._over.set()
         if self._task is not None:
             await self._task

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import aiohttp
 from pydantic import Field, JsonValue
 
-from kuberoll_workers.adapters.background import BackgroundLoop
+from kuberoll_workers.adapters.connected import ConnectedEnvironment
 from kuberoll_workers.adapters.episodes import reward_metrics, seed_of, seeded_rows
 from kuberoll_workers.adapters.functions import function_of
 from kuberoll_workers.adapters.http import CONNECT_SECONDS, ServerError, failed, patiently, reason_of
@@ -19,10 +19,8 @@ from kuberoll_workers.environments.builtin.config import EnvironmentConfig, pars
 from kuberoll_workers.environments.builtin.turn import Turn, batch_of, first_tagged, quoted, reply_of
 from kuberoll_workers.environments.interface import (
     ChatMessage,
-    EnvironmentInterface,
     EnvironmentReturn,
     Episode,
-    EpisodeEnd,
     EpisodeStart,
     Metadata,
     Recovery,
@@ -156,7 +154,7 @@ class _Connection:
             await self.session.close()
 
 
-class OpenEnvEnvironment(EnvironmentInterface):
+class OpenEnvEnvironment(ConnectedEnvironment[_Connection]):
     """Each response is an action, and the server's observation the answer; rewards and ends are the environment's.
 
     Episode state: `seed` and `reset` if the row names them, `episode`, and `steps`.
@@ -172,13 +170,12 @@ class OpenEnvEnvironment(EnvironmentInterface):
         Raises:
             UnusableEnvironment: The config is invalid.
         """
+        super().__init__()
         self._config = parse_config(OpenEnvConfig, config)
         self._url = f"{self._config.url.rstrip('/')}/ws"
         self._read = self._action_function()
         self._show = self._observation_function()
         self._stops = None if self._config.action is not None else _STOP_STRINGS
-        self._connections: dict[str, _Connection] = {}
-        self._loop = BackgroundLoop()
 
     @property
     def recovery(self) -> Recovery:  # type: ignore[override]
@@ -197,16 +194,13 @@ class OpenEnvEnvironment(EnvironmentInterface):
             return lambda observation: json.dumps(_without_metadata(observation), ensure_ascii=False)
         return function_of(name, "config.observation") if ":" in name else lambda observation: _field(observation, name)
 
-    async def reset(self, episodes: list[Episode]) -> list[EpisodeStart | None]:  # type: ignore[override]
-        """Connect for each episode, and reset its environment.
+    async def _begin(self, episode: Episode) -> EpisodeStart:
+        """Connect for an episode, and reset its environment.
 
         Raises:
-            UnusableRow: A row's metadata is wrong.
+            UnusableRow: The row's metadata is wrong.
             ServerError: The server cannot be reached, or failed.
         """
-        return list(await asyncio.gather(*map(self._begin, episodes)))
-
-    async def _begin(self, episode: Episode) -> EpisodeStart:
         row = dict(episode.metadata or {})
         given = row.get("reset", {})
         if not isinstance(given, dict):
@@ -258,20 +252,6 @@ class OpenEnvEnvironment(EnvironmentInterface):
             terminated=over,
             stop_strings=None if over else self._stops,
         )
-
-    async def close(self, episodes: list[EpisodeEnd]) -> None:  # type: ignore[override]
-        """Close the connections of the episodes."""
-        await asyncio.gather(*(self._free(episode.id) for episode in episodes))
-
-    async def shutdown(self) -> None:  # type: ignore[override]
-        """Close all connections."""
-        await asyncio.gather(*map(self._free, list(self._connections)))
-        self._loop.stop()
-
-    async def _free(self, name: str) -> None:
-        connection = self._connections.pop(name, None)
-        if connection is not None:
-            await self._loop.run(connection.close())
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Add `mean_reward` and `mean_turns`."""
