@@ -236,8 +236,44 @@ async def test_tools_in_a_session(server: Server, tokenizer: HuggingFaceTokenize
     assert trajectory["messages"][1]["content"] == f"{call}<|end|>"
     (read,) = trajectory["messages"][1]["tool_calls"]
     assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == ("look", {"at": 1})
+    # The one by which its answer names it.
+    assert read["id"] == made.id == trajectory["messages"][2]["chat"][0]["tool_call_id"]
+    assert trajectory["tools"] == [LOOK]
     assert "tool_calls" not in trajectory["messages"][3]
     assert trajectory["messages"][2]["content"] == "<|tool|>a wall<|end|><|assistant|>"
+
+
+async def test_tools_of_all_apis_have_one_form(server: Server, tokenizer: HuggingFaceTokenizer) -> None:
+    call = [*tokenizer.encode('<tool_call>{"name": "look", "arguments": {}}</tool_call>'), END]
+    server.engine.answers = [call] * 4
+    schema: Any = {"type": "object", "properties": {}}
+    responses, messages = await server.open(), await server.open()
+    async with agent(responses) as client:
+        tool: Any = {"type": "function", "name": "look", "description": "See.", "parameters": schema}
+        answer = await client.responses.create(model="tiny", input="hi", tools=[tool], store=False)
+        (called,) = [item for item in answer.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": called.call_id, "output": "a wall"}
+        items: Any = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in answer.output), output]
+        await client.responses.create(model="tiny", input=items, tools=[tool], store=False)
+    async with anthropic.AsyncAnthropic(base_url=messages["anthropic_base_url"], api_key="none") as claude:
+        offered: Any = {"name": "look", "description": "See.", "input_schema": schema}
+        chat: list[Any] = [{"role": "user", "content": "hi"}]
+        said = await claude.messages.create(model="tiny", max_tokens=90, messages=chat, tools=[offered])
+        (used,) = [block for block in said.content if block.type == "tool_use"]
+        chat.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+        chat.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "a wall"}]})
+        await claude.messages.create(model="tiny", max_tokens=90, messages=chat, tools=[offered])
+    for session, identity in ((responses, called.call_id), (messages, used.id)):
+        (trajectory,) = (await server.close(session))["trajectories"]
+        function = {"name": "look", "description": "See.", "parameters": schema}
+        assert trajectory["tools"] == [{"type": "function", "function": function}]
+        assert trajectory["continuity"] == {"new": 1, "realigned": 1}
+        first, last = trajectory["messages"][1::2]
+        assert [made["id"] for made in first["tool_calls"]] == [identity]
+        (answered,) = trajectory["messages"][2]["chat"]
+        assert answered == {"role": "tool", "tool_call_id": identity, "content": "a wall"}
+        # The agent never went on from these.
+        assert ["id" in made for made in last["tool_calls"]] == [False]
 
 
 @pytest.mark.parametrize("body", [{"idle_seconds": 0}, {"idle_seconds": 1e9}, {"idle": 1}, []])

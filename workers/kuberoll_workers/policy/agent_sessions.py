@@ -75,11 +75,16 @@ class SessionTiming(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SessionPath(msgspec.Struct, kw_only=True, frozen=True):
-    """A path from a root of a session's calls to a leaf."""
+    """A path from a root of a session's calls to a leaf.
+
+    Attributes:
+        tools: Functions that its first request declared; None: none.
+    """
 
     messages: list[SessionMessage]
     timing: SessionTiming
     continuity: dict[str, int] = {}
+    tools: list[dict[str, Any]] | None = None
 
 
 class ClosedSession(msgspec.Struct, kw_only=True, frozen=True):

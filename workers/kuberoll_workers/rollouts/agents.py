@@ -129,6 +129,8 @@ def agent_trajectory(
                 token_ids=token_array() if prompt is None else token_array(prompt.token_ids),
                 episode_messages=0,
                 metadata=sample.prompt.metadata,
+                # Those that the agent declared, which may be others than the row's.
+                tools=first.tools,
             ),
         ),
         dataclasses.replace(settings, max_sequence_length=_UNBOUNDED, max_turns=_UNBOUNDED),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.serving.openai_api.exchange import ChatMessage
+
+_FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 
 def chat_of(path: str, body: Mapping[str, Any]) -> list[ChatMessage] | None:
@@ -25,6 +29,28 @@ def chat_of(path: str, body: Mapping[str, Any]) -> list[ChatMessage] | None:
     return None
 
 
+def tools_of(path: str, body: Mapping[str, Any]) -> list[Tool]:
+    """The functions that a request declares as tools; not the tools of a server's own, which no engine here has.
+
+    Args:
+        path: Its path, such as `/v1/chat/completions`.
+    """
+    return [] if path == "/v1/completions" else list(_functions(body.get("tools")))
+
+
+def repeated_calls(chat: Sequence[ChatMessage], before: int) -> list[ToolCall]:
+    """Calls of tools in the response that a request continues, as its caller repeats them: with their ids.
+
+    Args:
+        before: As for `added_messages`.
+    """
+    response = itertools.takewhile(lambda message: message["role"] == "assistant", chat[before:])
+    calls = [call for message in response for call in message.get("tool_calls") or ()]
+    return [
+        call for call in calls if isinstance(call, dict) and call.get("id") and isinstance(call.get("function"), dict)
+    ]
+
+
 def added_messages(chat: Sequence[ChatMessage], before: int) -> list[ChatMessage]:
     """Messages that a request has after those of the one that it continues, and after the response to that.
 
@@ -35,6 +61,21 @@ def added_messages(chat: Sequence[ChatMessage], before: int) -> list[ChatMessage
     while added and added[0]["role"] == "assistant":
         del added[0]
     return added
+
+
+def _functions(tools: Any) -> Iterator[Tool]:
+    for tool in tools if isinstance(tools, list) else ():
+        if not isinstance(tool, dict):
+            continue
+        # Anthropic's functions have no type, or `custom`.
+        if "input_schema" in tool:
+            function = {**tool, "parameters": tool["input_schema"]}
+        elif tool.get("type") == "function":
+            function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+        else:
+            continue
+        fields = {name: function[name] for name in _FUNCTION_FIELDS if function.get(name) is not None}
+        yield {"type": "function", "function": fields}
 
 
 def _system(value: Any) -> Iterator[ChatMessage]:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from kuberoll_workers.data.messages import TOKEN_TYPE
-from kuberoll_workers.data.tools import ToolCall
+from kuberoll_workers.data.tools import Tool, ToolCall
 
 Continuity = Literal["new", "clean", "realigned", "forked"]
 """How a prompt relates to what was generated before in its session.
@@ -56,13 +56,14 @@ class Texts(NamedTuple):
         decode: Text of ids, special tokens included.
         encode: Ids of a text, without added special tokens.
         end: Token that ends a message; None: unknown.
-        read: Content of a response, and its calls of tools.
+        read: Content of a response, and its calls of tools; with the tools that were declared, by whose schemas some
+            parsers read arguments.
     """
 
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], array[int]]
     end: int | None
-    read: Callable[[str], tuple[str, list[ToolCall]]]
+    read: Callable[[str, Sequence[Tool]], tuple[str, list[ToolCall]]]
 
 
 class Continuation(NamedTuple):
@@ -142,7 +143,7 @@ class ChatMemory:
         if stop is None:
             return None
         sampled, sent = (self._texts.decode(ids) for ids in (entry.response(), rendered[start:stop]))
-        if _meaning(*self._texts.read(sampled)) != _meaning(*self._texts.read(sent)):
+        if _meaning(*self._texts.read(sampled, ())) != _meaning(*self._texts.read(sent, ())):
             return None
         return entry.ids + rendered[stop + (entry.end is not None) :]
 

@@ -111,6 +111,7 @@ class ExactClient:
                             began=began,
                             ended=time.time(),
                             chat=exchange.chat,
+                            tools=exchange.tools,
                         )
                     )
             yield output

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kuberoll_workers.data.tools import Tool
 from kuberoll_workers.serving.openai_api.continuation import Continuity
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Sampled:
         continuity: How the prompt relates to what was sampled before in the session.
         began, ended: Unix times, seconds.
         chat: Messages of the request; None: it has none.
+        tools: Functions that the request declares.
     """
 
     prompt: array[int]
@@ -43,6 +45,7 @@ class Sampled:
     began: float
     ended: float
     chat: Sequence[ChatMessage] | None = None
+    tools: Sequence[Tool] = ()
 
 
 class RecordedSession(Protocol):
@@ -78,6 +81,7 @@ class Exchange:
         session: Session of the request; None: it names none.
         recorded: The session, if its responses are recorded.
         chat: Messages of the request; None: it has none.
+        tools: Functions that the request declares.
         calls: Of each call of the engine, in order: version spans of its sequences, by their index.
         continuity: How the prompt relates to what was generated before in its session; None: not known yet.
     """
@@ -87,10 +91,12 @@ class Exchange:
         session: str | None,
         recorded: RecordedSession | None = None,
         chat: Sequence[ChatMessage] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.session = session
         self.recorded = recorded
         self.chat = chat
+        self.tools = tools
         self.calls: list[dict[int, VersionSpans]] = []
         self.continuity: Continuity | None = None
 

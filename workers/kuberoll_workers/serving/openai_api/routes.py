@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from kuberoll_workers.data.tool_calls import parse_tool_calls
-from kuberoll_workers.data.tools import ToolCall
+from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.bodies import BodyRefused, read_body
 from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.executor import BoundedExecutor
-from kuberoll_workers.serving.openai_api.chats import chat_of
+from kuberoll_workers.serving.openai_api.chats import chat_of, tools_of
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Texts
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, RecordedSession
 from kuberoll_workers.serving.openai_api.limits import Abilities, InvalidRequest, check_request
@@ -121,11 +121,11 @@ class OpenAIRoutes:
         try:
             opened = await self._open()
             body = await read_body(request)
-            chat = None
+            chat, tools = None, list[Tool]()
             if request.method == "POST":
                 fields = await self._check(body, opened.abilities)
                 if session is not None:
-                    chat = chat_of(path, fields)
+                    chat, tools = chat_of(path, fields), tools_of(path, fields)
                     if session.complete(path, fields):
                         body = msgspec.json.encode(fields)
         except InvalidRequest as error:
@@ -135,7 +135,7 @@ class OpenAIRoutes:
         except PolicyUnavailable as error:
             return _error(503, str(error))
         name = request.headers.get(SESSION_HEADER) if session is None else session.identity
-        EXCHANGE.set(Exchange(name, session, chat))
+        EXCHANGE.set(Exchange(name, session, chat, tools))
         return Mounted(opened.application, body, path=path)
 
     def _models(self, name: str) -> Response:
@@ -231,8 +231,8 @@ def _texts(converter: HuggingFaceTokenizer, tokenizer: Any, tool_parser: str | N
 
         parser = ToolParser(tool_parser, tokenizer)
 
-    def read(text: str) -> tuple[str, list[ToolCall]]:
-        found = parse_tool_calls(text) if parser is None else parser.parse(text, [])
+    def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
+        found = parse_tool_calls(text) if parser is None else parser.parse(text, tools)
         if not found.calls or found.invalid:
             return text.strip(), []
         return (found.text or "").strip(), found.calls

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.serving.openai_api.continuation import Texts
 from kuberoll_workers.serving.sessions.store import Session
 from kuberoll_workers.serving.sessions.tree import Call, Segment
@@ -17,8 +18,9 @@ def trajectories(session: Session, texts: Texts | None) -> list[dict[str, Any]]:
     Its `messages` have `token_ids`; the ids of all of them, one after the other, are what the model read and sampled.
     Messages of role `assistant` were sampled, with `logprobs` and `policy_versions`; `learn` is false where another
     trajectory of the session has the same response, so that no response is learned from twice; their `tool_calls` are
-    what the job's parser reads in them. Messages of role `context` were only read; their `chat` has the messages of the
-    request that they were made of.
+    what the job's parser reads in them, with the ids that they had for the agent, if it went on. Messages of role
+    `context` were only read; their `chat` has the messages of the request that they were made of. `tools` are those
+    that its first request declared, if any.
 
     Args:
         texts: Conversions of the model; None: nothing was sampled yet.
@@ -32,10 +34,13 @@ def _trajectory(session: Session, number: int, path: Sequence[Segment], texts: T
     calls = [session.tree.calls[segment.call] for segment in path if segment.call is not None]
     read = sum(len(segment.token_ids) for segment in path if segment.call is None)
     sampled = sum(len(call.sampled.response) for call in calls)
+    tools = calls[0].tools if calls else ()
+    repeated = {call.parent: call.repeated for call in calls}
     return {
         "session": session.identity,
         "path": number,
-        "messages": [_message(session, segment, texts) for segment in path],
+        **({"tools": list(tools)} if tools else {}),
+        "messages": [_message(session, segment, texts, tools, repeated.get(segment.call, ())) for segment in path],
         "turn_count": len(calls),
         "tokens": {"context": read, "generated": sampled},
         "finish_reason": calls[-1].sampled.finish_reason if calls else None,
@@ -48,7 +53,9 @@ def _trajectory(session: Session, number: int, path: Sequence[Segment], texts: T
     }
 
 
-def _message(session: Session, segment: Segment, texts: Texts) -> dict[str, Any]:
+def _message(
+    session: Session, segment: Segment, texts: Texts, tools: Sequence[Tool], repeated: Sequence[ToolCall]
+) -> dict[str, Any]:
     content = texts.decode(segment.token_ids)
     message = {
         "role": "context" if segment.call is None else "assistant",
@@ -59,12 +66,26 @@ def _message(session: Session, segment: Segment, texts: Texts) -> dict[str, Any]
         return message if segment.chat is None else {**message, "chat": list(segment.chat)}
     call: Call = session.tree.calls[segment.call]
     ended = segment.token_ids[-1] == texts.end
-    _, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content)
+    _, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content, tools)
     return {
         **message,
         "logprobs": call.sampled.logprobs.tolist(),
         "policy_versions": [list(span) for span in call.sampled.versions],
         "learn": segment.learn,
         "finish_reason": call.sampled.finish_reason,
-        **({"tool_calls": calls} if calls else {}),
+        **({"tool_calls": _with_ids(calls, repeated)} if calls else {}),
     }
+
+
+def _with_ids(calls: Sequence[ToolCall], repeated: Sequence[ToolCall]) -> list[ToolCall]:
+    """Calls with the ids by which the answers name them.
+
+    Most models write none: those that the agent was given are only in the request with which it went on.
+
+    Args:
+        repeated: The calls in that request; none: there is none.
+    """
+    names, same = ([call["function"].get("name") for call in given] for given in (calls, repeated))
+    if names != same:
+        return list(calls)
+    return [{"id": given["id"], **call} for call, given in zip(calls, repeated, strict=True)]

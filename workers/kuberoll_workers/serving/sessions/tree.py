@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.serving.openai_api.chats import added_messages
+from kuberoll_workers.data.tools import Tool, ToolCall
+from kuberoll_workers.serving.openai_api.chats import added_messages, repeated_calls
 from kuberoll_workers.serving.openai_api.exchange import ChatMessage, Sampled
 
 
@@ -23,6 +24,8 @@ class Call:
         sampled: The response; its `prompt` is empty, and its `chat` None.
         chat: Messages of the request that the parent's did not have; None: unknown.
         chat_length: Number of all messages of the request.
+        repeated: Calls of tools in the parent's response, as the request repeats them.
+        tools: Functions that the request declares; for a call with a parent, see the first one of its path.
     """
 
     parent: int | None
@@ -30,6 +33,8 @@ class Call:
     sampled: Sampled
     chat: Sequence[ChatMessage] | None = None
     chat_length: int = 0
+    repeated: Sequence[ToolCall] = ()
+    tools: Sequence[Tool] = ()
 
 
 class Segment(NamedTuple):
@@ -62,14 +67,19 @@ class CallTree:
         """Add a response below the longest call that its prompt begins with."""
         parent, begun = self._parent(sampled.prompt)
         chat = sampled.chat
+        repeated: Sequence[ToolCall] = ()
         if chat is not None and parent is not None:
-            chat = added_messages(chat, self.calls[parent].chat_length)
+            before = self.calls[parent].chat_length
+            chat, repeated = added_messages(chat, before), repeated_calls(chat, before)
         call = Call(
             parent=parent,
             read=sampled.prompt[begun:],
-            sampled=replace(sampled, prompt=token_array(), chat=None),
+            sampled=replace(sampled, prompt=token_array(), chat=None, tools=()),
             chat=chat or None,
             chat_length=len(sampled.chat or ()),
+            repeated=repeated,
+            # A prompt that begins with those of another call has its tools, too.
+            tools=sampled.tools if parent is None else (),
         )
         whole = sampled.prompt + sampled.response
         # The first of several equal responses gets the children: which one the agent went on with is not known.
