@@ -31,6 +31,7 @@ from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.policy.openai_serving import serving_openai, tokenizer_with_ends
 from tests.rollouts import agent_functions, fakes
+from tests.rollouts.agent_functions import LOOK
 from tests.serving.test_openai_api import Scripted
 
 pytestmark = pytest.mark.slow
@@ -130,6 +131,23 @@ async def test_the_calls_of_an_agent_are_the_turns_of_its_trajectory(fleet: Flee
         )
         assert record.continuity is not None
         assert sum(record.continuity.values()) == 3
+
+
+async def test_an_agent_s_calls_of_tools_are_as_those_of_environments(fleet: Fleet) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    fleet.engine.answers = [[*fleet.tokenizer.encode(text), 1] for text in (f"I look.{call}{call}", call)]
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], {"entrypoint": f"{FUNCTIONS}:look_around"})
+    assert isinstance(record, TrajectoryRecord), record.cause
+    assert record.tools == [LOOK]
+    first, last = of(record, "assistant")
+    # Without the token that ended it, which is in its ids.
+    assert (first.content, last.content) == (f"I look.{call}{call}", call)
+    assert (first.fields["text"], last.fields["text"]) == ("I look.", "")
+    answers = [message.fields["tool_call_id"] for message in of(record, "tool")]
+    assert [made["id"] for made in first.fields["tool_calls"]] == answers
+    # Nobody has answered it.
+    assert [made["id"] for made in last.fields["tool_calls"]] == ["call00201"]
+    assert record.continuity == {"new": 1, "realigned": 1}
 
 
 async def test_the_same_seed_gives_the_same_trajectory(fleet: Fleet) -> None:

@@ -137,11 +137,19 @@ def checked_call(name: Any, arguments: Any) -> ToolCall:
     return tool_call(name, arguments)
 
 
+def call_id(turn: int, number: int) -> str:
+    """Id of a call that has none: nine letters and digits, the form that every chat template takes.
+
+    Args:
+        turn, number: Of the response and of the call in it, from 1.
+    """
+    return f"call{turn:03d}{number:02d}"
+
+
 def message_fields(found: ToolCalls, turn: int) -> dict[str, Any]:
     """Fields of the response's chat message; empty without calls.
 
-    A call keeps the id that the policy wrote. Others get one by turn and number, of nine letters and digits, the form
-    that every chat template takes.
+    A call keeps the id that the policy wrote; others get a `call_id`.
 
     Args:
         turn: Number of the turn, from 1.
@@ -153,7 +161,7 @@ def message_fields(found: ToolCalls, turn: int) -> dict[str, Any]:
     taken: set[str] = set()
 
     def identity(written: Any = None) -> str:
-        own = f"call{turn:03d}{next(numbers):02d}"
+        own = call_id(turn, next(numbers))
         kept = isinstance(written, str) and _ID.fullmatch(written) and written not in taken
         chosen = written if kept else own
         taken.add(chosen)

@@ -53,6 +53,8 @@ class SessionMessage(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         role: `assistant` was sampled; `context` was only read.
         learn: False for what was only read, and for a response that an earlier path has, too.
+        tool_calls: Calls of tools; with an id where the agent went on from them.
+        text: What the response says beside its calls; None: it calls nothing.
         chat: The chat messages that a context was made of; None: unknown.
     """
 
@@ -63,6 +65,7 @@ class SessionMessage(msgspec.Struct, kw_only=True, frozen=True):
     policy_versions: list[tuple[str, int, int]] = []
     learn: bool = False
     tool_calls: list[dict[str, Any]] | None = None
+    text: str | None = None
     finish_reason: str | None = None
     chat: list[dict[str, Any]] | None = None
 

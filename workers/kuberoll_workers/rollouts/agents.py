@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import Branch, StopReason, Timing
+from kuberoll_workers.data.tool_calls import call_id
 from kuberoll_workers.environments.agents.request import AgentRequest
 from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.policy.agent_sessions import (
@@ -100,7 +101,11 @@ def record_agent(metrics: EnvironmentMetrics, trajectory: Trajectory) -> None:
 
 
 def agent_trajectory(
-    sample: Sample, settings: RolloutSettings, closed: ClosedSession, outcome: StepOutcome
+    sample: Sample,
+    settings: RolloutSettings,
+    closed: ClosedSession,
+    outcome: StepOutcome,
+    decode: Callable[[Sequence[int]], str],
 ) -> Trajectory:
     """The trajectory of a session: its first path, with the others as branches.
 
@@ -108,6 +113,7 @@ def agent_trajectory(
 
     Args:
         outcome: What the agent returned.
+        decode: Text of ids, without special tokens.
 
     Raises:
         NothingSampled: There is no call in it.
@@ -139,7 +145,6 @@ def agent_trajectory(
     for number, (turn, follows) in enumerate(zip(turns, [*turns[1:], None], strict=True)):
         seconds, ended = first.timing.generation_seconds[number], first.timing.ended_at[number]
         response = turn.response
-        calls = {} if not response.tool_calls else {"tool_calls": response.tool_calls}
         trajectory.add_response(
             GenerationResult(
                 token_ids=token_array(response.token_ids),
@@ -147,9 +152,9 @@ def agent_trajectory(
                 finish_reason="length" if response.finish_reason == "length" else "stop",
                 policy_versions=tuple(response.policy_versions),
             ),
-            response.content,
+            decode(response.token_ids),
             seconds,
-            fields=calls,
+            fields=_fields(response, number + 1),
         )
         read = None if follows is None else follows.read
         last = follows is None
@@ -172,7 +177,7 @@ def agent_trajectory(
         )
         began = ended
     trajectory.stop_reason = _stop_reason(closed)
-    trajectory.branches = list(map(_branch, others)) or None
+    trajectory.branches = [_branch(path, decode) for path in others] or None
     trajectory.continuity = dict(closed.continuity)
     return trajectory
 
@@ -215,15 +220,25 @@ def _messages(message: SessionMessage | None, role: str, *, turn: int) -> Iterat
     yield message_of(last, token_array(message.token_ids), turn=turn)
 
 
-def _branch(path: SessionPath) -> Branch:
+def _fields(response: SessionMessage, turn: int) -> dict[str, Any]:
+    """Further fields of a response that calls tools, as those of the loop's own responses."""
+    calls = [
+        # The agent did not go on from those without an id.
+        {"id": call.get("id") or call_id(turn, count), **call}
+        for count, call in enumerate(response.tool_calls or (), start=1)
+    ]
+    if not calls:
+        return {}
+    return {"tool_calls": calls} if response.text is None else {"tool_calls": calls, "text": response.text}
+
+
+def _branch(path: SessionPath, decode: Callable[[Sequence[int]], str]) -> Branch:
     messages: list[Message] = []
     learn = []
     for number, turn in enumerate(_turns(path), start=1):
         messages += _messages(turn.read, "user" if number == 1 else "environment", turn=number - 1)
         response = turn.response
-        chat: dict[str, Any] = {"role": "assistant", "content": response.content}
-        if response.tool_calls:
-            chat["tool_calls"] = response.tool_calls
+        chat = {"role": "assistant", "content": decode(response.token_ids), **_fields(response, number)}
         message = message_of(chat, token_array(response.token_ids), turn=number)
         message.truncated = response.finish_reason == "length"
         message.logprobs = array(LOGPROB_TYPE, response.logprobs or ())

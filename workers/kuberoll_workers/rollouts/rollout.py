@@ -376,7 +376,10 @@ class Rollout:
                 closed = await policy.close_session(session)
             except PolicyUnavailable as error:
                 return error
-            flight.trajectory = await asyncio.to_thread(agent_trajectory, sample, self.settings, closed, outcome)
+            decode = self._tokenizer.decode
+            flight.trajectory = await asyncio.to_thread(
+                agent_trajectory, sample, self.settings, closed, outcome, decode
+            )
             return None
 
         await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)

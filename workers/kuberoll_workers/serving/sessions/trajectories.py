@@ -66,14 +66,14 @@ def _message(
         return message if segment.chat is None else {**message, "chat": list(segment.chat)}
     call: Call = session.tree.calls[segment.call]
     ended = segment.token_ids[-1] == texts.end
-    _, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content, tools)
+    said, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content, tools)
     return {
         **message,
         "logprobs": call.sampled.logprobs.tolist(),
         "policy_versions": [list(span) for span in call.sampled.versions],
         "learn": segment.learn,
         "finish_reason": call.sampled.finish_reason,
-        **({"tool_calls": _with_ids(calls, repeated)} if calls else {}),
+        **({"tool_calls": _with_ids(calls, repeated), "text": said} if calls else {}),
     }
 
 
