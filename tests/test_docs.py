@@ -66,6 +66,14 @@ def test_the_chat_template_writes_what_its_model_knows() -> None:
     ) == model("qwen2.5").tokenizer.chat_text(chat, generation_prompt=True)
 
 
+def test_the_agents_of_the_docs_are_those_of_the_examples() -> None:
+    examples = [path.read_text() for path in (ROOT / "examples" / "agents").glob("*.py")]
+    shown = blocks("docs/agents.md", "python")
+    assert len(shown) == 4
+    for code in shown:
+        assert any(code in text for text in examples), code
+
+
 def test_the_readme_s_manifest_is_valid() -> None:
     (text,) = blocks("README.md", "yaml")
     (document,) = parse_documents(text)

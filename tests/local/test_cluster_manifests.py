@@ -20,10 +20,11 @@ from tests.operator.support import SETTINGS
 
 MANIFESTS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
 IN_A_CLUSTER = ["spec.generation.model.source=/opt/kuberoll/models/tiny-policy"]
-# They need a server, a program, a package or a model that is not here; `tests/adapters` and
-# `tests/local/test_service_run.py` run the same environments with them.
+# They need a server, a program, a package or a model that is not here; `tests/adapters`,
+# `tests/local/test_agent_sdks.py` and `tests/local/test_service_run.py` run the same environments with them.
 ELSEWHERE = {
     *(f"environments/{name}.yaml" for name in ("mcp", "nemo-gym", "openenv", "verifiers")),
+    "agents/rolloutjob.yaml",
     "kubernetes/reward-model.yaml",
 }
 ON_THIS_MACHINE = [f"spec.generation.model.source={TINY}", "spec.generation.engine=Simulated"]
