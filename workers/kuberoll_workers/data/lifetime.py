@@ -14,6 +14,9 @@ from typing import Final
 RUN_ID_VARIABLE: Final = "KUBEROLL_RUN_ID"
 """Variable that all processes of a run have, by which its watchdog finds them."""
 
+RUN_SCRATCH_VARIABLE: Final = "KUBEROLL_RUN_SCRATCH"
+"""Variable of a run's workers: a directory that its watchdog removes, however the run ends."""
+
 _PR_SET_PDEATHSIG = 1
 
 

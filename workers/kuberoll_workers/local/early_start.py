@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kuberoll_workers.data.lifetime import RUN_SCRATCH_VARIABLE
 from kuberoll_workers.local.options import import_directories
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.local.scratch import scratch_directory
@@ -52,8 +53,8 @@ def early_start(base: Path) -> Iterator[EarlyStart]:
         base: The manifest's directory.
     """
     run_id = uuid.uuid4().hex
-    variables = run_variables(run_id)
     with scratch_directory() as scratch, asyncio.Runner() as runner:
+        variables = {**run_variables(run_id), RUN_SCRATCH_VARIABLE: str(scratch)}
         metrics = scratch / "metrics"
         metrics.mkdir()
         worker = runner.run(start_worker(base, metrics, log=scratch / "worker.log", variables=variables))

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from kuberoll_api.model.agents import Agent
+from kuberoll_workers.data.lifetime import RUN_ID_VARIABLE, RUN_SCRATCH_VARIABLE
 from kuberoll_workers.environments import sandbox
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, InvalidResult, result_from_json
 from kuberoll_workers.environments.sandbox import Sandbox
@@ -49,7 +50,9 @@ class CommandPhases:
         Raises:
             AgentFailed: The program failed.
         """
-        directory = episode.state["directory"] = Path(tempfile.mkdtemp(prefix="kuberoll-agent-"))
+        # In a worker, and not in a process of the environment, nobody else removes it when the worker is killed.
+        place = os.environ.get(RUN_SCRATCH_VARIABLE)
+        directory = episode.state["directory"] = Path(tempfile.mkdtemp(prefix="kuberoll-agent-", dir=place))
         (directory / _ROW).write_bytes(_row(episode))
         if self._agent.setup is not None:
             await self._program(self._agent.setup, episode, "setup")
@@ -87,7 +90,10 @@ class CommandPhases:
     async def _program(self, command: Sequence[str], episode: AgentEpisode, phase: str) -> bytes:
         """Run a program to its end; return the end of its standard output."""
         directory: Path = episode.state["directory"]
-        inherited = sandbox.variables(os.environ, Sandbox(variables=self._variables), scratch=str(directory))
+        # By the run's id its watchdog finds what a killed worker has left.
+        inherited = sandbox.variables(
+            os.environ, Sandbox(variables=(*self._variables, RUN_ID_VARIABLE)), scratch=str(directory)
+        )
         started = asyncio.get_running_loop().subprocess_exec(
             _Program,
             *command,
