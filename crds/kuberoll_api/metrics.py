@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeAlias, get_args
 Label: TypeAlias = Literal[
     "cause",
     "code",
+    "continuity",
     "direction",
     "environment",
     "kind",
@@ -32,6 +33,7 @@ Label: TypeAlias = Literal[
 LABELS: Final[Mapping[Label, str]] = {
     "cause": "a cause, one of a fixed list",
     "code": "an HTTP status; 0: no answer",
+    "continuity": "new, clean, realigned or forked: how a call continued others",
     "direction": "up or down",
     "environment": "a name of `spec.environments`",
     "kind": "one of a fixed list, or a kind of Kubernetes object",

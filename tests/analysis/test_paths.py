@@ -27,7 +27,7 @@ from tests.rollouts import fakes
 from tests.rollouts.test_trajectory import outcome
 from tests.serving.test_session_tree import calls, sampled
 
-TEXTS = Texts(lambda ids: " ".join(map(str, ids)), lambda _: token_array(), None, lambda text: (text, []))
+TEXTS = Texts(lambda ids: " ".join(map(str, ids)), lambda _: token_array(), None, lambda text, _: (text, []))
 
 
 def played(made: list[tuple[list[int], list[int]]], index: int = 0) -> TrajectoryRecord:
@@ -40,7 +40,7 @@ def played(made: list[tuple[list[int], list[int]]], index: int = 0) -> Trajector
     closed = msgspec.json.decode(msgspec.json.encode(found), type=ClosedSession)
     end = outcome(3.0, terminated=True, reward_parts={"a": 1.0, "b": 2.0})
     sample = fakes.sample(5, index, prompt="hi")
-    return agent_trajectory(sample, fakes.settings(), closed, end).record()
+    return agent_trajectory(sample, fakes.settings(), closed, end, TEXTS.decode).record()
 
 
 @given(calls)

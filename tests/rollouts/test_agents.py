@@ -18,13 +18,15 @@ from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, decode_line, encode_line
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.output.parquet import read_parquet, write_parquet
+from kuberoll_workers.policy.agent_sessions import ClosedSession, SessionMessage, SessionPath, SessionTiming
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.routing.discovery import StaticDiscovery
 from kuberoll_workers.policy.routing.router import RoutedPolicy
-from kuberoll_workers.rollouts.agents import AgentSettings
+from kuberoll_workers.rollouts.agents import AgentSettings, agent_trajectory
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
@@ -57,6 +59,7 @@ class Fleet:
             {"name": "env", "agent": agent, "isolation": isolation, "config": changes.pop("config", {})}
         )
         urls = changes.pop("urls", [self.url])
+        metrics = changes.pop("metrics", None) or RolloutMetrics("test")
         executor = make_executor(
             PlainSpec.of(spec), isolation=isolation, processes=processes, timeout=spec.call_seconds
         )
@@ -75,7 +78,7 @@ class Fleet:
                     environments={"env": runner},
                     tokenizer=self.tokenizer,
                     settings=fakes.settings(**changes),
-                    metrics=RolloutMetrics("test"),
+                    metrics=metrics,
                     agents={"env": AgentSettings(seconds=spec.call_seconds)},
                 )
                 await run_rollout(rollout, samples, sink)
@@ -202,6 +205,42 @@ async def test_a_failure_of_an_agent_is_its_own(fleet: Fleet, function: str, cau
     assert isinstance(record, FailureRecord)
     assert record.kind == "environment"
     assert record.cause.startswith(cause)
+
+
+async def test_what_an_agent_did_before_it_failed_is_in_its_record(fleet: Fleet) -> None:
+    metrics = RolloutMetrics("test")
+    retries = RetryPolicy(environment_attempts=2, backoff_seconds=0.01)
+    agent = {"entrypoint": f"{FUNCTIONS}:confused"}
+    (record,) = await fleet.roll([fakes.sample(prompt="hi")], agent, metrics=metrics, retries=retries)
+    assert isinstance(record, FailureRecord)
+    assert [message.role for message in record.messages] == ["user", "assistant"]
+    assert all_ids(record.messages[:1]) == fleet.engine.requests[-1].token_ids.tolist()
+    metrics.flush()
+
+    def count(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"rolloutjob": "test", "environment": "env", **labels})
+
+    assert count("kuberoll_agent_calls_total", continuity="new") == 2
+    assert count("kuberoll_tokens_total", kind="generated") == 2 * len(record.messages[1].token_ids)
+
+
+def test_the_time_outside_of_calls_is_the_environment_s(place: Path) -> None:
+    def read(*ids: int) -> SessionMessage:
+        return SessionMessage(role="context", content="", token_ids=list(ids))
+
+    def said(*ids: int) -> SessionMessage:
+        return SessionMessage(role="assistant", content="", token_ids=list(ids), logprobs=[0.0], learn=True)
+
+    path = SessionPath(
+        messages=[read(1), said(2), read(3), said(4)],
+        timing=SessionTiming(generation_seconds=[1.0, 2.0], ended_at=[12.0, 16.0]),
+    )
+    closed = ClosedSession(opened_at=10.0, calls=2, trajectories=[path])
+    end = StepOutcome("environment", "", None, None, 1.0, terminated=True)
+    made = agent_trajectory(fakes.sample(), fakes.settings(), closed, end, lambda _: "", seconds=9.5)
+    timing = made.record().timing
+    assert timing.environment_seconds == [1.0, 2.0 + 3.5]
+    assert timing.ended_at == [12.0, 19.5]
 
 
 @pytest.mark.parametrize("function", ["meet", "meet_and_hide"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
+from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, is_response, message_of, token_array
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import Branch, StopReason, Timing
 from kuberoll_workers.data.tool_calls import call_id
@@ -78,42 +78,47 @@ def agent_request(sample: Sample, session: AgentSession) -> dict[str, Any]:
 
 def record_agent(metrics: EnvironmentMetrics, trajectory: Trajectory) -> None:
     """Count the calls of an agent's trajectory as turns; those of its branches as generated tokens only."""
-    read = len(trajectory.sample.prompt.token_ids)
+    messages = trajectory.messages
+    _record_responses(metrics, messages, [place for place, message in enumerate(messages) if is_response(message)])
     for index in range(trajectory.complete_turns):
-        messages = trajectory.turn_messages(index)
-        response, *observed = (trajectory.messages[number] for number in messages)
-        generated, observation = len(response.token_ids), sum(len(message.token_ids) for message in observed)
-        metrics.record_response(prompt=read, cached=0, generated=generated)
+        _, *observed = trajectory.turn_messages(index)
         metrics.record_turn(
             index + 1,
             waiting_seconds=0.0,
             generation_seconds=trajectory.generation_seconds[index],
             environment_seconds=trajectory.environment_seconds[index],
-            observed=observation,
+            observed=sum(len(messages[place].token_ids) for place in observed),
         )
-        read += generated + observation
     for branch in trajectory.branches or ():
-        context = 0
-        for number, message in enumerate(branch.messages):
-            if number in branch.learn:
-                metrics.record_response(prompt=context, cached=0, generated=len(message.token_ids))
-            context += len(message.token_ids)
+        _record_responses(metrics, branch.messages, branch.learn)
+
+
+def _record_responses(metrics: EnvironmentMetrics, messages: Sequence[Message], responses: Container[int]) -> None:
+    read = 0
+    for place, message in enumerate(messages):
+        if place in responses:
+            metrics.record_response(prompt=read, cached=0, generated=len(message.token_ids))
+        read += len(message.token_ids)
 
 
 def agent_trajectory(
     sample: Sample,
     settings: RolloutSettings,
     closed: ClosedSession,
-    outcome: StepOutcome,
+    outcome: StepOutcome | None,
     decode: Callable[[Sequence[int]], str],
+    *,
+    seconds: float = 0.0,
 ) -> Trajectory:
     """The trajectory of a session: its first path, with the others as branches.
 
-    The reward is that of the last turn. The time between two calls is the environment's.
+    The reward is that of the last turn. The time outside of calls is the environment's: that before a call in its turn,
+    and that after the last one in the last turn.
 
     Args:
-        outcome: What the agent returned.
+        outcome: What the agent returned; None: it failed, and its last turn is incomplete.
         decode: Text of ids, without special tokens.
+        seconds: Duration of the agent's episode.
 
     Raises:
         NothingSampled: There is no call in it.
@@ -141,9 +146,10 @@ def agent_trajectory(
         ),
         dataclasses.replace(settings, max_sequence_length=_UNBOUNDED, max_turns=_UNBOUNDED),
     )
+    parts = {} if outcome is None else dict.fromkeys(outcome.reward_parts, 0.0)
     began = closed.opened_at
     for number, (turn, follows) in enumerate(zip(turns, [*turns[1:], None], strict=True)):
-        seconds, ended = first.timing.generation_seconds[number], first.timing.ended_at[number]
+        generation, ended = first.timing.generation_seconds[number], first.timing.ended_at[number]
         response = turn.response
         trajectory.add_response(
             GenerationResult(
@@ -153,33 +159,33 @@ def agent_trajectory(
                 policy_versions=tuple(response.policy_versions),
             ),
             decode(response.token_ids),
-            seconds,
+            generation,
             fields=_fields(response, number + 1),
         )
-        read = None if follows is None else follows.read
-        last = follows is None
-        chats = [] if read is None else _chats(read, "environment")
-        trajectory.add_step(
-            dataclasses.replace(
-                outcome,
-                role=chats[-1]["role"] if chats else outcome.role,
-                content=chats[-1]["content"] if chats else outcome.content,
-                messages=tuple(chats),
-                metadata=outcome.metadata if last else None,
-                reward=outcome.reward if last else 0.0,
-                reward_parts=outcome.reward_parts if last else dict.fromkeys(outcome.reward_parts, 0.0),
-                terminated=last,
-                answer=outcome.answer if last else None,
-            ),
-            token_array() if read is None else token_array(read.token_ids),
-            max(0.0, ended - seconds - began),
-            ended_at=round(ended, 3),
-        )
+        waited = max(0.0, ended - generation - began)
+        if follows is not None:
+            read = follows.read
+            step = dataclasses.replace(_BETWEEN, reward_parts=parts)
+            if read is not None:
+                *_, last = chats = _chats(read, "environment")
+                step = dataclasses.replace(step, role=last["role"], content=last["content"], messages=tuple(chats))
+            ids = token_array() if read is None else token_array(read.token_ids)
+            trajectory.add_step(step, ids, waited, ended_at=round(ended, 3))
+        elif outcome is not None:
+            after = max(0.0, closed.opened_at + seconds - ended)
+            end = dataclasses.replace(outcome, terminated=True)
+            trajectory.add_step(end, token_array(), waited + after, ended_at=round(ended + after, 3))
+            trajectory.stop_reason = _stop_reason(closed)
         began = ended
-    trajectory.stop_reason = _stop_reason(closed)
     trajectory.branches = [_branch(path, decode) for path in others] or None
     trajectory.continuity = dict(closed.continuity)
     return trajectory
+
+
+# What lies between two calls of an agent: neither an end nor a reward.
+_BETWEEN: Final = StepOutcome(
+    role="environment", content="", metadata=None, stop_strings=None, reward=0.0, terminated=False
+)
 
 
 class _Turn(NamedTuple):

@@ -28,12 +28,13 @@ from kuberoll_workers.environments.outcome import (
     StepTimedOut,
 )
 from kuberoll_workers.environments.runner import EnvironmentRunner
-from kuberoll_workers.policy.agent_sessions import AgentPolicy, AgentSession
+from kuberoll_workers.policy.agent_sessions import AgentPolicy, AgentSession, ClosedSession
 from kuberoll_workers.policy.interface import GenerationResult, Policy, PolicyRefused, PolicyUnavailable
 from kuberoll_workers.policy.routing.replica import SessionPolicy
 from kuberoll_workers.rollouts import group_scores
 from kuberoll_workers.rollouts.agents import (
     AgentSettings,
+    NothingSampled,
     agent_request,
     agent_trajectory,
     record_agent,
@@ -356,15 +357,19 @@ class Rollout:
                 flight, "generation", self.settings.retries.generation_attempts, open_session
             )
             flight.metrics.stepping += 1
+            began = time.monotonic()
             try:
                 outcome = await environment.step(
                     [chat_message(message) for message in sample.prompt.messages], agent_request(sample, session)
                 )
             except EnvironmentFault as fault:
                 try:
-                    await policy.close_session(session)
+                    closed = await policy.close_session(session)
                 except PolicyUnavailable as error:
                     return PolicyUnavailable(f"{error}; the agent says: {fault}")
+                # What it has done so far is in the record of its failure.
+                with contextlib.suppress(NothingSampled):
+                    await played(closed, None, 0.0)
                 raise
             except BaseException:
                 # Stopped from outside: nobody waits for what was sampled.
@@ -376,16 +381,19 @@ class Rollout:
                 closed = await policy.close_session(session)
             except PolicyUnavailable as error:
                 return error
-            decode = self._tokenizer.decode
-            flight.trajectory = await asyncio.to_thread(
-                agent_trajectory, sample, self.settings, closed, outcome, decode
-            )
+            await played(closed, outcome, time.monotonic() - began)
             return None
 
+        async def played(closed: ClosedSession, outcome: StepOutcome | None, seconds: float) -> None:
+            flight.metrics.record_calls(closed.continuity)
+            decode = self._tokenizer.decode
+            flight.trajectory = await asyncio.to_thread(
+                agent_trajectory, sample, self.settings, closed, outcome, decode, seconds=seconds
+            )
+            record_agent(flight.metrics, flight.trajectory)
+
         await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
-        trajectory = flight.trajectory
-        trajectory.check_tokens()
-        record_agent(flight.metrics, trajectory)
+        flight.trajectory.check_tokens()
 
     def _close_later(self, policy: AgentPolicy, session: AgentSession) -> None:
         closing = asyncio.ensure_future(_closed(policy, session))

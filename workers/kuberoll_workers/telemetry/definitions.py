@@ -84,6 +84,12 @@ EPISODE_RECOVERIES: Final = Counter(
     labels=(*_ENVIRONMENT, "recovery"),
     help="Episodes whose state was lost, or unknown after a failure: replayed, or their trajectory restarted.",
 )
+AGENT_CALLS: Final = Counter(
+    name="kuberoll_agent_calls_total",
+    unit="calls",
+    labels=(*_ENVIRONMENT, "continuity"),
+    help="Answered calls of agents, by how their prompts continued what was sampled before in the session.",
+)
 DROPPED_TRAJECTORIES: Final = Counter(
     name="kuberoll_dropped_trajectories_total",
     unit="trajectories",
@@ -237,6 +243,7 @@ GROUPS: Final = (
             EPISODES,
             EPISODES_CLOSED,
             EPISODE_RECOVERIES,
+            AGENT_CALLS,
             DROPPED_TRAJECTORIES,
             DROPPED_TOKENS,
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry
@@ -90,6 +90,7 @@ class RolloutMetrics:
         self._episodes = counter(metrics.EPISODES, registry)
         self._episodes_closed = counter(metrics.EPISODES_CLOSED, registry)
         self._episode_recoveries = counter(metrics.EPISODE_RECOVERIES, registry)
+        self._agent_calls = counter(metrics.AGENT_CALLS, registry)
         self._dropped = counter(metrics.DROPPED_TRAJECTORIES, registry)
         self._dropped_tokens = counter(metrics.DROPPED_TOKENS, registry)
         self._turns = counter(metrics.TURNS, registry)
@@ -315,6 +316,11 @@ class EnvironmentMetrics:
     def record_recovery(self, recovery: str) -> None:
         """Count the loss of an episode."""
         self._rollouts._episode_recoveries.labels(*self._labels, recovery).inc()
+
+    def record_calls(self, continuity: Mapping[str, int]) -> None:
+        """Count an agent's calls by how they continued others."""
+        for name, count in continuity.items():
+            self._rollouts._agent_calls.labels(*self._labels, name).inc(count)
 
     def record_retry(self, stage: str) -> None:
         """Count a retry."""
