@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Final
 
 from kuberoll_workers.environments.agents.episode import AgentEpisode, AgentResult, result_of
 from kuberoll_workers.environments.registry import UnusableEnvironment, load
+
+# Where the state of an episode has its object; another attempt has the same id, and a state of its own.
+_OBJECT: Final = "kuberoll.agent"
 
 
 class FunctionPhases:
@@ -24,12 +27,11 @@ class FunctionPhases:
                 f"agent.entrypoint: {entrypoint} is no agent: it must be a coroutine function (async def) that takes "
                 "an AgentEpisode, or a class with `async def run(self, episode)`"
             )
-        self._objects: dict[str, Any] = {}
 
     async def setup(self, episode: AgentEpisode) -> None:
         """Make the episode's object, and call its `setup`."""
         if inspect.isclass(self._found):
-            agent = self._objects[episode.id] = self._found()
+            agent = episode.state[_OBJECT] = self._found()
             if (setup := getattr(agent, "setup", None)) is not None:
                 await setup(episode)
 
@@ -39,7 +41,7 @@ class FunctionPhases:
         Raises:
             InvalidResult: It returned no result, and has no `score`.
         """
-        agent = self._objects.get(episode.id)
+        agent = episode.state.get(_OBJECT)
         returned = await (self._found(episode) if agent is None else agent.run(episode))
         if returned is None and hasattr(agent, "score"):
             return None
@@ -51,7 +53,7 @@ class FunctionPhases:
         Raises:
             InvalidResult: It returned no result.
         """
-        score = getattr(self._objects.get(episode.id), "score", None)
+        score = getattr(episode.state.get(_OBJECT), "score", None)
         if score is None:
             assert result is not None
             return result
@@ -59,6 +61,6 @@ class FunctionPhases:
 
     async def close(self, episode: AgentEpisode) -> None:
         """Call `close`."""
-        close = getattr(self._objects.pop(episode.id, None), "close", None)
+        close = getattr(episode.state.get(_OBJECT), "close", None)
         if close is not None:
             await close(episode)
