@@ -193,6 +193,23 @@ async def test_a_call_without_state_is_repeated_elsewhere(tmp_path: Path) -> Non
             server.close()
 
 
+async def test_an_agent_s_call_is_not_repeated_elsewhere() -> None:
+    """The first one may still run."""
+    calls = 0
+
+    async def leave(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async with fake(leave) as one, fake(leave) as other, executor([one, other], repeats=False) as remote:
+        with pytest.raises(EpisodeLost, match="the server of the episode is gone"):
+            await remote.run(step(None))
+    assert calls == 1
+
+
 @pytest.mark.processes
 async def test_a_server_that_hangs_is_taken_out_and_tried_again(two: list[ServerProcess]) -> None:
     async with executor([server.url for server in two]) as remote:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from kuberoll_api.model.environments import AGENT_TYPE
 from kuberoll_workers.environments.batches import Batch, StepBatch, awaited
 from kuberoll_workers.environments.hooks import Hooks
 from kuberoll_workers.environments.outcome import (
@@ -281,9 +282,10 @@ def _remote_executor(
     from kuberoll_workers.environments.remote.child_server import ChildServer
     from kuberoll_workers.environments.remote.executor import RemoteExecutor
 
+    repeats = spec.type != AGENT_TYPE
     if servers is not None:
-        urls = UrlAddresses(servers.urls)
-        return RemoteExecutor(urls, name=spec.name, timeout=timeout, token=servers.token, scope=servers.scope)
+        urls, token, scope = UrlAddresses(servers.urls), servers.token, servers.scope
+        return RemoteExecutor(urls, name=spec.name, timeout=timeout, token=token, scope=scope, repeats=repeats)
     settings = {
         "spec": dataclasses.asdict(spec),
         "sandbox": dataclasses.asdict(sandbox),
@@ -292,7 +294,7 @@ def _remote_executor(
         "timeout": timeout,
     }
     child = ChildServer(settings, sandbox)
-    return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True)
+    return RemoteExecutor(child, name=spec.name, timeout=timeout, token=child.token, owned=True, repeats=repeats)
 
 
 class DaemonThread:

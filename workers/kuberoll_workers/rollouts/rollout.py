@@ -346,13 +346,13 @@ class Rollout:
 
         async def attempt(_: int) -> None:
             while (lost := await play_once()) is not None:
-                # With its replica, through no fault of the agent.
+                # With its replica or its server, through no fault of the agent.
                 flight.losses += 1
                 if flight.losses > MAX_RECOVERIES:
                     raise lost
                 flight.metrics.record_recovery("restart")
 
-        async def play_once() -> PolicyUnavailable | None:
+        async def play_once() -> PolicyUnavailable | EpisodeLost | None:
             session = await self._retrying(
                 flight, "generation", self.settings.retries.generation_attempts, open_session
             )
@@ -362,6 +362,10 @@ class Rollout:
                 outcome = await environment.step(
                     [chat_message(message) for message in sample.prompt.messages], agent_request(sample, session)
                 )
+            except EpisodeLost as lost:
+                # The agent may go on where nobody reaches it: never in the session of the next one.
+                self._close_later(policy, session)
+                return lost
             except EnvironmentFault as fault:
                 try:
                     closed = await policy.close_session(session)

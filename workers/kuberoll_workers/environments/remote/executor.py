@@ -54,8 +54,8 @@ class RemoteExecutor:
     A call goes to the server with the fewest calls of this worker; the calls of a stateful environment's episode go to
     the server that reset it. A server that loses a connection, or fails its health checks, is taken out, and tried
     again; it begins little then while others answer (`balance.Rest`). A call whose connection is lost is repeated if
-    its environment has its state in the metadata; a stateful episode is lost then. One that was slow, and not gone,
-    still holds such episodes: before it is used again, they are closed.
+    its environment has its state in the metadata; a stateful episode, and an agent's, is lost then. One that was slow,
+    and not gone, still holds such episodes: before it is used again, they are closed.
     """
 
     batched = True
@@ -69,6 +69,7 @@ class RemoteExecutor:
         token: str | None = None,
         scope: str = "",
         owned: bool = False,
+        repeats: bool = True,
         check_seconds: float = CHECK_SECONDS,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
@@ -80,6 +81,8 @@ class RemoteExecutor:
             token: Bearer token of the servers.
             scope: Prefix of the names of stateful episodes, where other runs use the same servers.
             owned: The servers are this worker's alone, and are shut down at the end.
+            repeats: Calls whose connection is lost are repeated. False: their episodes are lost, as those of agents,
+                which may go on in their session.
             check_seconds: Time between two health checks, in seconds.
             patience: Time that a call waits while no server answers, or all are busy, in seconds.
         """
@@ -89,6 +92,7 @@ class RemoteExecutor:
         self._token = token
         self._scope = f"{scope}." if scope else ""
         self._owned = owned
+        self._repeats = repeats
         self._check_seconds = check_seconds
         self._patience = patience
         self._replicas: dict[Address, Replica] = {}
@@ -271,9 +275,16 @@ class RemoteExecutor:
 
     async def _anywhere(self, batch: AnyBatch) -> Sequence[Any]:
         body = self._body(batch)
-        return await self._somewhere(
-            batch, lambda replica: self._ask(replica, batch, body), load=lambda replica: len(replica.calls)
-        )
+
+        async def ask(replica: Replica) -> Sequence[Any]:
+            try:
+                return await self._ask(replica, batch, body)
+            except ConnectionLost as error:
+                if self._repeats:
+                    raise
+                raise EpisodeLost(f"the server of the episode is gone: {error}") from error
+
+        return await self._somewhere(batch, ask, load=lambda replica: len(replica.calls))
 
     async def _somewhere(self, batch: AnyBatch, ask: Any, *, load: Any) -> Sequence[Any]:
         """Send a batch to the least loaded server, and to others while servers are lost or busy."""
