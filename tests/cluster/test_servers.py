@@ -195,3 +195,36 @@ async def test_servers_ask_the_policy_with_a_token_of_their_own(cluster: Cluster
     other = await named(cluster, "Secret", "-env-policy-")
     assert other["metadata"]["name"] != name
     assert other["data"]["token"] != secret["data"]["token"], "another job has another token"
+
+
+async def test_agents_on_servers_call_the_policy_in_their_sessions(cluster: Cluster, ray_pods: None) -> None:
+    """They have no token but that of their session, and their pods reach the replicas; one of these pods crashes."""
+    cluster.operator()
+    remote = {"isolation": "Remote", "remote": {}, "processes": 2}
+    environments: list[Object] = [
+        {"name": "function", "agent": {"entrypoint": "tests.cluster.conversing:converse"}, **remote},
+        {"name": "program", "agent": {"command": ["python", "-m", "tests.cluster.conversing"]}, **remote},
+    ]
+    rows = [{"prompt": f"task {number}\n", "task_name": item["name"]} for item in environments for number in range(4)]
+    dataset = {"source": {"rows": rows}, "repeats": 2}
+    job = rollout_job(cluster.namespace, light=False, dataset=dataset, seconds=0.3)
+    job["spec"]["environments"] = environments
+    await cluster.create(job)
+    await cluster.stored(2)
+    cluster.kubelet.crash(cluster.namespace, (await named(cluster, "Pod", "-env-0-"))["metadata"]["name"])
+    item = await cluster.job(complete)
+    assert is_true(item, "Complete"), cluster.said()
+    secrets = [secret["metadata"]["name"] for secret in await cluster.api.list("Secret", cluster.namespace)]
+    assert not any("-env-policy-" in name for name in secrets)
+    records = read_output(cluster.output())
+    for name in ("function", "program"):
+        found = [record for record in records if record.task_name == name]
+        assert len(found) == 8
+        for record in found:
+            assert record.metadata is not None
+            responses = [message.content for message in record.messages if message.role == "assistant"]
+            assert record.metadata == {"said": responses, "tokens": []}
+            assert (record.turn_count, record.total_reward) == (2, 2.0)
+            assert record.branches is None
+            assert record.continuity is not None
+            assert sum(record.continuity.values()) == 2
