@@ -27,7 +27,7 @@ from tests.rollouts import fakes
 from tests.rollouts.test_trajectory import outcome
 from tests.serving.test_session_tree import calls, sampled
 
-TEXTS = Texts(lambda ids: " ".join(map(str, ids)), lambda _: token_array(), None, lambda text, _: (text, []))
+TEXTS = Texts(lambda ids: " ".join(map(str, ids)), lambda _: token_array(), None, lambda text, *_: (text, []))
 
 
 def played(made: list[tuple[list[int], list[int]]], index: int = 0) -> TrajectoryRecord:

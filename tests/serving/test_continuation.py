@@ -30,7 +30,7 @@ def encode(text: str) -> array[int]:
     return token_array(ids)
 
 
-TEXTS = Texts(decode, encode, END, lambda text, tools: (text.replace(" ", ""), []))
+TEXTS = Texts(decode, encode, END, lambda text, tools, demand: (text.replace(" ", ""), []))
 
 
 def memory(**limits: int) -> ChatMemory:

@@ -128,7 +128,9 @@ def test_a_closed_session_takes_no_calls_and_keeps_what_it_has(clock: Clock) -> 
     assert refused.value.status == 410
     # A call that ends after the end is not part of what was returned.
     session.record(sampled([1, 2], [3]))
-    (trajectory,) = trajectories(session, Texts(str, lambda _: token_array(), None, lambda text, tools: (text, [])))
+    (trajectory,) = trajectories(
+        session, Texts(str, lambda _: token_array(), None, lambda text, tools, demand: (text, []))
+    )
     assert [message["role"] for message in trajectory["messages"]] == ["context", "assistant"]
     clock.now = 10.5
     with pytest.raises(SessionRefused) as refused:

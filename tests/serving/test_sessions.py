@@ -276,6 +276,53 @@ async def test_tools_of_all_apis_have_one_form(server: Server, tokenizer: Huggin
         assert ["id" in made for made in last["tool_calls"]] == [False]
 
 
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "choice", "text"),
+    [
+        ("hermes", "required", '<tool_call>\n{"name": "look", "arguments": {"at":  1}}\n</tool_call>'),
+        ("hermes", NAMED, '<tool_call>\n{"name": "look", "arguments": {"at":  1}}\n</tool_call>'),
+        # vLLM has the models of this parser write plain JSON.
+        ("granite", "required", '[{"name": "look", "parameters": {"at":  1}}]'),
+        ("granite", NAMED, '{"at":  1}'),
+    ],
+)
+async def test_calls_that_are_demanded(
+    parser: str, choice: Any, text: str, place: Path, tokenizer: HuggingFaceTokenizer
+) -> None:
+    engine = Scripted([*tokenizer.encode(text), END], tokenizer=place, window=2048)
+    await engine.start()
+    connector = aiohttp.TCPConnector(force_close=True)
+    template = (place / "chat_template.jinja").read_text()
+    if parser == "granite":
+        # Its models' calls are a list.
+        template = template.replace("'<tool_call>\n'", "'<tool_call>['").replace("'\n</tool_call>'", "']'")
+    async with (
+        serving_openai(engine, tool_parser=parser, chat_template=template) as url,
+        aiohttp.ClientSession(connector=connector) as http,
+    ):
+        server = Server(url, engine, http)
+        session = await server.open()
+        async with agent(session) as client:
+            answer = await client.chat.completions.create(
+                model="tiny", messages=[HELLO], tools=[LOOK], tool_choice=choice
+            )
+            message: Any = answer.choices[0].message
+            (made,) = message.tool_calls
+            await say(
+                client, [HELLO, message, {"role": "tool", "tool_call_id": made.id, "content": "a wall"}], tools=[LOOK]
+            )
+        closed = await server.close(session)
+    await engine.shutdown()
+    assert closed["continuity"] == {"new": 1, "realigned": 1}
+    (trajectory,) = closed["trajectories"]
+    (read,) = trajectory["messages"][1]["tool_calls"]
+    assert (read["id"], read["function"]["name"]) == (made.id, "look")
+    assert json.loads(read["function"]["arguments"]) == {"at": 1}
+
+
 @pytest.mark.parametrize("body", [{"idle_seconds": 0}, {"idle_seconds": 1e9}, {"idle": 1}, []])
 async def test_a_wrong_request_to_open_is_refused(server: Server, body: Any) -> None:
     async with aiohttp.ClientSession() as http, http.post(f"{server.url}/sessions", json=body) as answer:

@@ -62,6 +62,11 @@ class ToolParser:
         except Exception as error:
             raise UnusableParser(f"{where}: {name} does not fit this model: {error}") from error
 
+    @property
+    def demands_plain(self) -> bool:
+        """True if calls that a request demands are sampled as plain JSON, and not in the form that `parse` reads."""
+        return bool(self._class.supports_required_and_named)
+
     def parse(self, text: str, tools: Sequence[Tool]) -> ToolCalls:
         """Calls in a response.
 

@@ -37,12 +37,14 @@ class Generated:
         ids: Ids that the model read, then those that it sampled.
         read: Number of ids that it read.
         end: Token that ended the response; None if it was cut off.
+        demand: The tool that it had to call; empty: any; None: none.
     """
 
     rendered: array[int]
     ids: array[int]
     read: int
     end: int | None
+    demand: str | None = None
 
     def response(self) -> array[int]:
         """Sampled ids, without the one that ended the response."""
@@ -56,14 +58,14 @@ class Texts(NamedTuple):
         decode: Text of ids, special tokens included.
         encode: Ids of a text, without added special tokens.
         end: Token that ends a message; None: unknown.
-        read: Content of a response, and its calls of tools; with the tools that were declared, by whose schemas some
-            parsers read arguments.
+        read: Content of a response, and its calls of tools. Its arguments are the text; the tools that were declared,
+            by whose schemas some parsers read arguments; and the one that had to be called, as `Generated.demand`.
     """
 
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], array[int]]
     end: int | None
-    read: Callable[[str, Sequence[Tool]], tuple[str, list[ToolCall]]]
+    read: Callable[[str, Sequence[Tool], str | None], tuple[str, list[ToolCall]]]
 
 
 class Continuation(NamedTuple):
@@ -143,7 +145,7 @@ class ChatMemory:
         if stop is None:
             return None
         sampled, sent = (self._texts.decode(ids) for ids in (entry.response(), rendered[start:stop]))
-        if _meaning(*self._texts.read(sampled, ())) != _meaning(*self._texts.read(sent, ())):
+        if _meaning(*self._texts.read(sampled, (), entry.demand)) != _meaning(*self._texts.read(sent, (), None)):
             return None
         return entry.ids + rendered[stop + (entry.end is not None) :]
 

@@ -98,7 +98,10 @@ class ExactClient:
                 versions[sequence.index] = [(str(span.version), span.start, span.end) for span in spans]
                 end = response.ids[-1] if response.ids and self._ends(response.ids[-1], sequence.stop_reason) else None
                 sampled = token_array(response.ids)
-                self._memory.remember(session, Generated(rendered=rendered, ids=ids + sampled, read=len(ids), end=end))
+                self._memory.remember(
+                    session,
+                    Generated(rendered=rendered, ids=ids + sampled, read=len(ids), end=end, demand=exchange.demand),
+                )
                 if exchange.recorded is not None:
                     exchange.recorded.record(
                         Sampled(
@@ -112,6 +115,7 @@ class ExactClient:
                             ended=time.time(),
                             chat=exchange.chat,
                             tools=exchange.tools,
+                            demand=exchange.demand,
                         )
                     )
             yield output

@@ -34,6 +34,7 @@ class Sampled:
         began, ended: Unix times, seconds.
         chat: Messages of the request; None: it has none.
         tools: Functions that the request declares.
+        demand: The one that must be called; empty: any; None: none.
     """
 
     prompt: array[int]
@@ -46,6 +47,7 @@ class Sampled:
     ended: float
     chat: Sequence[ChatMessage] | None = None
     tools: Sequence[Tool] = ()
+    demand: str | None = None
 
 
 class RecordedSession(Protocol):
@@ -82,6 +84,7 @@ class Exchange:
         recorded: The session, if its responses are recorded.
         chat: Messages of the request; None: it has none.
         tools: Functions that the request declares.
+        demand: The one that must be called; empty: any; None: none.
         calls: Of each call of the engine, in order: version spans of its sequences, by their index.
         continuity: How the prompt relates to what was generated before in its session; None: not known yet.
     """
@@ -92,11 +95,13 @@ class Exchange:
         recorded: RecordedSession | None = None,
         chat: Sequence[ChatMessage] | None = None,
         tools: Sequence[Tool] = (),
+        demand: str | None = None,
     ) -> None:
         self.session = session
         self.recorded = recorded
         self.chat = chat
         self.tools = tools
+        self.demand = demand
         self.calls: list[dict[int, VersionSpans]] = []
         self.continuity: Continuity | None = None
 

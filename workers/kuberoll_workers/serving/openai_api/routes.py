@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
-from kuberoll_workers.data.tool_calls import parse_tool_calls
+from kuberoll_workers.data.tool_calls import parse_tool_calls, without_thoughts
 from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.policy.client import SESSION_HEADER
 from kuberoll_workers.policy.interface import PolicyUnavailable
@@ -20,6 +20,7 @@ from kuberoll_workers.serving.engines.interface import Engine
 from kuberoll_workers.serving.executor import BoundedExecutor
 from kuberoll_workers.serving.openai_api.chats import chat_of, tools_of
 from kuberoll_workers.serving.openai_api.continuation import ChatMemory, Texts
+from kuberoll_workers.serving.openai_api.demanded_calls import demand_of, read_demanded
 from kuberoll_workers.serving.openai_api.exchange import EXCHANGE, Exchange, RecordedSession
 from kuberoll_workers.serving.openai_api.limits import Abilities, InvalidRequest, check_request
 
@@ -121,9 +122,10 @@ class OpenAIRoutes:
         try:
             opened = await self._open()
             body = await read_body(request)
-            chat, tools = None, list[Tool]()
+            chat, tools, demand = None, list[Tool](), None
             if request.method == "POST":
                 fields = await self._check(body, opened.abilities)
+                demand = demand_of(fields)
                 if session is not None:
                     chat, tools = chat_of(path, fields), tools_of(path, fields)
                     if session.complete(path, fields):
@@ -135,7 +137,7 @@ class OpenAIRoutes:
         except PolicyUnavailable as error:
             return _error(503, str(error))
         name = request.headers.get(SESSION_HEADER) if session is None else session.identity
-        EXCHANGE.set(Exchange(name, session, chat, tools))
+        EXCHANGE.set(Exchange(name, session, chat, tools, demand))
         return Mounted(opened.application, body, path=path)
 
     def _models(self, name: str) -> Response:
@@ -231,7 +233,10 @@ def _texts(converter: HuggingFaceTokenizer, tokenizer: Any, tool_parser: str | N
 
         parser = ToolParser(tool_parser, tokenizer)
 
-    def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
+    def read(text: str, tools: Sequence[Tool], demand: str | None) -> tuple[str, list[ToolCall]]:
+        if demand is not None and parser is not None and parser.demands_plain:
+            calls = read_demanded(without_thoughts(text), demand)
+            return "" if calls else text.strip(), calls
         found = parse_tool_calls(text) if parser is None else parser.parse(text, tools)
         if not found.calls or found.invalid:
             return text.strip(), []

@@ -66,7 +66,7 @@ def _message(
         return message if segment.chat is None else {**message, "chat": list(segment.chat)}
     call: Call = session.tree.calls[segment.call]
     ended = segment.token_ids[-1] == texts.end
-    said, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content, tools)
+    said, calls = texts.read(texts.decode(segment.token_ids[:-1]) if ended else content, tools, call.sampled.demand)
     return {
         **message,
         "logprobs": call.sampled.logprobs.tolist(),
