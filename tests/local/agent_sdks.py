@@ -64,7 +64,7 @@ def play(
             an environment of another name is like.
         rows: Of the dataset, for each of the environments.
     """
-    job = YAML(typ="safe").load(EXAMPLES / "agents" / "rolloutjob.yaml")
+    job = YAML(typ="safe").load(EXAMPLES / "agents" / "calculator.yaml")
     for module in (EXAMPLES / "agents").glob("*.py"):
         shutil.copy(module, directory)
     examples = {item["name"]: item for item in job["spec"]["environments"]}

@@ -24,7 +24,7 @@ IN_A_CLUSTER = ["spec.generation.model.source=/opt/kuberoll/models/tiny-policy"]
 # `tests/local/test_agent_sdks.py` and `tests/local/test_service_run.py` run the same environments with them.
 ELSEWHERE = {
     *(f"environments/{name}.yaml" for name in ("mcp", "nemo-gym", "openenv", "verifiers")),
-    "agents/rolloutjob.yaml",
+    "agents/calculator.yaml",
     "kubernetes/reward-model.yaml",
 }
 ON_THIS_MACHINE = [f"spec.generation.model.source={TINY}", "spec.generation.engine=Simulated"]
