@@ -81,7 +81,19 @@ REFUSED: dict[str, Contradiction] = {
     ),
     "an agent of two kinds": Contradiction(
         {"spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b", "command": ["c"]}}]},
-        "set one of entrypoint (package.module:function) and command",
+        "set one of entrypoint (package.module:function), command and nemoGym",
+    ),
+    "an agent of no kind": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {}}]},
+        "set one of entrypoint (package.module:function), command and nemoGym",
+    ),
+    "an agent of NeMo Gym's that is a program, too": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"nemoGym": {"url": "http://a"}, "command": ["c"]}}]},
+        "set one of entrypoint (package.module:function), command and nemoGym",
+    ),
+    "an agent of NeMo Gym's in processes": Contradiction(
+        {"spec.environments": [{"name": "math", "agent": {"nemoGym": {"url": "http://a"}}, "isolation": "Process"}]},
+        "spec.environments[0].isolation: Invalid value: agent.nemoGym is a request to a server",
     ),
     "an agent that is an environment, too": Contradiction(
         {"spec.environments": [{"name": "math", "type": "math", "agent": {"entrypoint": "a:b"}}]}, _ONE

@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from kuberoll_api.model.contradictions import contradiction
 from kuberoll_api.model.traits import IDENTITY, OPERATION
-from kuberoll_api.model.types import ENTRYPOINT_PATTERN, Model, Seconds
+from kuberoll_api.model.types import ENTRYPOINT_PATTERN, Model, Seconds, Url
 
 Argument = Annotated[str, StringConstraints(max_length=4096)]
 """One argument of a program, or its name."""
@@ -28,6 +28,20 @@ class AgentTimeouts(Model):
     def total(self) -> float:
         """Maximum duration of an episode, in seconds."""
         return self.setup_seconds + self.run_seconds + self.score_seconds + self.close_seconds
+
+
+class GymAgents(Model):
+    """Agent servers of NeMo Gym, which call the policy through a model server of their own."""
+
+    url: Url = Field(
+        description="Base URL of an agent server, to which all rows go; or of NeMo Gym's head server: then each row "
+        "goes to the agent that its agent_ref names.",
+    )
+    agents: dict[str, Url] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="Base URLs of agents by name, which rows that name them go to in place of url.",
+    )
 
 
 class Agent(Model):
@@ -51,15 +65,24 @@ class Agent(Model):
         default=None,
         description="With command: a program that is run after it, in the same directory, and returns the reward.",
     )
+    nemo_gym: Annotated[GymAgents | None, OPERATION] = Field(
+        default=None,
+        description="Agent servers of NeMo Gym: each trajectory is one request to /run. They call the policy at the "
+        "URL and with the token of their own configuration, not in a session.",
+    )
     timeouts: Annotated[AgentTimeouts, OPERATION] = Field(
         default_factory=AgentTimeouts, description="Time limits of the phases of an episode."
     )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.entrypoint is None) == (self.command is None):
-            found = "neither" if self.entrypoint is None else "both"
-            raise contradiction(f"set one of entrypoint (package.module:function) and command; found {found}")
+        kinds = {"entrypoint": self.entrypoint, "command": self.command, "nemoGym": self.nemo_gym}
+        given = [name for name, kind in kinds.items() if kind is not None]
+        if len(given) != 1:
+            raise contradiction(
+                "set one of entrypoint (package.module:function), command and nemoGym; found "
+                f"{' and '.join(given) or 'none'}"
+            )
         for name in ("setup", "score"):
             if self.command is None and getattr(self, name) is not None:
                 raise contradiction("is for command; a class at entrypoint has methods of this name", name)

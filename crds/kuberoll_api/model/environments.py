@@ -215,6 +215,9 @@ EnvironmentType = Literal[BuiltInEnvironment, LibraryEnvironment]
 AGENT_TYPE: Final = "agent"
 """Type of the class that runs an environment's agent; it is not a value of `type`."""
 
+GYM_AGENT_TYPE: Final = "nemo_gym_agent"
+"""Type of the class that sends an environment's rows to agent servers of NeMo Gym; it is not a value of `type`."""
+
 _ASKING: Final = ("judge", "judge_pairs", "reward_model")
 """Built-in environments that ask a served model."""
 
@@ -286,7 +289,10 @@ class Environment(Model):
 
     @property
     def needs_endpoint(self) -> bool:
-        """True if the policy must have an endpoint for it; an engine in the worker's own process has none."""
+        """True if the policy must have an endpoint for it; an engine in the worker's own process has none.
+
+        Agents of NeMo Gym call it, too, at an address of their own configuration.
+        """
         return self.uses_policy or self.agent is not None
 
     @property
@@ -323,7 +329,19 @@ class Environment(Model):
         if self.agent is None:
             return self.type, self.entrypoint, self.config
         agent = self.agent.model_dump(mode="json", by_alias=True)
+        if self.agent.nemo_gym is not None:
+            return GYM_AGENT_TYPE, None, {"agent": agent}
         return AGENT_TYPE, None, {"agent": agent, "config": self.config, "variables": [*self.access.variables]}
+
+    @property
+    def has_sessions(self) -> bool:
+        """True if it is an agent whose trajectories are sessions of the policy."""
+        return self.agent is not None and self.agent.nemo_gym is None
+
+    @property
+    def is_gym_agent(self) -> bool:
+        """True if its rows go to agent servers of NeMo Gym."""
+        return self.agent is not None and self.agent.nemo_gym is not None
 
     @property
     def asked_service(self) -> str | None:
@@ -355,6 +373,11 @@ class Environment(Model):
             found = " and ".join(kinds) or "none"
             raise contradiction(
                 f"set one of type (a built-in), entrypoint (package.module:Class) and agent; found {found}"
+            )
+        if self.is_gym_agent and self.isolation != "Inline":
+            raise contradiction(
+                "agent.nemoGym is a request to a server, which needs no process of its own; set isolation: Inline",
+                "isolation",
             )
         if self.asked_service is not None and self.config.get("url") is not None:
             raise contradiction("is a server of the job, and config.url names another; remove one", "config", "service")

@@ -259,7 +259,8 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
     ),
     Agent.__name__: (
         CelRule(
-            "has(self.entrypoint) != has(self.command)", "set one of entrypoint (package.module:function) and command"
+            "[has(self.entrypoint), has(self.command), has(self.nemoGym)].filter(given, given).size() == 1",
+            "set one of entrypoint (package.module:function), command and nemoGym",
         ),
         *(
             CelRule(
@@ -276,6 +277,11 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "(!has(self.type) && !has(self.entrypoint) && !has(self.agent) && "
             "has(self.remote) && has(self.remote.url))",
             "set one of type (a built-in), entrypoint (package.module:Class) and agent",
+        ),
+        CelRule(
+            "!has(self.agent) || !has(self.agent.nemoGym) || self.isolation == 'Inline'",
+            "agent.nemoGym is a request to a server, which needs no process of its own; set isolation: Inline",
+            "isolation",
         ),
         CelRule(
             "!has(self.remote) || self.isolation == 'Remote'",
