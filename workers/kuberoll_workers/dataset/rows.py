@@ -15,10 +15,10 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_api.model.generation import Sampling
+from kuberoll_workers.data.response_items import InvalidItem, messages_of_items
 from kuberoll_workers.data.tools import InvalidTools, Tool, checked_calls, checked_tools
 from kuberoll_workers.data.tracebacks import Traceback
 from kuberoll_workers.dataset.columns import ColumnMap, MissingColumn
-from kuberoll_workers.dataset.response_items import InvalidItem, messages_of_items
 
 _SAMPLING_ALIASES = {to_camel(name): name for name in Sampling.model_fields if name != "override"}
 
