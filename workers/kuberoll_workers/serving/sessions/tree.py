@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kuberoll_workers.data.call_prefixes import CallPrefixes, paths
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.data.tools import Tool, ToolCall
 from kuberoll_workers.serving.openai_api.chats import added_messages, repeated_calls
@@ -58,14 +58,12 @@ class CallTree:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        # Calls by a digest of all their ids, and the lengths for which there are any.
-        self._ends: dict[bytes, int] = {}
-        self._lengths: set[int] = set()
+        self._prefixes = CallPrefixes()
         self.tokens = 0
 
     def add(self, sampled: Sampled) -> Call:
         """Add a response below the longest call that its prompt begins with."""
-        parent, begun = self._parent(sampled.prompt)
+        parent, begun = self._prefixes.parent(sampled.prompt)
         chat = sampled.chat
         repeated: Sequence[ToolCall] = ()
         if chat is not None and parent is not None:
@@ -81,10 +79,7 @@ class CallTree:
             # A prompt that begins with those of another call has its tools, too.
             tools=sampled.tools if parent is None else (),
         )
-        whole = sampled.prompt + sampled.response
-        # The first of several equal responses gets the children: which one the agent went on with is not known.
-        self._ends.setdefault(_digest(whole), len(self.calls))
-        self._lengths.add(len(whole))
+        self._prefixes.add(len(self.calls), sampled.prompt, sampled.response)
         self.calls.append(call)
         self.tokens += len(call.read) + len(sampled.response)
         return call
@@ -92,21 +87,16 @@ class CallTree:
     def paths(self) -> list[list[Segment]]:
         """The paths from a root to a leaf, in the order of their leaves; each response is to be learned from once."""
         learned: set[int] = set()
-        return [list(self._segments(leaf, learned)) for leaf in self.leaves()]
+        return [list(self._segments(chain, learned)) for chain in paths([call.parent for call in self.calls])]
 
     def leaves(self) -> Iterator[int]:
         """Indices of the calls that no other one continues."""
         parents = {call.parent for call in self.calls}
         return (index for index in range(len(self.calls)) if index not in parents)
 
-    def _segments(self, leaf: int, learned: set[int]) -> Iterator[Segment]:
-        chain = []
-        index: int | None = leaf
-        while index is not None:
-            chain.append(index)
-            index = self.calls[index].parent
+    def _segments(self, chain: Sequence[int], learned: set[int]) -> Iterator[Segment]:
         read, chat = token_array(), list[ChatMessage]()
-        for index in reversed(chain):
+        for index in chain:
             call = self.calls[index]
             # What follows an empty response was read together with what precedes it.
             read, chat = read + call.read, [*chat, *(call.chat or ())]
@@ -118,21 +108,3 @@ class CallTree:
             learned.add(index)
         if read:
             yield Segment(read, None, learn=False, chat=chat or None)
-
-    def _parent(self, prompt: array[int]) -> tuple[int | None, int]:
-        """The longest call that a prompt begins with, and the number of its ids."""
-        found: tuple[int | None, int] = (None, 0)
-        digest, done = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
-        for length in sorted(length for length in self._lengths if length <= len(prompt)):
-            digest.update(prompt[done:length].tobytes())
-            done = length
-            if (index := self._ends.get(digest.copy().digest())) is not None:
-                found = (index, length)
-        return found
-
-
-_DIGEST_BYTES = 16
-
-
-def _digest(ids: array[int]) -> bytes:
-    return hashlib.blake2b(ids.tobytes(), digest_size=_DIGEST_BYTES).digest()
