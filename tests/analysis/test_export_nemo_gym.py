@@ -14,12 +14,13 @@ from click.testing import CliRunner
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_workers.analysis.export.exporting import export_run
 from kuberoll_workers.analysis.export.formats import ExportError
-from kuberoll_workers.analysis.export.nemo_gym import materialized, row_of_dataset
+from kuberoll_workers.analysis.export.nemo_gym import materialized
 from kuberoll_workers.analysis.export.nemo_gym_files import TaskRows
 from kuberoll_workers.analysis.export.selection import Selection
 from kuberoll_workers.commands.export import export as command
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, encode_line
 from kuberoll_workers.dataset.expansion import expand
+from kuberoll_workers.dataset.gym_rows import row_of_dataset
 from kuberoll_workers.dataset.rows import RowPosition, parse_row
 from tests.analysis.test_export import CALLING, calling, run_of, trajectory
 

@@ -14,6 +14,21 @@ from kuberoll_workers.data.tools import Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRow:
+    """A task's row for agent servers of NeMo Gym.
+
+    Attributes:
+        fields: As Gym materializes it, without the numbers of a rollout.
+        number: Gym's own number of the task; None if the row has none.
+        named: True if the row itself names its agent.
+    """
+
+    fields: Mapping[str, Any]
+    number: int | None
+    named: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A task, tokenized; shared by all samples of its group and never changed.
 
@@ -32,6 +47,7 @@ class Prompt:
         episode_messages: Number of the last messages that the environment's `reset` added to those of the row.
         tools: Tools that the policy may call; None: none are declared, and responses are not searched for calls.
         episode_tools: True if the environment's `reset` declared them.
+        request: The row, if it goes to agent servers of NeMo Gym; else None.
     """
 
     task_index: int
@@ -47,6 +63,7 @@ class Prompt:
     episode_messages: int = 0
     tools: Sequence[Tool] | None = None
     episode_tools: bool = False
+    request: AgentRow | None = None
 
 
 def prompt_messages(messages: Sequence[Mapping[str, Any]], ids: array[int]) -> Iterator[Message]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import orjson
 
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup, prompt_messages
+from kuberoll_workers.data.prompts import AgentRow, Prompt, Sample, SampleGroup, prompt_messages
 from kuberoll_workers.data.record import TrajectoryKey
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.data.tokenizer import TemplateRefused, Tokenizer
+from kuberoll_workers.dataset.gym_rows import names_agent, row_of_dataset, task_number
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.rollouts.seeds import task_seed, trajectory_seed
@@ -176,4 +177,9 @@ def tokenize(group: PromptGroup, tokenizer: Tokenizer, *, seed: int = 0) -> Prom
         row=row.where,
         seed=seed,
         tools=row.tools,
+        request=None if row.given is None else _request(row),
     )
+
+
+def _request(row: Row) -> AgentRow:
+    return AgentRow(fields=row_of_dataset(row), number=task_number(row), named=names_agent(row))

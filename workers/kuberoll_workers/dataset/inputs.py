@@ -249,7 +249,15 @@ def _rows(
     refused: Callable[[DatasetError], None] | None = None,
 ) -> Iterator[Row]:
     names = [item.name for item in job.spec.environments]
-    rows = read_rows(job.spec.dataset, base=base, task_names=names, environment=environment, refused=refused)
+    gym_agents = [item.name for item in job.spec.environments if item.is_gym_agent]
+    rows = read_rows(
+        job.spec.dataset,
+        base=base,
+        task_names=names,
+        environment=environment,
+        refused=refused,
+        gym_agents=gym_agents,
+    )
     if not job.spec.generation.sampling.override:
         return rows
     return (dataclasses.replace(row, sampling={}, seed=None) for row in rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ def read_rows(
     task_names: Sequence[str],
     environment: EnvironmentSource,
     refused: Callable[[DatasetError], None] | None = None,
+    gym_agents: Collection[str] = (),
 ) -> Iterator[Row]:
     """All rows of a dataset in the job's order, validated, up to its limit; files are streamed.
 
@@ -40,11 +41,12 @@ def read_rows(
         base: Directory of relative paths: the manifest's.
         task_names: Names of the job's environments, in their order.
         refused: Called with the error of each invalid row, which is then left out; None to raise it.
+        gym_agents: As in `parse_row`.
 
     Raises:
         DatasetError: The source cannot be read, or a row is invalid.
     """
-    readers = _readers(dataset, base, task_names, environment)
+    readers = _readers(dataset, base, task_names, environment, gym_agents)
     for numbered in itertools.islice(_ordered(dataset, readers), dataset.limit):
         try:
             row = readers[numbered.part].parse(numbered)
@@ -69,6 +71,7 @@ class _Reader:
     columns: ColumnMap
     template: PromptTemplate | None
     part: DatasetPart | None
+    gym_agents: Collection[str]
 
     def parse(self, numbered: NumberedRow) -> Row:
         """Validate a row.
@@ -83,11 +86,18 @@ class _Reader:
             template=self.template,
             columns=self.columns,
             default_task=None if self.part is None else self.part.environment,
+            gym_agents=self.gym_agents,
         )
         return row if self.part is None else row_of_source(row, self.part.name, numbered.number)
 
 
-def _readers(dataset: Dataset, base: Path, task_names: Sequence[str], environment: EnvironmentSource) -> list[_Reader]:
+def _readers(
+    dataset: Dataset,
+    base: Path,
+    task_names: Sequence[str],
+    environment: EnvironmentSource,
+    gym_agents: Collection[str],
+) -> list[_Reader]:
     def rows(index: int, source: DatasetSource, path: ManifestPath) -> Iterator[NumberedRow]:
         raw = _raw_rows(source, format_path(path), base, task_names, environment)
         return (NumberedRow(index, number, place, row) for number, (place, row) in enumerate(raw))
@@ -102,6 +112,7 @@ def _readers(dataset: Dataset, base: Path, task_names: Sequence[str], environmen
                 columns=ColumnMap(dataset.columns),
                 template=dataset.prompt_template,
                 part=None,
+                gym_agents=gym_agents,
             )
         ]
     return [
@@ -111,6 +122,7 @@ def _readers(dataset: Dataset, base: Path, task_names: Sequence[str], environmen
             columns=ColumnMap(part.columns),
             template=part.prompt_template,
             part=part,
+            gym_agents=gym_agents,
         )
         for index, (part, (path, source)) in enumerate(zip(dataset.sources, located, strict=True))
     ]

@@ -48,6 +48,7 @@ _PLAIN_FIELDS = {*_OWN_FIELDS, *_PROMPT_FIELDS}
 # Gym's tools are among the parameters; another field of that name is the data's own.
 _GYM_FIELDS = {*_OWN_FIELDS - {"tools"}, "responses_create_params", "agent_ref"}
 _BATCH_FIELDS = {*_OWN_FIELDS, "custom_id", "body", "method", "url"}
+_AGENT_NAME = "agent_ref.name"
 _EXTRA_BODY = "responses_create_params.metadata.extra_body"
 _NO_COLUMNS = ColumnMap({})
 _NO_NAMES: Mapping[str, str] = {}
@@ -98,6 +99,8 @@ class Row:
         sampling: Overrides of the job's sampling, by snake_case name.
         seed: Base of the samples' seeds, in place of the job's; None if the row has none.
         tools: Tools that the policy may call; None: the row declares none.
+        given: JSON of the row with its nulls and the order of its fields, for agent servers of NeMo Gym; None: the row
+            goes to none.
     """
 
     place: RowPosition
@@ -111,6 +114,7 @@ class Row:
     idx: Any
     seed: int | None = None
     tools: list[Tool] | None = None
+    given: bytes | None = None
 
     @property
     def where(self) -> str:
@@ -149,6 +153,7 @@ def parse_row(
     template: PromptTemplate | None,
     columns: ColumnMap = _NO_COLUMNS,
     default_task: str | None = None,
+    gym_agents: Collection[str] = (),
 ) -> Row:
     """Validate one row.
 
@@ -165,6 +170,8 @@ def parse_row(
         task_names: Names of the job's environments, in their order.
         columns: Names of the row's fields, by those of the plain format.
         default_task: Environment of rows that name none; None: the job's only one.
+        gym_agents: Names of the environments that are agent servers of NeMo Gym. If there is only one, rows whose
+            `agent_ref` is no environment's name are its.
 
     Raises:
         DatasetError: The row is invalid; the message names the row and the field.
@@ -185,11 +192,12 @@ def parse_row(
     task_id = _task_id(form, where)
     sampling = _sampling(form, where)
     seed = sampling.pop("seed", None)
+    task_name = _task_name(form, where, task_names, default_task, gym_agents)
     return Row(
         place=place,
         content=canonical({key: value for key, value in row.items() if key not in _ROLLOUT_FIELDS}, where),
         task_id=task_id,
-        task_name=_task_name(form, where, task_names, default_task),
+        task_name=task_name,
         messages=messages,
         metadata=metadata,
         stop_strings=_stop_strings(form.stop_strings, where, form.source_names.get("stop_strings", "stop_strings")),
@@ -197,6 +205,7 @@ def parse_row(
         idx=form.idx if form.idx is not None else task_id,
         seed=seed,
         tools=_tools(form, where),
+        given=orjson.dumps(row) if task_name in gym_agents else None,
     )
 
 
@@ -348,7 +357,7 @@ def _gym_form(row: dict[str, Any], where: str, source_names: Mapping[str, str], 
         # Gym has no such field: it is the data's own.
         data, form.task_name = {"task_name": form.task_name}, None
     if form.task_name is None and agent is not None:
-        form.task_name, form.source_names["task_name"] = agent.get("name"), "agent_ref.name"
+        form.task_name, form.source_names["task_name"] = agent.get("name"), _AGENT_NAME
     if form.task_id is None and row.get("_ng_task_index") is not None:
         form.task_id, form.source_names["task_id"] = row["_ng_task_index"], "_ng_task_index"
     own = _GYM_FIELDS if own_tools is None else _GYM_FIELDS | {"tools"}
@@ -584,8 +593,13 @@ def _fill(text: str, row: Mapping[str, Any], where: str) -> str:
         raise DatasetError(f"{where}: the job's promptTemplate cannot be filled: {error}") from error
 
 
-def _task_name(form: _Form, where: str, task_names: Sequence[str], default: str | None) -> str:
+def _task_name(
+    form: _Form, where: str, task_names: Sequence[str], default: str | None, gym_agents: Collection[str]
+) -> str:
     name, source_name = form.task_name, form.source_names.get("task_name", "task_name")
+    if name is not None and name not in task_names and source_name == _AGENT_NAME and len(gym_agents) == 1:
+        # The agent is one of those behind this environment.
+        (name,) = gym_agents
     if name is None and default is not None:
         return default
     if name is None and len(task_names) == 1:

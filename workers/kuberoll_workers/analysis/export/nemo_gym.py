@@ -2,72 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from kuberoll_workers.adapters.response_items import input_items, output_items, response_of, tool_items
 from kuberoll_workers.analysis.export.views import spoken, token_versions
+from kuberoll_workers.data.gym_requests import (
+    AGENT,
+    FAILURE,
+    PARAMS,
+    ROLLOUT,
+    STATE,
+    TASK,
+    TERMINAL,
+    agent_ref,
+    request_params,
+)
 from kuberoll_workers.data.messages import PROMPT_TURN, Message, chat_message, is_response, token_array
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
-from kuberoll_workers.dataset.rows import Row
-
-TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
-AGENT, PARAMS = "agent_ref", "responses_create_params"
-FAILURE, TERMINAL = "_ng_failure_class", "_ng_failure_terminal"
-"""Names of Gym's fields: what it counts rollouts by, and by what it knows one that is not to be tried again."""
 
 OWN = "kuberoll"
 """Field of a rollout with what Gym has no name for."""
 
-_STATE = "nemo_gym"
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
-# Parameters of the Responses API that Gym's own model of a request has; it refuses any other.
-_REQUEST = frozenset(
-    {
-        "background", "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
-        "parallel_tool_calls", "previous_response_id", "prompt", "reasoning", "service_tier", "store", "temperature",
-        "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation", "user", "stream",
-    }
-)  # fmt: skip
-_OUR_NAMES = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
-
-
-def row_of_dataset(row: Row) -> dict[str, Any]:
-    """The row of a task as Gym would have materialized it, without the numbers of a rollout.
-
-    A row that has Gym's form comes back with the fields that it had; a prompt that a template wrote is its `input`.
-    Settings that the Responses API does not have are in `metadata.extra_body`.
-    """
-    # The name of a source precedes the content of rows of several.
-    given: dict[str, Any] = orjson.loads(row.content[row.content.index(b"{") :])
-    params = given.get(PARAMS)
-    if isinstance(params, dict):
-        fields = {name: value for name, value in given.items() if not name.startswith("_ng_")}
-        params = {name: value for name, value in params.items() if name != "messages"}
-        if not params.get("input"):
-            params["input"] = input_items(row.messages)
-            params.pop("instructions", None)
-    else:
-        fields = dict(row.metadata or {})
-        params = {"input": input_items(row.messages), **row.sampling}
-        if row.tools is not None:
-            params["tools"] = tool_items(row.tools)
-    if row.stop_strings is not None:
-        fields["stop_strings"] = list(row.stop_strings)
-        params.pop("stop", None)
-    agent = fields.get(AGENT)
-    if not isinstance(agent, dict) or not agent.get("name"):
-        fields[AGENT] = _agent(row.task_name)
-    return {**fields, PARAMS: _request(params)}
-
-
-def task_number(row: Row) -> int | None:
-    """Gym's own number of a row's task; None if it has none."""
-    number = orjson.loads(row.content[row.content.index(b"{") :]).get(TASK)
-    return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
 def row_of_record(record: TrajectoryRecord | FailureRecord) -> dict[str, Any]:
@@ -80,8 +37,8 @@ def row_of_record(record: TrajectoryRecord | FailureRecord) -> dict[str, Any]:
     if isinstance(record, TrajectoryRecord) and record.tools is not None:
         params["tools"] = tool_items(record.tools)
     metadata = record.metadata or {}
-    fields = {name: value for name, value in metadata.items() if name != _STATE} if _STATE in metadata else {}
-    return {**fields, AGENT: _agent(record.task_name), PARAMS: params}
+    fields = {name: value for name, value in metadata.items() if name != STATE} if STATE in metadata else {}
+    return {**fields, AGENT: agent_ref(record.task_name), PARAMS: params}
 
 
 def materialized(
@@ -95,7 +52,7 @@ def materialized(
     """
     params = {name: value for name, value in row[PARAMS].items() if name != "seed"}
     if record.seed is not None:
-        params = _request({**params, "seed": record.seed})
+        params = request_params({**params, "seed": record.seed})
     numbers = {TASK: record.task_index if number is None else number, ROLLOUT: record.rollout_index}
     return {**row, PARAMS: params, **numbers}
 
@@ -107,7 +64,7 @@ def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = 
         given: Its materialized input.
         model: Name of the policy.
     """
-    found = ((record.metadata or {}).get(_STATE) or {}).get("verification") or {}
+    found = ((record.metadata or {}).get(STATE) or {}).get("verification") or {}
     own: dict[str, Any] = {
         "stop_reason": record.stop_reason,
         "rewards": record.rewards,
@@ -154,25 +111,8 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _agent(name: str) -> dict[str, str]:
-    return {"type": "responses_api_agents", "name": name}
-
-
 def _prompt(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message.turn == PROMPT_TURN]
-
-
-def _request(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a request, with those that Gym's model of it does not have in `metadata.extra_body`."""
-    named = {_OUR_NAMES.get(name, name): value for name, value in params.items()}
-    known = {name: value for name, value in named.items() if name in _REQUEST}
-    further = {name: value for name, value in named.items() if name not in _REQUEST and value is not None}
-    if not further:
-        return known
-    metadata = dict(known.get("metadata") or {})
-    extra = orjson.loads(metadata.get("extra_body") or "{}") | further
-    # Python's form, as Gym writes it.
-    return {**known, "metadata": {**metadata, "extra_body": json.dumps(extra)}}
 
 
 def _response(record: TrajectoryRecord | FailureRecord, model: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics
 from kuberoll_workers.analysis.export.writers import json_line, new_files
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.dataset.expansion import PromptGroup
+from kuberoll_workers.dataset.gym_rows import row_of_dataset, task_number
 from kuberoll_workers.dataset.rows import Row
 from kuberoll_workers.dataset.task_file import TaskFile
 
@@ -69,9 +70,9 @@ class TaskRows:
         numbers: array[int] = array("q")
 
         def encode(row: Row) -> bytes:
-            number = nemo_gym.task_number(row)
+            number = task_number(row)
             numbers.extend([] if number is None else [number])
-            return orjson.dumps(nemo_gym.row_of_dataset(row))
+            return orjson.dumps(row_of_dataset(row))
 
         self._rows = TaskFile(file, groups, encode)
         # Numbers that only some tasks have could be those of others.

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kuberoll_workers.analysis.export.nemo_gym import AGENT, ROLLOUT, TASK, numbers_of
+from kuberoll_workers.analysis.export.nemo_gym import numbers_of
+from kuberoll_workers.data.gym_requests import AGENT, ROLLOUT, TASK
 
 Numbers = Mapping[str, float]
 
