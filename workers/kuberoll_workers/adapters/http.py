@@ -98,13 +98,27 @@ async def post(url: str, value: Any, cookies: Mapping[str, str]) -> Answer:
     if cookies:
         # As the server has written them: its quotes are part of a signature.
         headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
+    return await _ask("POST", url, cookies, data=orjson.dumps(value), headers=headers)
+
+
+async def get(url: str) -> Answer:
+    """Ask for what a server has, without cookies.
+
+    Raises:
+        Unreachable: There is no connection.
+        ServerError: No complete answer came.
+    """
+    return await _ask("GET", url, {})
+
+
+async def _ask(method: str, url: str, cookies: Mapping[str, str], **request: Any) -> Answer:
     try:
         async with (
             aiohttp.ClientSession(
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             ) as session,
-            session.post(url, data=orjson.dumps(value), headers=headers) as response,
+            session.request(method, url, **request) as response,
         ):
             body = await response.read()
             new = {name: morsel.coded_value for name, morsel in response.cookies.items()}

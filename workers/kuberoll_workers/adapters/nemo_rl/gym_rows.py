@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.adapters.nemo_rl.message_logs import TOKEN_IDS, MessageLog, token_ids_of
-from kuberoll_workers.environments.outcome import RowFault, StepInvalid
+from kuberoll_workers.environments.outcome import StepInvalid
+from kuberoll_workers.rollouts.gym_results import (
+    check_components,
+    is_cut,
+    reported_failure,
+    reward_components,
+    reward_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +72,7 @@ class GymRollout:
 
     @property
     def reward_components(self) -> dict[str, float]:
-        return {str(name): float(score) for name, score in (self.full_result.get("reward_components") or {}).items()}
+        return reward_components(self.full_result)
 
 
 def prepared_rows(
@@ -129,18 +135,14 @@ def read_rollout(result: Any, *, window: int) -> GymRollout:
     full = result.get("full_result") if isinstance(result, Mapping) else None
     if not isinstance(full, Mapping) or not isinstance(result.get("message_log"), Sequence):
         raise StepInvalid("NeMo Gym's actor returned no mapping with message_log and full_result")
-    if (failure := full.get("_ng_failure_class")) is not None:
-        # Such a row has a reward of 0, which would be trained on as a wrong answer.
-        words = f"NeMo Gym reports a failed rollout: {failure}"
-        raise RowFault(words) if full.get("_ng_failure_terminal") else StepInvalid(words)
+    if (failure := reported_failure(full)) is not None:
+        raise failure
     log = _message_log(result["message_log"])
     _check_prompt(result.get("input_message_log"), log)
-    reward = full.get("reward")
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise StepInvalid(f"full_result.reward must be a finite number; found {reward!r}")
-    rollout = GymRollout(log, copy.deepcopy(dict(full)), float(reward), truncated=False)
-    rollout.truncated = rollout.tokens >= window or _is_cut(full)
-    _check_components(rollout)
+    reward = reward_of(full, "full_result")
+    rollout = GymRollout(log, copy.deepcopy(dict(full)), reward, truncated=False)
+    rollout.truncated = rollout.tokens >= window or is_cut(full)
+    check_components(full, reward, "full_result")
     return rollout
 
 
@@ -188,19 +190,3 @@ def _check_prompt(prompt: Any, log: MessageLog) -> None:
     if ids.tolist() != log[0][TOKEN_IDS].tolist():
         # The group's baseline is that of this prompt.
         raise StepInvalid("input_message_log[0].token_ids differ from those of message_log[0]")
-
-
-def _is_cut(full: Mapping[str, Any]) -> bool:
-    details = (full.get("response") or {}).get("incomplete_details") or {}
-    return details.get("reason") == "max_output_tokens"
-
-
-def _check_components(rollout: GymRollout) -> None:
-    try:
-        components = rollout.reward_components
-    except (AttributeError, TypeError, ValueError) as error:
-        raise StepInvalid(f"full_result.reward_components must be numbers by name: {error}") from error
-    total = sum(components.values())
-    # NeMo RL's tolerance.
-    if components and not math.isclose(rollout.reward, total, rel_tol=1e-5, abs_tol=1e-6):
-        raise StepInvalid(f"full_result.reward is {rollout.reward} but its reward_components sum to {total}")
