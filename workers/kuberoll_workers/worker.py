@@ -518,7 +518,7 @@ async def run_worker(
             observations=observation_template(job, tokenizer),
             turn_sink=store.turn if store.logs else None,
             agents={
-                spec.name: AgentSettings(seconds=spec.call_seconds)
+                spec.name: AgentSettings(seconds=spec.call_seconds, sessions=spec.has_sessions)
                 for spec in job.spec.environments
                 if spec.agent is not None
             },

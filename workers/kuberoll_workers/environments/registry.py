@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
-from kuberoll_api.model.environments import AGENT_TYPE, Environment
+from kuberoll_api.model.environments import AGENT_TYPE, GYM_AGENT_TYPE, Environment
 from kuberoll_workers.data.plain import message_of
 from kuberoll_workers.data.tracebacks import Traceback, traceback_of
 from kuberoll_workers.environments.hooks import Hooks, InvalidRecovery
@@ -50,7 +50,10 @@ LIBRARIES: Mapping[str, str] = {
 TYPES: Mapping[str, str] = {**BUILT_INS, **LIBRARIES}
 """Everything that `type` may name."""
 
-_AGENT = "kuberoll_workers.environments.agents.environment:AgentEnvironment"
+_AGENTS = {
+    AGENT_TYPE: "kuberoll_workers.environments.agents.environment:AgentEnvironment",
+    GYM_AGENT_TYPE: "kuberoll_workers.adapters.nemo_gym_agents:NemoGymAgents",
+}
 
 EnvironmentClass = type[EnvironmentInterface]
 """A class of environments, possibly by duck typing."""
@@ -125,8 +128,8 @@ def resolve(*, type: str | None = None, entrypoint: str | None = None) -> Enviro
     """
     if (type is None) == (entrypoint is None):
         raise UnusableEnvironment("set exactly one of type (a built-in) and entrypoint (package.module:Class)")
-    if type == AGENT_TYPE:
-        entrypoint = _AGENT
+    if type in _AGENTS:
+        entrypoint = _AGENTS[type]
     elif type is not None:
         if type not in TYPES:
             raise UnusableEnvironment(

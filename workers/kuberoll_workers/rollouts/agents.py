@@ -36,9 +36,11 @@ class AgentSettings(NamedTuple):
 
     Attributes:
         seconds: Maximum duration of an episode.
+        sessions: False if its trajectories are what agent servers of NeMo Gym answer, and not sessions.
     """
 
     seconds: float
+    sessions: bool = True
 
 
 class NothingSampled(Exception):

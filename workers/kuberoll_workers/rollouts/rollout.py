@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kuberoll_workers.data.messages import chat_message
+from kuberoll_workers.data.messages import chat_message, token_array
 from kuberoll_workers.data.observations import ObservationTemplate, RawObservations
 from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import TurnRecord
@@ -42,6 +42,7 @@ from kuberoll_workers.rollouts.agents import (
 )
 from kuberoll_workers.rollouts.episodes import MAX_RECOVERIES, Episodes, StartOver
 from kuberoll_workers.rollouts.failures import Stage, TrajectoryFailed, backoff, failure_of, is_retryable
+from kuberoll_workers.rollouts.gym_agents import gym_request, gym_trajectory
 from kuberoll_workers.rollouts.in_flight import InFlight
 from kuberoll_workers.rollouts.settings import RolloutSettings
 from kuberoll_workers.rollouts.trajectory import Trajectory
@@ -317,7 +318,7 @@ class Rollout:
         """Run a trajectory until it finishes, fails or is stopped."""
         async with flight.guarded():
             if (agent := self._agents.get(flight.trajectory.task_name)) is not None:
-                await self._play_agent(flight, agent)
+                await (self._play_agent(flight, agent) if agent.sessions else self._play_gym_agent(flight))
                 return
             await self.begin(flight)
             while not flight.is_over:
@@ -398,6 +399,42 @@ class Rollout:
 
         await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
         flight.trajectory.check_tokens()
+
+    async def _play_gym_agent(self, flight: InFlight) -> None:
+        """Have an agent server of NeMo Gym roll a sample out.
+
+        Raises:
+            TrajectoryFailed: After the last attempt.
+        """
+        sample = flight.sample
+        environment = self._environments[sample.prompt.task_name]
+        messages = [chat_message(message) for message in sample.prompt.messages]
+        request = gym_request(sample, self.settings)
+
+        async def attempt(tries: int) -> None:
+            began = time.time()
+            flight.metrics.stepping += 1
+            try:
+                outcome = await environment.step(messages, request)
+            finally:
+                flight.metrics.stepping -= 1
+            convert = functools.partial(
+                gym_trajectory,
+                row=request["row"],
+                began=began,
+                ended=time.time(),
+                decode=lambda ids: self._tokenizer.decode(token_array(ids)),
+            )
+            try:
+                flight.trajectory = await asyncio.to_thread(convert, sample, self.settings, outcome)
+            except EnvironmentFault as fault:
+                # The server has answered, and would answer in the same form again.
+                raise failure_of(fault, stage="environment", tries=tries + 1) from fault
+
+        await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
+        flight.trajectory.check_tokens()
+        flight.metrics.record_calls(flight.trajectory.continuity or {})
+        record_agent(flight.metrics, flight.trajectory)
 
     def _close_later(self, policy: AgentPolicy, session: AgentSession) -> None:
         closing = asyncio.ensure_future(_closed(policy, session))

@@ -117,15 +117,15 @@ class AgentEnvironment(EnvironmentInterface):
         )
         limits = self._timeouts
         try:
-            await _within(self._phases.setup(episode), limits, "setup")
-            result = await _within(self._phases.run(episode), limits, "run")
-            return await _within(self._phases.score(episode, result), limits, "score")
+            await within(self._phases.setup(episode), limits, "setup")
+            result = await within(self._phases.run(episode), limits, "run")
+            return await within(self._phases.score(episode, result), limits, "score")
         finally:
             await self._close(episode)
 
     async def _close(self, episode: AgentEpisode) -> None:
         try:
-            await _within(self._phases.close(episode), self._timeouts, "close")
+            await within(self._phases.close(episode), self._timeouts, "close")
         except Exception as error:
             # It has no part in the result.
             _log.warning("episode %s could not be closed: %s: %s", episode.id, type(error).__name__, error)
@@ -137,7 +137,15 @@ def _named(result: AgentResult) -> Mapping[str, float]:
     return result.reward if isinstance(result.reward, Mapping) else {SCALAR: result.reward}
 
 
-async def _within(phase: Awaitable[_Result], limits: AgentTimeouts, name: str) -> _Result:
+async def within(phase: Awaitable[_Result], limits: AgentTimeouts, name: str) -> _Result:
+    """The result of a phase.
+
+    Args:
+        name: The phase's, as in the fields of `limits`.
+
+    Raises:
+        AgentLate: It exceeded its time limit.
+    """
     seconds: float = getattr(limits, f"{name}_seconds")
     timeout = asyncio.timeout(seconds)
     try:
