@@ -152,7 +152,7 @@ def gym_trajectory(
         ],
         continuity=continuity,
     )
-    trailing = chats_of(items[calls[-1].item + 1 :]) if len(calls) - 1 in chains[0] else None
+    trailing = _not_sampled(chats_of(items[calls[-1].item + 1 :])) if len(calls) - 1 in chains[0] else None
     last = (trailing or [{"role": outcome.role, "content": outcome.content}])[-1]
     end = dataclasses.replace(
         outcome,
@@ -196,7 +196,7 @@ def _read(
     before = items[calls[number - 1].item + 1 : calls[number].first] if number else items[: calls[0].first]
     chats = chats_of(before)
     if number or chats is None:
-        return chats
+        return _not_sampled(chats)
     prompt = given.get("input")
     asked = chats_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])
     if asked is None:
@@ -204,6 +204,13 @@ def _read(
     instructions = given.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     return [*system, *asked, *chats]
+
+
+def _not_sampled(chats: list[ChatMessage] | None) -> list[ChatMessage] | None:
+    """The messages, with another role for what a model has said without token ids: after the prompt, an assistant's
+    messages are those that the policy has sampled.
+    """
+    return chats and [{**chat, "role": "environment"} if chat["role"] == "assistant" else chat for chat in chats]
 
 
 def _path(
@@ -250,21 +257,19 @@ def _state(
 ) -> dict[str, Any]:
     """What is kept of an answer: all of it but the ids, which the messages have, and what the row had already.
 
-    `calls` has for each call the number of the item that had its ids, of its path, and of its turn in that.
+    `echoed` has the names of these fields; `calls` for each call the number of the item that had its ids, of its path,
+    and of its turn in that.
     """
     places: dict[int, list[int]] = {}
     for path, chain in enumerate(chains):
         for turn, number in enumerate(chain, start=1):
             places.setdefault(number, [calls[number].item, path, turn])
-    told = {
-        name: value
-        for name, value in answer.result.items()
-        if name not in ("response", "reward") and not (name in row and row[name] == value)
-    }
+    told = {name: value for name, value in answer.result.items() if name not in ("response", "reward")}
+    echoed = [name for name, value in told.items() if name in row and row[name] == value]
     return {
         "agent": answer.agent,
-        "task": row[TASK],
-        "verification": told,
+        "verification": {name: value for name, value in told.items() if name not in echoed},
+        "echoed": echoed,
         "response": without_tokens(answer.result["response"]),
         "calls": [places[number] for number in range(len(calls))],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ def row_of_record(record: TrajectoryRecord | FailureRecord) -> dict[str, Any]:
         params["tools"] = tool_items(record.tools)
     metadata = record.metadata or {}
     fields = {name: value for name, value in metadata.items() if name != STATE} if STATE in metadata else {}
-    return {**fields, AGENT: agent_ref(record.task_name), PARAMS: params}
+    agent = (metadata.get(STATE) or {}).get("agent") or record.task_name
+    return {**fields, AGENT: agent_ref(agent), PARAMS: params}
 
 
 def materialized(
@@ -60,11 +62,15 @@ def materialized(
 def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = "policy") -> dict[str, Any]:
     """A finished rollout: its input, what a server of NeMo Gym found out about it, its response and its reward.
 
+    That of an agent server is what the server has answered.
+
     Args:
         given: Its materialized input.
         model: Name of the policy.
     """
-    found = ((record.metadata or {}).get(STATE) or {}).get("verification") or {}
+    metadata = record.metadata or {}
+    state = metadata.get(STATE) or {}
+    found, answered = state.get("verification") or {}, state.get("response")
     own: dict[str, Any] = {
         "stop_reason": record.stop_reason,
         "rewards": record.rewards,
@@ -75,7 +81,40 @@ def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = 
         "idx": record.idx,
         "metadata": record.metadata,
     }
-    return {**given, **found, "response": _response(record, model), "reward": record.total_reward, OWN: own}
+    if answered is None:
+        return {**given, **found, "response": _response(record, model), "reward": record.total_reward, OWN: own}
+    own["metadata"] = {name: value for name, value in metadata.items() if name != STATE}
+    response = with_tokens(record, answered, state["calls"])
+    kept = {name: given[name] for name in (*state["echoed"], TASK, ROLLOUT, AGENT) if name in given}
+    # The total is rounded to float32.
+    return {**kept, **found, "response": response, "reward": sum(record.rewards), OWN: own}
+
+
+def with_tokens(
+    record: TrajectoryRecord, response: Mapping[str, Any], calls: Sequence[tuple[int, int, int]]
+) -> dict[str, Any]:
+    """A response of an agent server with the token ids that it had, in the items that had them.
+
+    Args:
+        calls: For each call the number of its item, of its path (0: the trajectory, then its branches) and of its turn.
+    """
+    items = [dict(item) for item in response["output"]]
+    places = {(path, turn): item for item, path, turn in calls}
+    for path, messages in enumerate([record.messages, *(branch.messages for branch in record.branches or ())]):
+        context = token_array()
+        for message in messages:
+            if is_response(message) and (number := places.get((path, message.turn))) is not None:
+                items[number] |= _token_fields(context, message)
+            context.extend(message.token_ids)
+    return {**response, "output": items}
+
+
+def _token_fields(context: array[int], message: Message) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": context[:],
+        "generation_token_ids": message.token_ids,
+        "generation_log_probs": message.logprobs,
+    }
 
 
 def failure(record: FailureRecord, given: Mapping[str, Any], *, model: str = "policy") -> dict[str, Any]:
@@ -128,11 +167,7 @@ def _response(record: TrajectoryRecord | FailureRecord, model: str) -> dict[str,
                 read, written = read + len(context), written + len(message.token_ids)
                 if exact and message.logprobs is not None:
                     # Of the whole turn, on its last item, where Gym's model servers put them.
-                    made[-1] |= {
-                        "prompt_token_ids": context[:],
-                        "generation_token_ids": message.token_ids,
-                        "generation_log_probs": message.logprobs,
-                    }
+                    made[-1] |= _token_fields(context, message)
             items += made
         context.extend(message.token_ids)
     ends = record.timing.ended_at if isinstance(record, TrajectoryRecord) else []
