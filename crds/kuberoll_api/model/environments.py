@@ -344,6 +344,12 @@ class Environment(Model):
         return self.agent is not None and self.agent.nemo_gym is not None
 
     @property
+    def gym_urls(self) -> list[str]:
+        """Base URLs of the servers of NeMo Gym that its rows go to; none if it is another environment."""
+        servers = None if self.agent is None else self.agent.nemo_gym
+        return [] if servers is None else [servers.url, *servers.agents.values()]
+
+    @property
     def asked_service(self) -> str | None:
         """Name of the service that a built-in environment asks; None if it asks none."""
         service = self.config.get("service")

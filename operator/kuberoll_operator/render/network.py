@@ -185,6 +185,7 @@ def _ports_of(context: RenderContext) -> set[int]:
         *(source.uri for _, source in spec.dataset.located_sources()),
         tracking.mlflow.tracking_uri if tracking and tracking.mlflow else None,
         *(url for item in spec.environments if isinstance(url := item.config.get("url"), str)),
+        *(url for item in spec.environments for url in item.gym_urls),
         *(str(item.get("value")) for item in spec.workers.env if str(item.get("name")).startswith("AWS_ENDPOINT_URL")),
     ]
     return {port for url in urls if url and (port := _port(url)) is not None}

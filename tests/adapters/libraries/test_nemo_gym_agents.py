@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -11,9 +12,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kuberoll_workers.analysis.export.nemo_gym_metrics import logged
 from kuberoll_workers.data.record import TrajectoryRecord, encode_line
 from tests.adapters.libraries.gym_agents import World, rows_of, world, write_rows
-from tests.adapters.libraries.test_nemo_gym_export import assert_tokens_are_one_sequence, gym, read
+from tests.adapters.libraries.test_nemo_gym_export import (
+    assert_equal_numbers,
+    assert_tokens_are_one_sequence,
+    gym,
+    read,
+)
 from tests.local.support import (
     COMMAND,
     manifest,
@@ -91,6 +98,13 @@ def test_rewards_are_those_of_gyms_own_collection(tmp_path: Path, gym_world: Wor
     found = {(record.task_index, record.rollout_index): record.total_reward for record in records}
     assert found == {place: row["reward"] for place, row in theirs.items()}
     assert {-1.0, 0.0, 1.0} >= set(found.values()) >= {0.0, 1.0}
+
+    # The agents' own metrics are those that Gym's collection gets.
+    aggregates = json.loads((output / "aggregate_metrics.json").read_text())
+    metrics = aggregates["environments"]["gym"]["environment_metrics"]
+    theirs_of = json.loads((tmp_path / "theirs" / "rollouts_aggregate_metrics.json").read_text())
+    assert metrics
+    assert_equal_numbers(metrics, logged(theirs_of))
 
     # What is exported is what `/run` has returned.
     rollouts = exported(tmp_path, output)

@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from kuberoll_api.model.agents import Agent, GymAgents
 from kuberoll_workers.adapters.http import CONNECT_SECONDS, Answer, ServerError, Unreachable, get, patiently, post
+from kuberoll_workers.adapters.nemo_gym_aggregates import Results, metrics_of, results_by_agent
 from kuberoll_workers.data.gym_requests import AGENT, agent_ref
 from kuberoll_workers.environments.agents.environment import within
 from kuberoll_workers.environments.interface import (
@@ -75,8 +76,27 @@ class NemoGymAgents(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Leave the batch as it is: the agents compute metrics of their own at the end of a run."""
-        return batch, {}
+        """Have the agents compute their aggregate metrics of the run, as Gym's own rollout collection does at its end.
+
+        Raises:
+            ServerError: One of them cannot be reached, or failed.
+        """
+        results = results_by_agent(batch["extra_env_info"], batch["task_index"], batch["rollout_index"])
+        return batch, asyncio.run(self._metrics(results))
+
+    async def _metrics(self, results: Results) -> dict[str, Any]:
+        answers = await asyncio.gather(*(self._aggregate(name, found) for name, found in results.items()))
+        return {key: value for metrics in answers for key, value in metrics.items()}
+
+    async def _aggregate(self, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+        async def ask() -> Answer:
+            _, url = await self._directory.agent(name, named=True)
+            return await post(f"{url}/aggregate_metrics", {"verify_responses": results}, {})
+
+        answer = await patiently(ask, CONNECT_SECONDS)
+        if answer.status != _OK:
+            raise answer.error()
+        return metrics_of(name, answer.json())
 
     async def _run(self, request: GymRequest) -> GymAnswer:
         row = request.row

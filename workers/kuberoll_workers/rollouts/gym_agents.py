@@ -264,7 +264,7 @@ def _state(
     for path, chain in enumerate(chains):
         for turn, number in enumerate(chain, start=1):
             places.setdefault(number, [calls[number].item, path, turn])
-    told = {name: value for name, value in answer.result.items() if name not in ("response", "reward")}
+    told = {name: value for name, value in answer.result.items() if name != "response"}
     echoed = [name for name, value in told.items() if name in row and row[name] == value]
     return {
         "agent": answer.agent,

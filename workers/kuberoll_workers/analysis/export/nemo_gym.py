@@ -86,8 +86,8 @@ def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = 
     own["metadata"] = {name: value for name, value in metadata.items() if name != STATE}
     response = with_tokens(record, answered, state["calls"])
     kept = {name: given[name] for name in (*state["echoed"], TASK, ROLLOUT, AGENT) if name in given}
-    # The total is rounded to float32.
-    return {**kept, **found, "response": response, "reward": sum(record.rewards), OWN: own}
+    # With the reward as it was: the total is rounded to float32.
+    return {**kept, **found, "response": response, OWN: own}
 
 
 def with_tokens(
