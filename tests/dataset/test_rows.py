@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from kuberoll_api.model.dataset import PromptTemplate
 from kuberoll_workers.dataset.columns import ColumnMap
+from kuberoll_workers.dataset.gym_rows import row_of_dataset
 from kuberoll_workers.dataset.rows import DatasetError, Row, RowPosition, parse_row
 
 PLACE = RowPosition("rows.jsonl:", 2)
@@ -135,6 +136,31 @@ def test_gym_s_environments_get_the_row() -> None:
     row = parse(gym({"expected_answer": "4", "verifier_metadata": {"kind": "sum"}, "metadata": {"level": 1}, "idx": 3}))
     assert row.metadata == {"expected_answer": "4", "verifier_metadata": {"kind": "sum"}, "level": 1}
     assert parse(gym({"uuid": "u", "metadata": {"uuid": "u"}})).metadata == {"uuid": "u"}
+
+
+def test_rows_of_agent_servers_are_kept_as_they_are() -> None:
+    given = gym(
+        {"zeta": None, "agent_ref": {"name": "mcqa_simple_agent"}, "alpha": 1.0},
+        tools=[{"type": "function", "name": "b", "parameters": {"type": "object", "default": None}}],
+        metadata={"extra_body": '{"top_k": 3}'},
+    )
+
+    def parse_for(row: dict[str, Any], *names: str, agents: tuple[str, ...]) -> Row:
+        return parse_row(row, place=RowPosition("rows.jsonl:", 2), task_names=names, template=None, gym_agents=agents)
+
+    # The agent is one of those behind the only environment with agent servers.
+    row = parse_for(given, "math", "gym", agents=("gym",))
+    assert row.task_name == "gym"
+    assert row_of_dataset(row) == given
+    assert list(row_of_dataset(row)) == ["responses_create_params", "zeta", "agent_ref", "alpha"]
+    # An environment of the agent's name prevails.
+    named = parse_for(given, "gym", "mcqa_simple_agent", agents=("gym", "mcqa_simple_agent"))
+    assert named.task_name == "mcqa_simple_agent"
+    assert (named.content, named.given is None) == (row.content, False)
+    plain = parse_for(given, "gym", "mcqa_simple_agent", agents=("gym",))
+    assert (plain.task_name, plain.given) == ("mcqa_simple_agent", None)
+    with pytest.raises(DatasetError, match=r"agent_ref\.name: found 'mcqa_simple_agent'"):
+        parse_for(given, "one", "two", agents=("one", "two"))
 
 
 def test_the_rollouts_that_gym_numbered_are_of_one_task() -> None:

@@ -312,6 +312,14 @@ def test_workers_reach_the_server_of_an_environment() -> None:
     validate(policy)
 
 
+def test_workers_reach_the_agent_servers_that_the_job_names() -> None:
+    servers = {"url": "http://gym:11000", "agents": {"other": "http://gym:8124"}}
+    policy = render.build_network_policies(context(environments=[{"name": "gym", "agent": {"nemoGym": servers}}]))[0]
+    for port in (11000, 8124):
+        assert {"protocol": "TCP", "port": port} in policy["spec"]["egress"][-1]["ports"]
+    validate(policy)
+
+
 def test_other_tokens_have_another_secret() -> None:
     other = dataclasses.replace(context(), tokens=dict.fromkeys(contract.SCOPES, "x"))
     [one], [another] = render.build_token_secrets(context()), render.build_token_secrets(other)

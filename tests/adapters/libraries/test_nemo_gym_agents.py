@@ -42,7 +42,7 @@ def gym_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield made
 
 
-def job(place: Path, made: World, rows: list[dict[str, Any]], *environments: dict[str, Any], **spec: Any) -> Path:
+def job(place: Path, made: World, rows: list[dict[str, Any]], *, dataset_repeats: int = REPEATS, **spec: Any) -> Path:
     """A manifest of a job whose environment is Gym's agents."""
     uri = str(write_rows(place / "rows.jsonl", rows))
     fields: dict[str, Any] = {
@@ -52,8 +52,8 @@ def job(place: Path, made: World, rows: list[dict[str, Any]], *environments: dic
             "model": {"source": str(made.tokenizer)},
             "sampling": {"maxTokens": 200, "seed": 3},
         },
-        "environments": list(environments) or [{"name": "gym", "agent": {"nemoGym": {"url": made.head}}}],
-        "dataset": {"source": {"uri": uri}, "repeats": REPEATS},
+        "environments": [{"name": "gym", "agent": {"nemoGym": {"url": made.head}}}],
+        "dataset": {"source": {"uri": uri}, "repeats": dataset_repeats},
         **spec,
     }
     return manifest(place / "job.yaml", **fields)
@@ -190,3 +190,22 @@ def test_a_killed_run_is_resumed(tmp_path: Path, gym_world: World) -> None:
     assert {tuple(record.key): record.total_reward for record in records} == {
         place: row["reward"] for place, row in theirs.items()
     }
+
+
+def test_failures_say_what_to_do(tmp_path: Path) -> None:
+    """A model server that returns no token ids, and a row for an agent that there is not."""
+    with world(tmp_path, "--without-tokens") as made:
+        known = rows_of(made.nemo_gym, 1)
+        unknown = {**known[0], "agent_ref": {"name": "chess"}}
+        output = tmp_path / "out"
+        given = job(tmp_path, made, [*known, unknown], dataset_repeats=1)
+        code, text = run_to_end(given, "--output", output, "--metrics-port", "0")
+    assert code != 0, text
+    assert trajectories(output) == []
+    failures = [json.loads(line) for line in (output / "failures.jsonl").read_text().splitlines()]
+    assert [failure["tries"] for failure in failures] == [1] * 4
+    *without, other = sorted(failures, key=lambda failure: failure["task_index"])
+    assert all("set return_token_id_information: true" in failure["cause"] for failure in without)
+    assert other["kind"] == "data"
+    assert "agent_ref.name: found 'chess'; the agents that" in other["cause"]
+    assert "blackjack_gymnasium_agent, example_single_tool_call_simple_agent, mcqa_simple_agent" in other["cause"]
