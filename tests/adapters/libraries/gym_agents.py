@@ -26,6 +26,7 @@ from tests.adapters.libraries.test_nemo_gym import REQUIREMENTS, examples
 from tests.policy.openai_serving import serving_openai, tokenizer_with_ends
 
 WINDOW = 4096
+KEY = "a-key-of-the-policy"
 
 
 class Deciding(Simulated):
@@ -127,8 +128,10 @@ def world(directory: Path, *arguments: str) -> Iterator[World]:
         portal = stack.enter_context(start_blocking_portal())
         portal.call(engine.start)
         stack.callback(portal.call, engine.shutdown)
-        url = stack.enter_context(portal.wrap_async_context_manager(serving_openai(engine, tool_parser="hermes")))
-        script = ["serve_nemo_gym_agents.py", f"{url}/v1", *arguments]
+        url = stack.enter_context(
+            portal.wrap_async_context_manager(serving_openai(engine, tool_parser="hermes", key=KEY))
+        )
+        script = ["serve_nemo_gym_agents.py", f"{url}/v1", KEY, *arguments]
         head = stack.enter_context(server(*script, path=nemo_gym, log=directory / "gym.log"))
         yield World(head, url, place, nemo_gym, engine, portal)
 

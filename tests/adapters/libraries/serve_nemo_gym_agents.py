@@ -1,6 +1,6 @@
 """Agents of NeMo Gym with their resources servers, its model server and its head server, whose port is printed.
 
-python serve_nemo_gym_agents.py http://127.0.0.1:8000/v1
+python serve_nemo_gym_agents.py http://127.0.0.1:8000/v1 KEY
 
 They are the package's own, each at a port of its own, as `gym env start` runs them; here they share one process. Only
 the cards of blackjack are drawn from the rollout's numbers instead of the machine's entropy, so that two collections
@@ -28,7 +28,7 @@ MODEL = "policy_model"
 HEAD = "head_server"
 
 
-def config_of(url: str, sockets: dict[str, socket.socket], *, tokens: bool) -> dict[str, Any]:
+def config_of(url: str, key: str, sockets: dict[str, socket.socket], *, tokens: bool) -> dict[str, Any]:
     """The global configuration, as the package's own files have it, with the addresses of all servers."""
 
     def server(name: str, **settings: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def config_of(url: str, sockets: dict[str, socket.socket], *, tokens: bool) -> d
             "vllm_model": server(
                 MODEL,
                 base_url=url,
-                api_key="none",
+                api_key=key,
                 model="tiny",
                 return_token_id_information=tokens,
                 uses_reasoning_parser=False,
@@ -101,12 +101,12 @@ def make(name: str, config: dict[str, Any]) -> Any:
     return app
 
 
-async def serve(url: str, *, tokens: bool) -> None:
+async def serve(url: str, key: str, *, tokens: bool) -> None:
     import uvicorn
 
     names = [HEAD, MODEL, *AGENTS, *(resources for _, resources in AGENTS.values())]
     sockets = {name: socket.create_server(("127.0.0.1", 0)) for name in names}
-    config = config_of(url, sockets, tokens=tokens)
+    config = config_of(url, key, sockets, tokens=tokens)
     # What a server of NeMo Gym's gets from the command that starts it.
     os.environ["NEMO_GYM_CONFIG_DICT"] = json.dumps(config)
     deal_by_rollout()
@@ -116,4 +116,4 @@ async def serve(url: str, *, tokens: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], tokens="--without-tokens" not in sys.argv))
+    asyncio.run(serve(*sys.argv[1:3], tokens="--without-tokens" not in sys.argv))

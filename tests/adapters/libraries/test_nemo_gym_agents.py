@@ -14,7 +14,7 @@ import pytest
 
 from kuberoll_workers.analysis.export.nemo_gym_metrics import logged
 from kuberoll_workers.data.record import TrajectoryRecord, encode_line
-from tests.adapters.libraries.gym_agents import World, rows_of, world, write_rows
+from tests.adapters.libraries.gym_agents import KEY, World, rows_of, world, write_rows
 from tests.adapters.libraries.test_nemo_gym_export import (
     assert_equal_numbers,
     assert_tokens_are_one_sequence,
@@ -34,6 +34,12 @@ from tests.local.support import (
 pytestmark = pytest.mark.processes
 
 REPEATS = 2
+VARIABLE = "TEST_POLICY_KEY"
+
+
+@pytest.fixture(autouse=True)
+def policy_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def job(place: Path, made: World, rows: list[dict[str, Any]], *, dataset_repeats
     fields: dict[str, Any] = {
         "generation": {
             "backend": "External",
-            "external": {"url": made.policy},
+            "external": {"url": made.policy, "apiKeyVariable": VARIABLE},
             "model": {"source": str(made.tokenizer)},
             "sampling": {"maxTokens": 200, "seed": 3},
         },
