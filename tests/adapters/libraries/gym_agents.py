@@ -33,7 +33,7 @@ class Deciding(Simulated):
     """Answers the same prompt alike, whatever the seed: it plays blackjack, answers questions and asks for the weather.
 
     Attributes:
-        prompts: Texts that it was asked.
+        read: Ids of all prompts that it was asked.
         limit: Number of requests that it answers; further ones wait until `released` is set.
     """
 
@@ -45,14 +45,16 @@ class Deciding(Simulated):
             engine_args={"max_model_len": WINDOW},
         )
         self._own = HuggingFaceTokenizer.load(str(tokenizer))
-        self.prompts: list[str] = []
+        self.read: set[tuple[int, ...]] = set()
+        self._asked = 0
         self.limit = 1 << 30
         self.released = asyncio.Event()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         prompt = self._own.decode_with_special_tokens(request.token_ids)
-        self.prompts.append(prompt)
-        if len(self.prompts) > self.limit:
+        self.read.add(tuple(request.token_ids))
+        self._asked += 1
+        if self._asked > self.limit:
             await self.released.wait()
         ids = self._own.encode(decision(prompt))[: request.sampling.max_tokens]
         return GenerationResult(
@@ -65,7 +67,7 @@ class Deciding(Simulated):
     def hold_after(self, answers: int) -> None:
         """Answer so many requests more, and let others wait."""
         self.released.clear()
-        self.limit = len(self.prompts) + answers
+        self.limit = self._asked + answers
 
     def release(self) -> None:
         self.limit = 1 << 30

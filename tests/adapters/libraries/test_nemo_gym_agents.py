@@ -100,6 +100,7 @@ def test_rewards_are_those_of_gyms_own_collection(tmp_path: Path, gym_world: Wor
     assert len(records) == len(rows) * REPEATS
     for record in records:
         check(record)
+    assert {prompt for record in records for prompt in prompts_of(record)} <= gym_world.engine.read
     theirs = collected(tmp_path, gym_world)
     found = {(record.task_index, record.rollout_index): record.total_reward for record in records}
     assert found == {place: row["reward"] for place, row in theirs.items()}
@@ -153,6 +154,15 @@ def check(record: TrajectoryRecord) -> None:
     elif agent == "blackjack_gymnasium_agent":
         hands = [message.content for message in record.messages if message.content.startswith("Your hand")]
         assert len(hands) == record.turn_count
+
+
+def prompts_of(record: TrajectoryRecord) -> Iterator[tuple[int, ...]]:
+    """What the policy read in each turn."""
+    known: list[int] = []
+    for message in record.messages:
+        if message.role == "assistant":
+            yield tuple(known)
+        known += message.token_ids
 
 
 def collected(place: Path, made: World) -> dict[tuple[int, int], dict[str, Any]]:
