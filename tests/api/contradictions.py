@@ -79,6 +79,14 @@ REFUSED: dict[str, Contradiction] = {
         },
         "spec.rollout.scheduling: Invalid value: agents take their turns by themselves",
     ),
+    "an agent at a server without sessions": Contradiction(
+        {
+            "spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b"}}],
+            "spec.generation.backend": "External",
+            "spec.generation.external": {"url": "https://a/b", "api": "OpenAI"},
+        },
+        "spec.generation.external.api: Invalid value: agents need KubeRoll's own server",
+    ),
     "an agent of two kinds": Contradiction(
         {"spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b", "command": ["c"]}}]},
         "set one of entrypoint (package.module:function), command and nemoGym",

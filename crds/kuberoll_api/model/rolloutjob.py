@@ -124,6 +124,12 @@ class RolloutJobSpec(Model):
             raise contradiction(
                 "agents take their turns by themselves; set scheduling: Concurrent", "rollout", "scheduling"
             )
+        external = self.generation.external
+        if external is not None and external.api == "OpenAI" and any(item.has_sessions for item in self.environments):
+            raise contradiction(
+                "agents need KubeRoll's own server, whose sessions record their calls; set api: KubeRoll",
+                *("generation", "external", "api"),
+            )
         if self.weights is not None and self.generation.backend == "External":
             raise contradiction(
                 "is not for backend External, whose weights are managed externally; remove it", "weights"

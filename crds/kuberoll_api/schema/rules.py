@@ -156,6 +156,12 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "rollout.scheduling",
         ),
         CelRule(
+            "!has(self.generation.external) || self.generation.external.api != 'OpenAI' || "
+            "!self.environments.exists(item, has(item.agent) && !has(item.agent.nemoGym))",
+            "agents need KubeRoll's own server, whose sessions record their calls; set api: KubeRoll",
+            "generation.external.api",
+        ),
+        CelRule(
             "!has(self.weights) || self.generation.backend != 'External'",
             "is not for backend External, whose weights are managed externally; remove it",
             "weights",
