@@ -237,6 +237,7 @@ def test_calls_of_tools_and_their_answers_are_messages() -> None:
     record = record_of(result)
     _, first, answered, *_ = record.messages
     assert [made["id"] for made in first.fields["tool_calls"]] == ["c", "d"]  # type: ignore[attr-defined]
+    assert first.fields["text"] == "said 0"  # type: ignore[attr-defined]
     assert (answered.role, answered.content) == ("tool", "dark")
     assert answered.fields == {"tool_call_id": "c"}  # type: ignore[attr-defined]
 

@@ -213,6 +213,12 @@ def _not_sampled(chats: list[ChatMessage] | None) -> list[ChatMessage] | None:
     return chats and [{**chat, "role": "environment"} if chat["role"] == "assistant" else chat for chat in chats]
 
 
+def _text_beside(items: Sequence[Any]) -> str:
+    """What a response says beside its calls, with its thoughts."""
+    chats = chats_of(items)
+    return chats[0]["content"] if chats else ""
+
+
 def _path(
     chain: Sequence[int],
     calls: Sequence[GymCall],
@@ -236,6 +242,8 @@ def _path(
             chat = reads[number] if follows else None
             messages.append(SessionMessage(role="context", content=decode(read), token_ids=read, chat=chat or None))
         length = cut and number == len(calls) - 1
+        said = items[call.first : call.item + 1]
+        called = tool_calls_of(said)
         messages.append(
             SessionMessage(
                 role="assistant",
@@ -243,7 +251,8 @@ def _path(
                 token_ids=call.response.tolist(),
                 logprobs=call.logprobs.tolist(),
                 learn=number not in learned,
-                tool_calls=tool_calls_of(items[call.first : call.item + 1]) or None,
+                tool_calls=called or None,
+                text=_text_beside(said) if called else None,
                 finish_reason="length" if length else "stop",
             )
         )

@@ -151,7 +151,8 @@ def tool_calls_of(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Calls of tools among the items of a model, in the form of chat messages."""
     return [
         {
-            "id": item.get("call_id"),
+            # Without one, agents get that of their turn.
+            **({} if item.get("call_id") is None else {"id": item["call_id"]}),
             "type": "function",
             "function": {"name": item.get("name"), "arguments": item.get("arguments")},
         }
