@@ -147,7 +147,8 @@ def played(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Traje
             "engineArgs": {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32},
             "sampling": {"maxTokens": 200, "temperature": TEMPERATURE, "seed": 1},
         },
-        environments=[*SDKS, *REQUIRED, branches],
+        # In one process, which imports the SDKs once: those of the other run have processes of their own.
+        environments=[{**item, "isolation": "Inline"} for item in (*SDKS, *REQUIRED, branches)],
         rows=ROWS,
         repeats=REPEATS,
     )

@@ -14,7 +14,7 @@ from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from kuberoll_workers.data.tools import Tool
 from tests.local.support import TINY
 
-STEPS = 150
+STEPS = 160
 _IGNORED = -100
 """Label of ids that nothing is learned from."""
 
@@ -42,7 +42,7 @@ def train(directory: Path, transcripts: Sequence[Sequence[tuple[str, bool]]]) ->
     shutil.copytree(TINY, directory)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(str(TINY), dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with _one_thread():
         for _ in range(STEPS):
             optimizer.zero_grad()
