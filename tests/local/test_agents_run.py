@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer
 from tests.local.support import TINY, manifest, run_to_end, trajectories
 
 pytestmark = pytest.mark.engine
@@ -37,6 +38,12 @@ async def guess(episode: AgentEpisode) -> AgentResult:
     return AgentResult(reward={"length": len(text)}, metadata={"statuses": statuses, "tokens": tokens}, answer=text)
 """
 
+# With a variable, and other than the model's own.
+TEMPLATE = """\
+{{ '<|begin|>' }}
+{%- for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + mark }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
 PROGRAM = """
 import json, os, sys
 import openai
@@ -64,7 +71,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryRecord]:
     job = manifest(
         directory / "job.json",
         generation={
-            "model": {"source": str(TINY)},
+            "model": {"source": str(TINY), "chatTemplate": TEMPLATE, "chatTemplateKwargs": {"mark": "!"}},
             "engineArgs": {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32},
             "sampling": {"maxTokens": 6, "temperature": 1.0, "seed": 1},
         },
@@ -103,3 +110,12 @@ def test_a_program_plays(stored: list[TrajectoryRecord]) -> None:
         assert record.turn_count == 1
         assert record.metadata is not None
         assert {"OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "KUBEROLL_RESULT"} <= set(record.metadata["variables"])
+
+
+def test_their_chats_are_rendered_by_the_job_s_template(stored: list[TrajectoryRecord]) -> None:
+    tokenizer = HuggingFaceTokenizer.load(str(TINY)).with_template(TEMPLATE).with_variables({"mark": "!"})
+    for record in stored:
+        prompt = record.messages[0]
+        assert prompt.content.startswith("task ")
+        rendered = tokenizer.render_chat([{"role": "user", "content": prompt.content}])
+        assert list(prompt.token_ids) == rendered.tolist()
