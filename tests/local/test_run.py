@@ -354,3 +354,18 @@ def test_a_library_that_is_not_there_is_told_before_anything_starts(monkeypatch:
         JobRefused, match=r"spec\.generation\.engine: .* needs libnowhere\.so\.1, which is not installed: apt-get"
     ):
         check(job, base=EXAMPLES / "sliding-puzzle")
+
+
+def test_passes_over_the_rows_are_further_groups_of_the_same_tasks(tmp_path: Path) -> None:
+    dataset = {"source": {"generator": {"count": 5}}, "repeats": 2, "epochs": 3, "shuffleSeed": 1}
+    job = manifest(tmp_path / "job.yaml", dataset=dataset, workers={"replicas": 2})
+    code, text = run_to_end(job, "--output", tmp_path / "out")
+    assert code == 0, text
+    found = trajectories(tmp_path / "out")
+    assert sorted((record.task_index, record.rollout_index) for record in found) == [
+        (task, rollout) for task in range(5) for rollout in range(6)
+    ]
+    assert len({record.seed for record in found}) == len(found)
+    # What a second run finds is the whole.
+    code, text = run_to_end(job, "--output", tmp_path / "out", "--resume")
+    assert (code, trajectories(tmp_path / "out")) == (0, found), text

@@ -281,6 +281,14 @@ def test_runs_of_an_older_version_are_resumed_where_its_missing_fields_are_off(o
     assert len(differences(set_otherwise, newer)) == 1
 
 
+@pytest.mark.parametrize(("epochs", "changed"), [(1, []), (2, ["spec.dataset.epochs: was null, is 2"])])
+def test_a_run_from_before_there_were_passes_had_one(epochs: int, changed: list[str]) -> None:
+    older, newer = manifest(), manifest()
+    del older.identity["dataset.epochs"]
+    newer.identity["dataset.epochs"] = epochs
+    assert differences(older, newer) == changed
+
+
 def test_a_run_that_was_stored_before_a_field_existed_is_resumed() -> None:
     older = manifest()
     known = {key: value for key, value in older.identity.items() if key not in ("dataset.columns", "dataset.sources")}

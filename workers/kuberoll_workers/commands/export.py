@@ -156,4 +156,4 @@ def _groups(job: RolloutJob, manifest: Path, files: RunFiles) -> Iterator[Prompt
             f"({of_run.inputs.get('rows')} rows then, {inputs.rows} now): give the manifest of the run, with the rows "
             "that it had; or leave it out, and the inputs are what the trajectories tell of them"
         )
-    return prompt_groups(job, base=base, environment=rows_of)
+    return prompt_groups(job, base=base, environment=rows_of, epochs=1)

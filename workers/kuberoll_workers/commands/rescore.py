@@ -115,7 +115,7 @@ def _rescore(
             open_rescored(source, destination, job, inputs=inputs, resume=resume, force=force)
         )
         file = stack.enter_context(tempfile.TemporaryFile(prefix="kuberoll-"))
-        states = InitialStates(file, prompt_groups(job, base=base, environment=rows_of))
+        states = InitialStates(file, prompt_groups(job, base=base, environment=rows_of, epochs=1))
         tallies = asyncio.run(_replay(job, source, storage, states, names, protected, force=force))
         aggregate([rescored := RunFiles(destination)], make=make).write_beside(rescored)
     return tallies

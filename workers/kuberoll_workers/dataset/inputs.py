@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.dataset.expansion import PromptGroup, expand
+from kuberoll_workers.dataset.passes import passes
 from kuberoll_workers.dataset.reading import EnvironmentSource, read_rows
 from kuberoll_workers.dataset.row_checks import RowChecks
 from kuberoll_workers.dataset.rows import SOURCE_FIELD, DatasetError, Row
@@ -31,6 +32,8 @@ _Item = TypeVar("_Item")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSummary:
     """Summary of a dataset: counts, and a digest of the content of all rows in order, independent of the file format.
+
+    Rows are those of one pass; rollouts and trajectories are of all.
 
     Attributes:
         rollouts: Maximum number of samples of a task, including oversampling.
@@ -53,7 +56,12 @@ class InputSummary:
 
 
 def prompt_groups(
-    job: RolloutJob, *, base: Path, environment: EnvironmentSource, blocks: Sequence[str] | None = None
+    job: RolloutJob,
+    *,
+    base: Path,
+    environment: EnvironmentSource,
+    blocks: Sequence[str] | None = None,
+    epochs: int | None = None,
 ) -> Iterator[PromptGroup]:
     """All prompt groups of a job in order, the same in every process.
 
@@ -63,17 +71,20 @@ def prompt_groups(
         base: The manifest's directory.
         environment: Creates an environment by name, if rows are generated.
         blocks: Digests of the rows that the run was checked with; None to accept all rows.
+        epochs: Number of passes over the rows; None: the job's. All tasks are in the first.
 
     Raises:
         DatasetError: A row is invalid, or the rows do not match `blocks`.
     """
+    dataset = job.spec.dataset
     oversample = job.spec.rollout.groups.oversample
     rows: Iterator[Row] = _rows(job, base, environment)
-    sources = [source for _, source in job.spec.dataset.located_sources()]
+    sources = [source for _, source in dataset.located_sources()]
     if blocks is not None:
         rows = verify_rows(rows, blocks)
     if any(source.uri is not None or source.huggingface is not None for source in sources):
         rows = read_ahead(rows, _ROWS_AHEAD)
+    rows = passes(rows, dataset.epochs if epochs is None else epochs, seed=dataset.shuffle_seed)
     return expand(rows, repeats_of(job), oversample=oversample)
 
 
@@ -223,12 +234,13 @@ def scan(
             sources[group.row.metadata[SOURCE_FIELD]] += 1
     if rows == 0:
         raise DatasetError("spec.dataset: there are no rows")
+    epochs = job.spec.dataset.epochs
     return InputSummary(
         rows=rows,
         tasks=tasks,
-        rollouts=rollouts,
-        trajectories=sum(counts.values()),
-        trajectories_of=counts,
+        rollouts=rollouts * epochs,
+        trajectories=sum(counts.values()) * epochs,
+        trajectories_of={name: count * epochs for name, count in counts.items()},
         digest=digest.hexdigest(),
         blocks=tuple(blocks),
         rows_of_sources=sources,

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -93,13 +93,17 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+# Fields that manifests of older versions lack, with the value that they had in effect.
+_ADDED: Final = {"dataset.epochs": 1}
+
+
 def differences(old: RunManifest, new: RunManifest) -> list[str]:
     """Differences that make the new run incompatible with the stored one, one line each; empty if it can be resumed."""
     pairs: dict[str, tuple[Any, Any]] = {"shards": (old.shards, new.shards)}
     for name, before, after in (("spec.", old.identity, new.identity), ("dataset: ", old.inputs, new.inputs)):
         for key in sorted({*before, *after}):
             # A field that the older version did not have, and that is off.
-            if key not in before and (after[key] is False or after[key] in ("", [], {})):
+            if key not in before and (after[key] is False or after[key] in ("", [], {}, _ADDED.get(key))):
                 continue
             pairs[name + key] = (before.get(key), after.get(key))
     changed = [f"{key}: was {_short(was)}, is {_short(now)}" for key, (was, now) in pairs.items() if was != now]

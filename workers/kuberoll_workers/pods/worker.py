@@ -275,8 +275,9 @@ class ShardPod:
         """Number of planned trajectories of each shard."""
         job, count = self._job, self._config.shard_count
         counts = [0] * count
-        for group in prompt_groups(job, base=self._base, environment=self._environments(), blocks=self._blocks()):
-            counts[shard_of(group.task_index, count)] += group.keep
+        groups = prompt_groups(job, base=self._base, environment=self._environments(), blocks=self._blocks(), epochs=1)
+        for group in groups:
+            counts[shard_of(group.task_index, count)] += group.keep * job.spec.dataset.epochs
         wanted = job.spec.rollout.groups.wanted
         return [
             planned_trajectories(job, mine, wanted=None if wanted is None else share(wanted, shard, count))

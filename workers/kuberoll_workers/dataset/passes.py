@@ -1,0 +1,41 @@
+"""Passes over a dataset: its rows several times, each time in another order."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator
+
+from kuberoll_workers.dataset.order import derived_seed, shuffled_order
+from kuberoll_workers.dataset.rows import Row
+
+_MEMORY_BYTES = 32 << 20
+
+
+def passes(rows: Iterable[Row], count: int, *, seed: int | None) -> Iterator[Row]:
+    """The rows `count` times: first as they come, then from a copy, beyond 32 MiB on disk.
+
+    The source is read once. Memory grows by some 30 bytes for each row.
+
+    Args:
+        seed: Seed of the orders of later passes, which differ from each other; None: all have the same order.
+    """
+    if count == 1:
+        yield from rows
+        return
+    with tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, prefix="kuberoll-rows-") as file:
+        ends = array("Q", [0])
+        for row in rows:
+            # Not as JSON, which would turn a generator's tuples into lists.
+            file.write(text := pickle.dumps(row))
+            ends.append(ends[-1] + len(text))
+            yield row
+        number = len(ends) - 1
+        for turn in range(1, count):
+            order = range(number) if seed is None else shuffled_order(number, derived_seed(seed, f"pass {turn}"))
+            for index in map(int, order):
+                file.seek(ends[index])
+                row = pickle.loads(file.read(ends[index + 1] - ends[index]))
+                assert isinstance(row, Row)
+                yield row
