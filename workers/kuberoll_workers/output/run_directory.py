@@ -1,10 +1,9 @@
-"""Directory of a run: its lock, its manifest, and the check whether a run can be resumed."""
+"""Directory of a run: its lock, the manifest of a new run, and the check whether a run can be resumed."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -15,41 +14,21 @@ from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_api.model.traits import Traits
 from kuberoll_workers.environments.source_digest import source_digest
+from kuberoll_workers.output.manifest import AGGREGATES, FORMAT, MANIFEST, MODEL, RunManifest, RunRefused, read_manifest
 from kuberoll_workers.output.storage import Storage, StorageError
 
-MANIFEST = "manifest.json"
-AGGREGATES = "aggregate_metrics.json"
-MODEL = "generation.model.source"
-"""Path of the model in a manifest's identity."""
-
-_FORMAT = 1
-
-
-class RunRefused(Exception):
-    """The output directory cannot be used for this run; the message names the reason and the remedy."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RunManifest:
-    """Identity of a run: two runs with the same `identity` produce the same set of trajectories.
-
-    Attributes:
-        identity: Settings that trajectories depend on, flattened to `path: value`; without the number of workers,
-            concurrency, endpoint, retries and the like.
-        inputs: Dataset: `rows`, `trajectories`, `digest` of all rows in order.
-        code: Digests of the environments' source code, by name, for those whose source is found.
-        forced: Differences between parts of the run that the user forced.
-    """
-
-    format: int
-    job: str
-    created: str
-    shards: int
-    identity: dict[str, Any]
-    inputs: dict[str, Any]
-    versions: dict[str, str]
-    code: dict[str, str] = field(default_factory=dict)
-    forced: list[str] = field(default_factory=list)
+__all__ = [
+    "AGGREGATES",
+    "MANIFEST",
+    "MODEL",
+    "RunDirectory",
+    "RunManifest",
+    "RunRefused",
+    "check_contents",
+    "differences",
+    "new_manifest",
+    "read_manifest",
+]
 
 
 def new_manifest(
@@ -66,7 +45,7 @@ def new_manifest(
         for spec in job.spec.environments
     }
     return RunManifest(
-        format=_FORMAT,
+        format=FORMAT,
         job=job.metadata.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         shards=shards,
@@ -192,23 +171,3 @@ def check_contents(storage: Storage, *, resume: bool) -> RunManifest | None:
             f"{where} already contains a run of {old.created}: continue it with --resume, or choose another --output"
         )
     return old
-
-
-def read_manifest(storage: Storage) -> RunManifest | None:
-    """The manifest of a run; None if there is none.
-
-    Raises:
-        RunRefused: It cannot be read.
-    """
-    where = storage.where(MANIFEST)
-    try:
-        contents = storage.read(MANIFEST)
-        manifest = None if contents is None else msgspec.json.decode(contents, type=RunManifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RunRefused(f"{where}: not a run's manifest: {error}; choose another --output") from error
-    if manifest is not None and manifest.format != _FORMAT:
-        raise RunRefused(
-            f"{where}: format {manifest.format}: this KubeRoll knows format {_FORMAT}; use the version that wrote it "
-            f"(kuberoll {manifest.versions.get('kuberoll', 'of another version')}), or choose another --output"
-        )
-    return manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kuberoll_workers.data.record import TrajectoryRecord
-from kuberoll_workers.output.run_directory import MANIFEST, RunManifest, read_manifest
+from kuberoll_workers.output.manifest import MANIFEST, RunManifest, read_manifest
 from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.trajectories import Trajectories
 
