@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
@@ -23,6 +23,7 @@ from kuberoll_workers.data.record import (
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 _ROWS = 512
 _GROUP_TOKENS = 1 << 20
@@ -142,12 +143,8 @@ def read_parquet(path: Path, *, where: str, unreadable: Callable[[RecordError], 
     for batch in _batches(path, where, None):
         for row in batch.to_pylist():
             number += 1
-            try:
-                record = _record(row)
-            except (LookupError, TypeError, ValueError) as error:
-                unreadable(RecordError(f"{where}: row {number}: not a TrajectoryRecord: {error}"))
-                continue
-            yield record
+            if (record := _readable(row, f"{where}: row {number}", unreadable)) is not None:
+                yield record
 
 
 def read_keys(path: Path, *, where: str) -> Iterator[TrajectoryKey]:
@@ -165,17 +162,63 @@ def read_keys(path: Path, *, where: str) -> Iterator[TrajectoryKey]:
                 yield TrajectoryKey(**row)
 
 
+def read_rows(
+    file: BinaryIO,
+    *,
+    where: str,
+    wanted: Callable[[TrajectoryKey], bool],
+    unreadable: Callable[[RecordError], None],
+) -> Iterator[TrajectoryRecord]:
+    """Read some rows of an open file, in order; of row groups without any of them only the keys are read.
+
+    Args:
+        where: Name of the file for errors.
+        wanted: A predicate for keys, asked before the rows of a row group are read: True to read the row.
+        unreadable: As in `read_parquet`.
+
+    Raises:
+        RecordError: It is not a Parquet file, or not one of trajectories.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        opened = pq.ParquetFile(file)
+        _check_schema(opened, where)
+        for group in range(opened.num_row_groups):
+            keys = opened.read_row_group(group, columns=["task_index", "rollout_index"]).to_pylist()
+            places = [place for place, row in enumerate(keys) if None in row.values() or wanted(TrajectoryKey(**row))]
+            if places:
+                for place, row in zip(places, opened.read_row_group(group).take(places).to_pylist(), strict=True):
+                    if (record := _readable(row, f"{where}: row {number + place + 1}", unreadable)) is not None:
+                        yield record
+            number += len(keys)
+    except pa.ArrowException as error:
+        raise RecordError(f"{where}: not a Parquet file: {error}") from error
+
+
+def _readable(row: dict[str, Any], where: str, unreadable: Callable[[RecordError], None]) -> TrajectoryRecord | None:
+    try:
+        return _record(row)
+    except (LookupError, TypeError, ValueError) as error:
+        unreadable(RecordError(f"{where}: not a TrajectoryRecord: {error}"))
+        return None
+
+
+def _check_schema(file: pyarrow.parquet.ParquetFile, where: str) -> None:
+    if file.schema_arrow not in _known_schemas():
+        missing = sorted(set(schema().names) - set(file.schema_arrow.names))
+        raise RecordError(f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}")
+
+
 def _batches(path: Path, where: str, columns: list[str] | None) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            if file.schema_arrow not in _known_schemas():
-                missing = sorted(set(schema().names) - set(file.schema_arrow.names))
-                raise RecordError(
-                    f"{where}: not a file of trajectories; missing or other columns: {', '.join(missing)}"
-                )
+            _check_schema(file, where)
             yield from file.iter_batches(batch_size=_ROWS, columns=columns)
     except pa.ArrowException as error:
         raise RecordError(f"{where}: not a Parquet file: {error}") from error
