@@ -1,0 +1,356 @@
+"""Which prompt groups have ended, decided from the lines of a run as they are read; nothing here reads files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kuberoll.trainer.intervals import IntervalSet
+from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
+from kuberoll_workers.output.manifest import RunManifest
+from kuberoll_workers.output.precedence import rank
+
+GROUP_STAGE = "group"
+"""Stage of a failure that ended all trajectories of its group together."""
+
+
+class GroupKey(NamedTuple):
+    """Identity of a prompt group within its run.
+
+    Attributes:
+        number: Of the group among those of its task: rows with equal content are one task, and a group each.
+    """
+
+    task_index: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A prompt group that has ended.
+
+    Attributes:
+        task_name: Its environment.
+        wanted: Number of finished trajectories that it should have; it has fewer if some failed permanently.
+        trajectories: The finished ones, by rollout index.
+    """
+
+    key: GroupKey
+    task_name: str
+    wanted: int
+    trajectories: tuple[TrajectoryRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """What a run's manifest says about its groups.
+
+    Attributes:
+        repeats: Finished trajectories that a group should have, by environment.
+        oversample: Further trajectories that are started for each.
+        atomic: A group has all of its trajectories or none.
+        shards: Number of shards.
+        groups: Number of groups of the dataset.
+        wanted: Number of groups to keep; None: all.
+    """
+
+    repeats: Mapping[str, int]
+    oversample: int
+    atomic: bool
+    shards: int
+    groups: int
+    wanted: int | None
+
+    def group_of(self, task_name: str, task_index: int, rollout_index: int, *, where: str) -> GroupKey:
+        """The group of a trajectory.
+
+        Raises:
+            RecordError: The run has no such environment.
+        """
+        if (repeats := self.repeats.get(task_name)) is None:
+            raise RecordError(
+                f"{where}: task_name {task_name!r} is not one of the run's environments ({', '.join(self.repeats)}): "
+                "the line belongs to another run; move the file away"
+            )
+        return GroupKey(task_index, rollout_index // (repeats + self.oversample))
+
+    def only_group_of(self, task_index: int, rollout_index: int) -> GroupKey | None:
+        """The group of a trajectory of an unknown environment; None if it depends on the environment."""
+        numbers = {rollout_index // (repeats + self.oversample) for repeats in self.repeats.values()}
+        return GroupKey(task_index, numbers.pop()) if len(numbers) == 1 else None
+
+
+_ENVIRONMENT = re.compile(r"environments\[(\d+)\]\.(name|repeats)")
+
+
+def group_rules(manifest: RunManifest, *, where: str) -> GroupRules:
+    """The rules of a run.
+
+    Raises:
+        ValueError: The manifest does not have them; the message names the field.
+    """
+    identity = manifest.identity
+    default = _whole(identity, "dataset.repeats", where)
+    names: dict[str, str] = {}
+    counts: dict[str, Any] = {}
+    for path, value in identity.items():
+        if (found := _ENVIRONMENT.fullmatch(path)) is not None:
+            (names if found[2] == "name" else counts)[found[1]] = value
+    wanted = identity.get("rollout.groups.wanted")
+    return GroupRules(
+        repeats={name: default if counts.get(number) is None else counts[number] for number, name in names.items()},
+        oversample=int(identity.get("rollout.groups.oversample") or 0),
+        atomic=bool(identity.get("rollout.groups.atomic")),
+        shards=manifest.shards,
+        groups=_whole(manifest.inputs, "rows", where),
+        wanted=None if wanted is None else int(wanted),
+    )
+
+
+def _whole(values: Mapping[str, Any], name: str, where: str) -> int:
+    value = values.get(name)
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"{where}: {name}: found {value!r}, expected a whole number from 1: without it nobody knows when a prompt "
+            "group has ended; give the output of `kuberoll run` or of a RolloutJob"
+        )
+    return value
+
+
+class ClosedGroups:
+    """Groups that were delivered, or that never will be; memory and JSON grow with the gaps between them."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        # By shard, because shards advance at different speeds, and by the group's number within its task.
+        self._sets: dict[tuple[int, int], IntervalSet] = {}
+
+    def add(self, key: GroupKey) -> None:
+        """Close a group."""
+        name, place = self._place(key)
+        self._sets.setdefault(name, IntervalSet()).add(place)
+
+    def __contains__(self, key: GroupKey) -> bool:
+        name, place = self._place(key)
+        return (found := self._sets.get(name)) is not None and place in found
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sets.values()))
+
+    def _place(self, key: GroupKey) -> tuple[tuple[int, int], int]:
+        place, shard = divmod(key.task_index, self._shards)
+        return (shard, key.number), place
+
+    def as_json(self) -> list[list[Any]]:
+        """`[shard, number, bounds]` of each set."""
+        return [[*name, found.bounds()] for name, found in sorted(self._sets.items())]
+
+    @classmethod
+    def from_json(cls, shards: int, rows: list[list[Any]]) -> ClosedGroups:
+        """The groups of `as_json`.
+
+        Raises:
+            ValueError, TypeError: They are not in this form.
+        """
+        made = cls(shards)
+        for shard, number, bounds in rows:
+            made._sets[int(shard), int(number)] = IntervalSet.of(bounds)
+        return made
+
+
+class Position(NamedTuple):
+    """Place of a line in a file.
+
+    Attributes:
+        file: Name within the run; empty for a row of Parquet, which has no place to return to.
+        before: The last bytes before the line.
+    """
+
+    file: str
+    offset: int
+    before: bytes
+
+
+NOWHERE = Position("", 0, b"")
+
+
+class _Member(NamedTuple):
+    record: TrajectoryRecord
+    position: Position
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    task_name: str
+    members: dict[int, _Member] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)
+    """Latest failed attempt by rollout index."""
+    ended_together: int = -1
+    """Latest attempt of a failure that ended the whole group; -1: none."""
+
+
+class GroupTracker:
+    """The groups of a run that have begun to end.
+
+    Every line is given to `finished`, `failed` or `filtered`. A group is ready when as many of its trajectories have
+    finished as it should have, or at the end of a pass over the journals, when all have finished or failed. A ready
+    group stays in the tracker until it is closed.
+
+    Attributes:
+        closed: Groups that were delivered, filtered out, or left out by the caller.
+        short: Rollout indexes of the delivered groups that had fewer trajectories than they should have.
+        filtered_groups: Number of closed groups that were filtered out.
+        late: Number of lines of trajectories that finished after their group was delivered without them.
+    """
+
+    def __init__(self, rules: GroupRules) -> None:
+        self.rules = rules
+        self.closed = ClosedGroups(rules.shards)
+        self.short: dict[GroupKey, tuple[int, ...]] = {}
+        self.filtered_groups = 0
+        self.late = 0
+        self._open: dict[GroupKey, _OpenGroup] = {}
+        # Ready and not closed, with the places of their lines.
+        self._ready: dict[GroupKey, list[Position]] = {}
+        self._touched: set[GroupKey] = set()
+        # Ended without anything to deliver; a resumed run may still finish them.
+        self._failed: set[GroupKey] = set()
+
+    @property
+    def failed_groups(self) -> int:
+        """Number of groups that have ended with nothing to deliver, because their trajectories failed."""
+        return len(self._failed)
+
+    @property
+    def run_ended(self) -> bool:
+        """True if every group that the run is to have has ended: it is ready, closed, or has failed."""
+        closed, failed = len(self.closed) + len(self._ready), len(self._failed)
+        if closed + failed >= self.rules.groups:
+            return True
+        # Atomic groups that fail are replaced by others of the dataset, like filtered ones.
+        kept = closed - self.filtered_groups + (0 if self.rules.atomic else failed)
+        return self.rules.wanted is not None and kept >= self.rules.wanted
+
+    def is_settled(self, key: GroupKey, rollout_index: int) -> bool:
+        """True if a line of this trajectory cannot change anything, so that it need not be decoded."""
+        return key in self._ready or (key in self.closed and rollout_index in self.short.get(key, (rollout_index,)))
+
+    def finished(self, record: TrajectoryRecord, position: Position, *, where: str) -> Group | None:
+        """Take a finished trajectory; return its group if it is ready now.
+
+        Raises:
+            RecordError: It belongs to another run.
+        """
+        key = self._key(record, where)
+        if key in self._ready:
+            return None
+        if key in self.closed:
+            self.late += key in self.short and record.rollout_index not in self.short[key]
+            return None
+        group = self._open.setdefault(key, _OpenGroup(record.task_name))
+        known = group.members.get(record.rollout_index)
+        if known is not None and rank(record) <= rank(known.record):
+            return None
+        group.members[record.rollout_index] = _Member(record, position)
+        if len(group.members) >= self.rules.repeats[group.task_name]:
+            return self._make_ready(key, group)
+        if group.failures:
+            self._touched.add(key)
+        return None
+
+    def failed(self, record: FailureRecord, *, where: str) -> None:
+        """Take a permanent failure.
+
+        Raises:
+            RecordError: It belongs to another run.
+        """
+        key = self._key(record, where)
+        if key in self._ready or key in self.closed:
+            return
+        group = self._open.setdefault(key, _OpenGroup(record.task_name))
+        group.failures[record.rollout_index] = max(record.attempt, group.failures.get(record.rollout_index, 0))
+        if record.stage == GROUP_STAGE:
+            group.ended_together = max(record.attempt, group.ended_together)
+        self._touched.add(key)
+
+    def dropped(self, record: DroppedRecord, *, where: str) -> None:
+        """Take a dropped trajectory: one that was filtered out closes its group.
+
+        Others say nothing: they were dropped because their group had enough, which the lines of the others show.
+
+        Raises:
+            RecordError: It belongs to another run.
+        """
+        key = self._key(record, where)
+        if record.reason != "filtered" or key in self._ready or key in self.closed:
+            return
+        self._forget(key)
+        self.closed.add(key)
+        self.filtered_groups += 1
+
+    def end_pass(self, *, final: bool) -> Iterator[Group]:
+        """Groups that are ready now because the rest of their trajectories failed, in the order of the dataset.
+
+        Args:
+            final: True if the run is known to have ended. Else a group of which a resumed run has begun to try failed
+                trajectories again is waited for.
+        """
+        waiting = set[GroupKey]()
+        for key in sorted(self._touched):
+            group = self._open[key]
+            if not self._has_ended(group, final=final):
+                waiting.add(key)
+                self._failed.discard(key)
+            elif group.members and not self.rules.atomic:
+                yield self._make_ready(key, group)
+            else:
+                self._failed.add(key)
+        # They may be final later, without a further line.
+        self._touched = waiting
+
+    def close(self, key: GroupKey, *, delivered: Group | None) -> None:
+        """Close a ready group.
+
+        Args:
+            delivered: The group as it was delivered; None if it was left out.
+        """
+        del self._ready[key]
+        self.closed.add(key)
+        if delivered is not None and len(delivered.trajectories) < delivered.wanted:
+            self.short[key] = tuple(record.rollout_index for record in delivered.trajectories)
+
+    def needed(self) -> Iterator[Position]:
+        """Places of the lines that are still needed: those of groups that are not closed."""
+        for positions in self._ready.values():
+            yield from positions
+        for group in self._open.values():
+            yield from (member.position for member in group.members.values())
+
+    def _key(self, record: TrajectoryRecord | FailureRecord | DroppedRecord, where: str) -> GroupKey:
+        return self.rules.group_of(record.task_name, *record.key, where=where)
+
+    def _has_ended(self, group: _OpenGroup, *, final: bool) -> bool:
+        attempts = {rollout: member.record.attempt for rollout, member in group.members.items()}
+        latest = 0 if final else max([*attempts.values(), *group.failures.values()])
+        if group.ended_together >= latest:
+            return True
+        # An older failure is one that a resumed run tries again.
+        over = attempts.keys() | {rollout for rollout, attempt in group.failures.items() if attempt >= latest}
+        return len(over) >= self.rules.repeats[group.task_name] + self.rules.oversample
+
+    def _make_ready(self, key: GroupKey, group: _OpenGroup) -> Group:
+        self._forget(key)
+        self._ready[key] = [member.position for member in group.members.values()]
+        return Group(
+            key=key,
+            task_name=group.task_name,
+            wanted=self.rules.repeats[group.task_name],
+            trajectories=tuple(group.members[rollout].record for rollout in sorted(group.members)),
+        )
+
+    def _forget(self, key: GroupKey) -> None:
+        self._open.pop(key, None)
+        self._touched.discard(key)
+        self._failed.discard(key)
