@@ -165,15 +165,16 @@ class Position(NamedTuple):
 
     Attributes:
         file: Name within the run; empty for a row of Parquet, which has no place to return to.
-        before: The last bytes before the line.
+        before: Of the line before it, the length and a digest, by which the place is recognized.
     """
 
     file: str
     offset: int
-    before: bytes
+    before: tuple[int, str]
 
 
-NOWHERE = Position("", 0, b"")
+NO_LINE = 0, ""
+NOWHERE = Position("", 0, NO_LINE)
 
 
 class _Member(NamedTuple):

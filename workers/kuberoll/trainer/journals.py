@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
-from kuberoll.trainer.groups import NOWHERE, Position
+from kuberoll.trainer.groups import NO_LINE, NOWHERE, Position
 from kuberoll_workers.data.record import RecordError, TrajectoryKey, TrajectoryRecord
 from kuberoll_workers.output.manifest import AGGREGATES
 from kuberoll_workers.output.parquet import read_rows
@@ -28,8 +28,8 @@ REMOTE_SECONDS: Final = 1.0
 _JOURNAL = re.compile(r"(?P<journal>shard-\d+|failures|dropped)(?:/(?P<part>[^/]+))?\.jsonl")
 _PARQUET = re.compile(r"(?P<journal>shard-\d+)\.parquet")
 _PART = re.compile(r"(.*-)(\d+)")
-_TAIL_BYTES = 64
-"""Bytes before a position by which it is recognized."""
+_DIGESTED_BYTES = 4096
+"""Bytes of a line by which it is recognized: its key is among the first."""
 
 
 class Entry(NamedTuple):
@@ -189,8 +189,8 @@ class Line:
 
 
 Hints = dict[str, Any]
-"""Places before which every line is settled, as JSON: `files`, `[offset, check]` of each; `parts`, the number of the
-first part that is not settled, by the beginning that names of parts share."""
+"""Places before which every line is settled, as JSON: `files`, `[offset, length, digest]` of each, the last two of the
+line before; `parts`, the number of the first part that is not settled, by the beginning that names of parts share."""
 
 
 class JournalReader:
@@ -209,7 +209,7 @@ class JournalReader:
         self._is_settled = is_settled
         self._hints: Hints = hints or {"files": {}, "parts": {}}
         self._read: dict[str, int] = {}
-        self._tails: dict[str, bytes] = {}
+        self._last: dict[str, tuple[int, str]] = {}
         self._parquet: dict[str, tuple[int, float | None]] = {}
         # Bytes read of files that are gone, by journal.
         self._gone: dict[str, int] = {}
@@ -245,7 +245,7 @@ class JournalReader:
             needed: Positions of lines that were read and are needed again.
         """
         low = {
-            name: (end, self._tails.get(name, b""))
+            name: (end, self._last.get(name, NO_LINE))
             for name, end in self._read.items()
             # A failure is needed for as long as its group is not complete.
             if _journal_of(name) != FAILURES
@@ -264,7 +264,7 @@ class JournalReader:
         for name in sorted(low):
             offset, before = low[name]
             if (part := self._part(name)) is None:
-                files[name] = [offset, _check(before)]
+                files[name] = [offset, *before]
             elif parts.setdefault(part[0], part[1]) == part[1] and offset == self._read[name]:
                 # Parts are numbered: up to the first one that has something left, none needs to be named.
                 parts[part[0]] = part[1] + 1
@@ -279,7 +279,7 @@ class JournalReader:
         for name in self._read.keys() - entries.keys():
             journal = _journal_of(name)
             self._gone[journal] = self._gone.get(journal, 0) + self._read.pop(name)
-            self._tails.pop(name, None)
+            self._last.pop(name, None)
 
     def _part(self, name: str) -> tuple[str, int] | None:
         if not self._place.immutable_parts or "/" not in name:
@@ -298,7 +298,7 @@ class JournalReader:
             return
         if self._gone.get(journal, 0) + sum(read.values()) == sizes[whole]:
             self._read[whole] = sizes[whole]
-            self._tails.pop(whole, None)
+            self._last.pop(whole, None)
 
     def _new_lines(self, journal: str, entry: Entry) -> Iterator[Line]:
         name, size = entry.name, entry.size
@@ -313,14 +313,13 @@ class JournalReader:
                     start = self._beginning(name, size, file)
                 elif start > size:
                     start = 0  # it lost its end in a crash of the machine, or was replaced
-                tail = self._tails.get(name, b"") if start else b""
+                last = self._last.get(name, NO_LINE) if start else NO_LINE
                 file.seek(start)
                 while start < size and (line := file.readline()).endswith(b"\n"):
-                    position = Position(name, start, tail)
-                    start += len(line)
-                    tail = (tail + line[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+                    position = Position(name, start, last)
+                    start, last = start + len(line), (len(line), _digest(line))
                     # Before the line is used: whoever stops here has had it.
-                    self._read[name], self._tails[name] = start, tail
+                    self._read[name], self._last[name] = start, last
                     text = line.removeprefix(b"\xef\xbb\xbf") if position.offset == 0 else line
                     if text.strip():
                         where = f"{self._place.where(name)} at byte {position.offset}"
@@ -329,14 +328,13 @@ class JournalReader:
             return  # it was compacted or converted since it was listed: the next pass finds the other file
 
     def _beginning(self, name: str, size: int, file: BinaryIO) -> int:
-        offset, check = self._hints["files"].get(name, (0, ""))
-        if not 0 < offset <= size:
+        offset, length, digest = self._hints["files"].get(name, (0, *NO_LINE))
+        if not 0 < length <= offset <= size:
             return 0
-        file.seek(max(0, offset - _TAIL_BYTES))
-        before = file.read(min(offset, _TAIL_BYTES))
-        if _check(before) != check:
+        file.seek(offset - length)
+        if _digest(file.read(length)) != digest:
             return 0
-        self._read[name], self._tails[name] = offset, before
+        self._read[name], self._last[name] = offset, (length, digest)
         return int(offset)
 
     def _parquet_rows(self, journal: str, entry: Entry) -> Iterator[Line]:
@@ -376,8 +374,8 @@ def _is_last(entries: Mapping[str, Entry]) -> bool:
     return all(time is not None and time <= aggregates.modified for time in times)
 
 
-def _check(before: bytes) -> str:
-    return hashlib.blake2b(before, digest_size=8).hexdigest()
+def _digest(line: bytes) -> str:
+    return hashlib.blake2b(line[:_DIGESTED_BYTES], digest_size=8).hexdigest()
 
 
 def _unreadable(error: RecordError) -> None:

@@ -81,7 +81,7 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Hints(msgspec.Struct, frozen=True):
-    files: dict[str, tuple[int, str]]
+    files: dict[str, tuple[int, int, str]]
     parts: dict[str, int]
 
 
