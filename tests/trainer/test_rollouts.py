@@ -316,6 +316,13 @@ def test_what_is_no_run_is_refused_with_what_to_give_instead(tmp_path: Path) -> 
         Rollouts.open(str(tmp_path))
 
 
+def test_a_simulated_run_is_no_data_to_train_on(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run", groups=1, **{"generation.engine": "Simulated"})
+    with pytest.raises(NotARun, match=r"no model wrote the responses.*allow_simulated=True"):
+        Rollouts.open(str(run.path))
+    assert Rollouts.open(str(run.path), allow_simulated=True).counts == Counts()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

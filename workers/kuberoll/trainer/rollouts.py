@@ -91,6 +91,7 @@ class Rollouts:
         *,
         consumer: str = "trainer",
         inexact: Inexact = "error",
+        allow_simulated: bool = False,
         pad_id: int = 0,
         poll_seconds: float | None = None,
         timeout: float = 0.0,
@@ -102,6 +103,8 @@ class Rollouts:
             consumer: Name of this consumer, which its state has: a state is loaded by the consumer that saved it.
             inexact: What to do with trajectories whose token ids are not those that were sampled, or that have no
                 log-probabilities: raise an error, leave them out, or keep them.
+            allow_simulated: Open a run of `engine: Simulated`, too: no model wrote its responses, and their
+                log-probabilities are not those of a policy.
             pad_id: Token id after a row's end.
             poll_seconds: Seconds between two looks for new trajectories; None: 0.02 to 0.05 in a directory, 1 in an
                 object store.
@@ -118,6 +121,11 @@ class Rollouts:
         if not consumer:
             raise ValueError("consumer: found an empty name; name the consumer, such as 'grpo'")
         manifest = _await_manifest(_checked_location(location), timeout)
+        if manifest.identity.get("generation.engine") == "Simulated" and not allow_simulated:
+            raise NotARun(
+                f"{location}: its engine is Simulated: no model wrote the responses, and their log-probabilities are "
+                "not those of a policy; to try the way of the data, open it with allow_simulated=True"
+            )
         place = open_place(location, seconds=poll_seconds)
         try:
             return cls(location, manifest=manifest, place=place, consumer=consumer, inexact=inexact, pad_id=pad_id)
