@@ -36,7 +36,7 @@ STATE = {
     "FailureRecord", "GroupResult", "GymRollout", "Message", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
     "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
-    "_Form", "_Segment", "_Server", "_Turn",
+    "_Form", "_OpenGroup", "_Segment", "_Server", "_Turn",
 }  # fmt: skip
 
 # Dataclasses of many fields that may be made without naming these: they are read from lines, or made in one place.
@@ -74,17 +74,17 @@ def test_source_roots_are_no_packages(root: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["kuberoll_api", "kuberoll_operator", "kuberoll_workers"])
+@pytest.mark.parametrize("package", ["kuberoll", "kuberoll_api", "kuberoll_operator", "kuberoll_workers"])
 def test_importing_any_module_is_cheap(package: str) -> None:
     modules = modules_of(package)
     assert not loaded_by(*modules) & HEAVY
 
 
 def dataclasses_of_workers() -> dict[tuple[str, str], type]:
-    """All dataclasses of kuberoll_workers, by module and name."""
+    """All dataclasses of kuberoll_workers and kuberoll, by module and name."""
     return {
         (module.__name__, name): found
-        for module in map(importlib.import_module, modules_of("kuberoll_workers"))
+        for module in map(importlib.import_module, [*modules_of("kuberoll_workers"), *modules_of("kuberoll")])
         for name, found in vars(module).items()
         if dataclasses.is_dataclass(found) and isinstance(found, type) and found.__module__ == module.__name__
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -98,16 +99,20 @@ class _Directory:
         self.idle_seconds = LOCAL_IDLE_SECONDS if seconds is None else seconds
 
     def entries(self) -> list[Entry]:
+        return self._listed("", follow=True)
+
+    def _listed(self, folder: str, *, follow: bool) -> list[Entry]:
         found: list[Entry] = []
-        with os.scandir(self._path) as top:
-            for item in top:
-                if _is_read(item.name):
-                    found += _entry(item, item.name)
-                elif item.name in (FAILURES, DROPPED):
-                    with os.scandir(item.path) as folder:
-                        for part in folder:
-                            if _is_read(name := f"{item.name}/{part.name}"):
-                                found += _entry(part, name)
+        with os.scandir(self._path / folder) as items:
+            for item in items:
+                name = f"{folder}/{item.name}" if folder else item.name
+                # The end of a run compacts folders, and removes them.
+                with contextlib.suppress(FileNotFoundError):
+                    if follow and name in (FAILURES, DROPPED):
+                        found += self._listed(name, follow=False)
+                    elif _is_read(name):
+                        stat = item.stat()
+                        found.append(Entry(name, stat.st_size, stat.st_mtime))
         return found
 
     def open(self, name: str) -> BinaryIO:
@@ -115,14 +120,6 @@ class _Directory:
 
     def where(self, name: str) -> str:
         return str(self._path / name)
-
-
-def _entry(item: os.DirEntry[str], name: str) -> list[Entry]:
-    try:
-        stat = item.stat()
-    except FileNotFoundError:
-        return []
-    return [Entry(name, stat.st_size, stat.st_mtime)]
 
 
 class _ObjectStore:
