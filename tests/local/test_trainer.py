@@ -59,7 +59,7 @@ def test_a_trainer_that_is_killed_has_each_group_of_a_run_once(tmp_path: Path) -
             # Slow enough for the trainer to be ahead of the run.
             "simulated": {"responses": WAYS, "firstTokenSeconds": 0.05},
         },
-        dataset={"source": {"generator": {"count": GROUPS}}, "repeats": REPEATS},
+        dataset={"source": {"generator": {"count": GROUPS // 2}}, "repeats": REPEATS, "epochs": 2, "shuffleSeed": 3},
         rollout={"concurrency": 2},
         workers={"replicas": 2},
     )

@@ -52,7 +52,7 @@ class GroupRules:
         oversample: Further trajectories that are started for each.
         atomic: A group has all of its trajectories or none.
         shards: Number of shards.
-        groups: Number of groups of the dataset.
+        groups: Number of groups: one for each row in each pass.
         wanted: Number of groups to keep; None: all.
     """
 
@@ -104,7 +104,8 @@ def group_rules(manifest: RunManifest, *, where: str) -> GroupRules:
         oversample=int(identity.get("rollout.groups.oversample") or 0),
         atomic=bool(identity.get("rollout.groups.atomic")),
         shards=manifest.shards,
-        groups=_whole(manifest.inputs, "rows", where),
+        # Manifests from before there were passes have no number of them.
+        groups=_whole(manifest.inputs, "rows", where) * int(identity.get("dataset.epochs") or 1),
         wanted=None if wanted is None else int(wanted),
     )
 
