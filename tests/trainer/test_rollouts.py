@@ -192,6 +192,12 @@ def test_inexact_trajectories_are_never_silently_in(run: WrittenRun) -> None:
     assert members(skipping) == [[(0, 0)], [(2, 0), (2, 1)]]
     assert skipping.counts == Counts(groups=2, trajectories=3, short_groups=1, inexact_trajectories=3)
     assert len(members(Rollouts.open(str(run.path), inexact="keep"))) == 3
+    # What was left out is not late where it is read again.
+    state = skipping.state_dict()
+    state["read"] = {"files": {}, "parts": {}}
+    skipping.load_state_dict(state)
+    assert members(skipping) == []
+    assert skipping.counts.late_trajectories == 0
 
 
 def test_an_unreadable_line_is_left_out_and_one_of_another_run_refused(run: WrittenRun) -> None:
@@ -301,6 +307,9 @@ def test_what_is_no_run_is_refused_with_what_to_give_instead(tmp_path: Path) -> 
         Rollouts.open("rolloutjob://namespace/name")
     with pytest.raises(ValueError, match="mount the claim, and open the directory"):
         Rollouts.open("pvc://claim/run")
+    with pytest.raises(NotARun, match="nowhere://bucket"):
+        # At once: no run will ever begin there.
+        Rollouts.open("nowhere://bucket/run", timeout=3600)
     with pytest.raises(NotARun, match=r"found neither manifest.json nor shard-\*.jsonl"):
         Rollouts.open(str(tmp_path))
     (tmp_path / "shard-00000.jsonl").write_text("")

@@ -202,7 +202,7 @@ class GroupTracker:
 
     Attributes:
         closed: Groups that were delivered, filtered out, or left out by the caller.
-        short: Rollout indexes of the delivered groups that had fewer trajectories than they should have.
+        short: Rollout indexes of the closed groups that had fewer trajectories than they should have.
         filtered_groups: Number of closed groups that were filtered out.
         late: Number of lines of trajectories that finished after their group was delivered without them.
     """
@@ -214,8 +214,8 @@ class GroupTracker:
         self.filtered_groups = 0
         self.late = 0
         self._open: dict[GroupKey, _OpenGroup] = {}
-        # Ready and not closed, with the places of their lines.
-        self._ready: dict[GroupKey, list[Position]] = {}
+        # Ready and not closed.
+        self._ready: dict[GroupKey, _OpenGroup] = {}
         self._touched: set[GroupKey] = set()
         # Ended without anything to deliver; a resumed run may still finish them.
         self._failed: set[GroupKey] = set()
@@ -312,22 +312,16 @@ class GroupTracker:
         # They may be final later, without a further line.
         self._touched = waiting
 
-    def close(self, key: GroupKey, *, delivered: Group | None) -> None:
-        """Close a ready group.
-
-        Args:
-            delivered: The group as it was delivered; None if it was left out.
-        """
-        del self._ready[key]
+    def close(self, key: GroupKey) -> None:
+        """Close a ready group: it is delivered, or left out."""
+        group = self._ready.pop(key)
         self.closed.add(key)
-        if delivered is not None and len(delivered.trajectories) < delivered.wanted:
-            self.short[key] = tuple(record.rollout_index for record in delivered.trajectories)
+        if len(group.members) < self.rules.repeats[group.task_name]:
+            self.short[key] = tuple(sorted(group.members))
 
     def needed(self) -> Iterator[Position]:
         """Places of the lines that are still needed: those of groups that are not closed."""
-        for positions in self._ready.values():
-            yield from positions
-        for group in self._open.values():
+        for group in (*self._ready.values(), *self._open.values()):
             yield from (member.position for member in group.members.values())
 
     def _key(self, record: TrajectoryRecord | FailureRecord | DroppedRecord, where: str) -> GroupKey:
@@ -344,7 +338,7 @@ class GroupTracker:
 
     def _make_ready(self, key: GroupKey, group: _OpenGroup) -> Group:
         self._forget(key)
-        self._ready[key] = [member.position for member in group.members.values()]
+        self._ready[key] = group
         return Group(
             key=key,
             task_name=group.task_name,

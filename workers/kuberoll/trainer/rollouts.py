@@ -28,6 +28,7 @@ from kuberoll_workers.output.manifest import MANIFEST, RunManifest, RunRefused
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.run_files import NotARun, RunFiles
+from kuberoll_workers.output.storage import StorageError
 from kuberoll_workers.output.unreadable import warn_unreadable
 
 Inexact = Literal["error", "skip", "keep"]
@@ -120,13 +121,16 @@ class Rollouts:
             raise ValueError(f"poll_seconds: found {poll_seconds}, expected a number above 0")
         if not consumer:
             raise ValueError("consumer: found an empty name; name the consumer, such as 'grpo'")
-        manifest = _await_manifest(_checked_location(location), timeout)
+        try:
+            place = open_place(_checked_location(location), seconds=poll_seconds)
+        except StorageError as error:
+            raise NotARun(str(error)) from error
+        manifest = _await_manifest(location, timeout)
         if manifest.identity.get("generation.engine") == "Simulated" and not allow_simulated:
             raise NotARun(
                 f"{location}: its engine is Simulated: no model wrote the responses, and their log-probabilities are "
                 "not those of a policy; to try the way of the data, open it with allow_simulated=True"
             )
-        place = open_place(location, seconds=poll_seconds)
         try:
             return cls(location, manifest=manifest, place=place, consumer=consumer, inexact=inexact, pad_id=pad_id)
         except ValueError as error:
@@ -303,7 +307,7 @@ class Rollouts:
                 return False
             for group in mine:
                 self._queue.popleft()
-                self._tracker.close(group.key, delivered=group)
+                self._tracker.close(group.key)
             counts = self._counts
             self._counts = replace(
                 counts,
@@ -376,7 +380,7 @@ class Rollouts:
         if exact:
             self._queue.append(replace(group, trajectories=exact) if left_out else group)
         else:
-            self._tracker.close(group.key, delivered=None)
+            self._tracker.close(group.key)
         counts = self._counts
         self._counts = replace(counts, inexact_trajectories=counts.inexact_trajectories + left_out)
 
