@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kuberoll.trainer import Batch, Group, GroupKey, InexactTrajectory, RowTooLong, grpo
 from kuberoll.trainer.batch import make_batch, require_exact
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Branch, Timing, TrajectoryRecord
+from tests.analysis.test_paths import played
+from tests.serving.test_session_tree import calls
 from tests.trainer.support import trajectory
 
 
@@ -52,7 +54,6 @@ def test_versions_that_are_no_numbers_are_texts() -> None:
     record.messages[3].policy_versions = [("step-7", 0, 1)]
     batch = batch_of(group(record))
     assert batch.policy_version.tolist() == [["", "", "3", "3", "", "step-7"]]
-    assert "policy_version" not in batch.torch()
     record.messages[3].policy_versions = [("07", 0, 1)]
     assert batch_of(group(record)).policy_version.tolist()[0][-1] == "07"
 
@@ -79,6 +80,25 @@ def test_each_path_is_a_row_with_the_advantage_of_its_trajectory() -> None:
     np.testing.assert_allclose(batch.advantages, [0.5**0.5, 0.5**0.5, -(0.5**0.5)], rtol=1e-5)
 
 
+@given(calls)
+def test_every_response_of_an_agent_is_learned_in_one_row_after_what_the_policy_saw(
+    made: list[tuple[int, list[int], list[int]]],
+) -> None:
+    assume(any(response for _, _, response in made))
+    asked: list[tuple[list[int], list[int]]] = []
+    wholes: list[list[int]] = []
+    for number, (base, more, response) in enumerate(made):
+        prompt = [*(wholes[base % len(wholes)] if wholes and base >= 0 else [7]), *more]
+        asked.append((prompt, [100 + number] * len(response)))
+        wholes.append([*prompt, *asked[-1][1]])
+    batch = batch_of(group(played(asked)))
+    rows = [ids[:length].tolist() for ids, length in zip(batch.input_ids, batch.lengths, strict=True)]
+    assert all(row in wholes for row in rows)
+    learned = Counter(batch.input_ids[batch.loss_mask].tolist())
+    assert learned == Counter(token for _, response in asked for token in response)
+    assert np.isfinite(batch.logprobs).all()
+
+
 def test_a_trajectory_whose_prompt_left_no_room_is_a_row_without_anything_to_learn() -> None:
     record = trajectory(0)
     record.messages = record.messages[:1]
@@ -87,6 +107,7 @@ def test_a_trajectory_whose_prompt_left_no_room_is_a_row_without_anything_to_lea
     assert not batch.loss_mask.any()
 
 
+@pytest.mark.slow
 def test_tensors_are_the_arrays() -> None:
     torch = pytest.importorskip("torch")
     batch = batch_of(group(trajectory(0), trajectory(0, 1)))
@@ -95,6 +116,10 @@ def test_tensors_are_the_arrays() -> None:
     assert (tensors["logprobs"].dtype, tensors["advantages"].shape) == (torch.float32, (2,))
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor.numpy(), getattr(batch, name))
+    record = trajectory(0)
+    record.messages[3].policy_versions = [("step-7", 0, 1)]
+    # Texts are no tensors.
+    assert tensors.keys() - batch_of(group(record)).torch().keys() == {"policy_version"}
 
 
 def of_lengths(lengths: Sequence[int]) -> Batch:

@@ -179,6 +179,7 @@ def place(remote: bool) -> Iterator[str]:
             yield f"{directory}/run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 @given(seed=st.integers(0, 1 << 32), parquet=st.booleans())
 def test_each_group_is_delivered_once(remote: bool, seed: int, parquet: bool) -> None:
@@ -239,6 +240,7 @@ def test_each_group_is_delivered_once(remote: bool, seed: int, parquet: bool) ->
         assert counts.groups + counts.filtered_groups + counts.failed_groups == GROUPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 @given(seed=st.integers(0, 1 << 32), parquet=st.booleans(), groups=st.integers(1, 4), place_of_death=st.integers(0, 14))
 def test_what_follows_a_restart_is_what_would_have_followed_without_it(

@@ -86,7 +86,7 @@ def test_files_may_vanish_while_they_are_listed(tmp_path: Path) -> None:
     reader, done = reader_of(str(run.path)), threading.Event()
 
     def compact() -> None:
-        for number in range(200):
+        for number in range(60):
             (run.path / "failures").mkdir()
             (run.path / "failures" / f"worker-{number}.jsonl").write_bytes(b"{}\n")
             run.storage.compact("failures")
