@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
+import os
 import random
 import statistics
 import sys
@@ -20,9 +22,12 @@ from kuberoll.trainer import Rollouts
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import TrajectoryRecord, encode_line
 from kuberoll_workers.output import records
-from kuberoll_workers.output.journal import FileJournal
+from kuberoll_workers.output.part_journal import PartLimits
+from kuberoll_workers.output.run_directory import MANIFEST
+from kuberoll_workers.output.storage import DirectoryStorage, open_storage
+from tests.output.s3 import S3Server
 from tests.output.support import Observed
-from tests.trainer.support import WrittenRun, trajectory
+from tests.trainer.support import WrittenRun, manifest, trajectory
 
 REPEATS = 8
 TURNS = 4
@@ -48,30 +53,60 @@ def long_trajectory(task: int, rollout: int, tokens: int) -> TrajectoryRecord:
     return trajectory(task, rollout, reward=float(rollout % 2), messages=messages)
 
 
-async def latency(groups: int, tokens: int) -> list[float]:
-    """Milliseconds from the return of the sync of a group's last line to its batch in another process."""
-    with tempfile.TemporaryDirectory() as directory:
-        run = WrittenRun(Path(directory) / "run", groups=groups, repeats=REPEATS)
-        consumer = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CONSUMER, str(run.path), stdout=asyncio.subprocess.PIPE
-        )
-        assert consumer.stdout is not None
-        journal = FileJournal(run.path / "shard-00000.jsonl", seconds=Observed())
-        written: list[float] = []
-        received: list[float] = []
-        for task in range(groups):
-            for rollout in range(REPEATS):
-                await journal.append(long_trajectory(task, rollout, tokens))
-            written.append(time.monotonic())
-            name, moment = (await consumer.stdout.readline()).split()
-            assert int(name) == task
-            received.append(float(moment))
-            # So that the consumer's looks fall anywhere.
-            await asyncio.sleep(random.uniform(0.05, 0.25))
-        await journal.close()
-        await consumer.wait()
+async def latency(location: str, *, groups: int, tokens: int) -> list[float]:
+    """Milliseconds from the end of a group's last trajectory to its batch in another process, without the first group.
+
+    In a directory from the return of the journal's sync, in an object store from the trajectory's end: it waits for its
+    part, of at most a second here.
+    """
+    storage = open_storage(location, parts=PartLimits(max_seconds=1.0))
+    storage.write(MANIFEST, json.dumps(manifest(groups=groups, repeats=REPEATS)).encode())
+    consumer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CONSUMER, location, stdout=asyncio.subprocess.PIPE
+    )
+    assert consumer.stdout is not None
+    journal = storage.journal("shard-00000", owner="worker-00000-00000000", seconds=Observed())
+    found: list[float] = []
+    for task in range(groups):
+        stored = [journal.add(long_trajectory(task, rollout, tokens))[0] for rollout in range(REPEATS)]
+        if isinstance(storage, DirectoryStorage):
+            await asyncio.gather(*stored)
+        ended = time.monotonic()
+        name, moment = (await consumer.stdout.readline()).split()
+        assert int(name) == task
+        found.append(1000 * (float(moment) - ended))
+        # So that the consumer's looks fall anywhere.
+        await asyncio.sleep(random.uniform(0.05, 0.25))
+    await journal.close()
+    await consumer.wait()
     # The first has the start of the consumer's process.
-    return [1000 * (after - before) for before, after in zip(written, received, strict=True)][1:]
+    return sorted(found[1:])
+
+
+def print_latency(where: str, found: list[float], tokens: int) -> None:
+    print(
+        f"{where}, {len(found)} groups of {REPEATS} × {tokens} tokens: p50 {statistics.median(found):.0f} ms, "
+        f"p99 {found[int(0.99 * len(found))]:.0f} ms, most {found[-1]:.0f} ms"
+    )
+
+
+def store_latency(groups: int, tokens: int) -> list[float]:
+    """`latency` in moto's S3 server on this machine."""
+    import fsspec
+
+    server = S3Server()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    try:
+        fsspec.filesystem("s3").mkdir("bucket")
+        return asyncio.run(latency("s3://bucket/run", groups=groups, tokens=tokens))
+    finally:
+        server.close()
 
 
 def replay(groups: int, tokens: int) -> None:
@@ -109,11 +144,11 @@ def main() -> None:
     parser.add_argument("--replayed", type=int, default=250)
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
-    found = sorted(asyncio.run(latency(options.groups, options.tokens)))
-    print(
-        f"from the journal's sync to the batch, {len(found)} groups of {REPEATS} × {options.tokens} tokens: "
-        f"p50 {statistics.median(found):.0f} ms, p99 {found[int(0.99 * len(found))]:.0f} ms, most {found[-1]:.0f} ms"
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        found = asyncio.run(latency(directory, groups=options.groups, tokens=options.tokens))
+    print_latency("from the journal's sync to the batch, a directory", found, options.tokens)
+    found = store_latency(max(2, options.groups // 4), options.tokens)
+    print_latency("from a trajectory's end to the batch, S3 with parts of 1 s", found, options.tokens)
     replay(options.replayed, options.tokens)
 
 
