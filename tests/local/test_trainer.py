@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kuberoll.trainer import Rollouts
 from tests.local.support import PATIENCE_SECONDS, WAYS, manifest, running, trajectories
 from tests.without_torch import without_torch
@@ -49,7 +51,8 @@ def start(*paths: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_trainer_that_is_killed_has_each_group_of_a_run_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["JSONL", "Parquet"])
+def test_a_trainer_that_is_killed_has_each_group_of_a_run_once(tmp_path: Path, form: str) -> None:
     output, checkpoint, log = tmp_path / "run", tmp_path / "checkpoint", tmp_path / "log"
     job = manifest(
         tmp_path / "job.yaml",
@@ -62,6 +65,7 @@ def test_a_trainer_that_is_killed_has_each_group_of_a_run_once(tmp_path: Path) -
         dataset={"source": {"generator": {"count": GROUPS // 2}}, "repeats": REPEATS, "epochs": 2, "shuffleSeed": 3},
         rollout={"concurrency": 2},
         workers={"replicas": 2},
+        output={"format": form},
     )
     with running(job, "--output", output) as run:
         while_it_runs = 0
