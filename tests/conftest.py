@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,14 +68,21 @@ MARKS_OF_FIXTURES = {"browser": "browser", "ray": "ray", "s3_server": "slow", "s
 SLOW_MARKS = frozenset({"browser", "cluster", "engine", "images", "long", "processes", "ray", "slow"})
 """Markers of tests that `--quick` leaves out."""
 
+_MARKS_OF_MODULE = re.compile(r"^pytestmark = (.*)$", re.MULTILINE)
+_MARK = re.compile(r"pytest\.mark\.(\w+)")
+
 # Tests that start the same heavy parts run one after another in one process of pytest-xdist; these groups come first.
 _GROUPS = ("images", "cluster", "ray")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Directories whose tests all have a marker are not even imported by `--quick`."""
-    quick = config.getoption("--quick") and collection_path.parent == TESTS
-    return True if quick and collection_path.name in MARKS_OF_DIRECTORIES else None
+    """Directories and modules whose tests all have a marker are not even imported by `--quick`."""
+    if not config.getoption("--quick"):
+        return None
+    if collection_path.is_dir():
+        return True if collection_path.parent == TESTS and collection_path.name in MARKS_OF_DIRECTORIES else None
+    marks = _MARKS_OF_MODULE.search(collection_path.read_text()) if collection_path.suffix == ".py" else None
+    return True if marks and not SLOW_MARKS.isdisjoint(_MARK.findall(marks[1])) else None
 
 
 @pytest.hookimpl(tryfirst=True)
