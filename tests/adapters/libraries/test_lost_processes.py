@@ -16,6 +16,7 @@ from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.registry import PlainSpec
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.rollouts.scheduling import run_rollout
+from kuberoll_workers.rollouts.settings import RetryPolicy
 from kuberoll_workers.telemetry import RolloutMetrics
 from tests.adapters.libraries.test_contract import ARITHMETIC, LAKE
 from tests.rollouts.fakes import ScriptedPolicy, rollout_of, sample
@@ -88,6 +89,8 @@ async def play(name: str, kills: set[tuple[int, int]]) -> tuple[dict[Any, Trajec
             metrics=metrics,
             concurrency=16,
             max_sequence_length=100_000,
+            # On a busy machine a kill finds processes that still start after the one before.
+            retries=RetryPolicy(environment_attempts=len(kills) + 1),
         )
         await run_rollout(rollout, samples, sink)
     finally:
