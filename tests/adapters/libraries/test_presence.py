@@ -68,19 +68,19 @@ async def watched() -> AsyncIterator[tuple[Listener, Presence]]:
 
 async def test_each_end_of_a_server_is_counted_once() -> None:
     async with watched() as (listener, presence):
-        assert await presence.watch() == 0
+        assert await presence.watch(0.0) == 0
         for number in (1, 2):
             await until(functools.partial(listener.has_accepted, number))
             listener.stop()
             await until(functools.partial(has_seen, presence, number))
             await listener.start()
         await until(lambda: listener.accepted == 3)
-        assert await presence.watch() == 2
+        assert await presence.watch(0.0) == 2
 
 
 async def test_a_server_that_closes_idle_connections_has_not_ended() -> None:
     async with watched() as (listener, presence):
-        await presence.watch()
+        await presence.watch(0.0)
         for number in range(1, 5):
             await until(functools.partial(listener.has_accepted, number))
             listener.drop()
@@ -91,10 +91,25 @@ async def test_a_server_that_closes_idle_connections_has_not_ended() -> None:
 async def test_a_server_that_was_never_there_has_not_ended() -> None:
     async with watched() as (listener, presence):
         listener.stop()
-        assert await presence.watch() == 0
+        assert await presence.watch(0.0) == 0
         await listener.start()
         await until(lambda: listener.accepted == 1)
         assert presence.ends == 0
+
+
+async def test_a_session_begins_when_its_server_is_watched() -> None:
+    async with watched() as (listener, presence):
+        assert await presence.watch(0.0) == 0
+        await until(functools.partial(listener.has_accepted, 1))
+        listener.stop()
+        await until(functools.partial(has_seen, presence, 1))
+        # One that is there for a moment only: who has begun a session with it learns of its end.
+        waiting = asyncio.create_task(presence.watch(240.0))
+        await listener.start()
+        assert await waiting == 1
+        await until(functools.partial(listener.has_accepted, 2))
+        listener.stop()
+        await until(functools.partial(has_seen, presence, 2))
 
 
 async def test_who_is_patient_waits_for_a_server_and_for_nothing_else() -> None:

@@ -111,7 +111,7 @@ class NemoGymEnvironment(EnvironmentInterface):
     async def _begin(self, episode: Episode) -> EpisodeStart:
         begin = self._seed if self._stepped is None else self._stepped.begin
         if self._presence is not None:
-            self._began[episode.id] = await self._presence.watch()
+            self._began[episode.id] = await self._presence.watch(self._config.connect_seconds)
         start = await begin(episode)
         self._check_session(episode.id)
         return start
