@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import orjson
 
+from kuberoll_workers.dataset.record_file import RecordFile
 from kuberoll_workers.dataset.rows import DatasetError, RowPosition
 
 _MEMORY_BYTES = 32 << 20
@@ -62,7 +63,7 @@ def shuffled(rows: Iterable[NumberedRow], seed: int) -> Iterator[NumberedRow]:
         DatasetError: A row cannot be written as JSON.
     """
     with tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, prefix="kuberoll-rows-") as file:
-        ends, parts, numbers = array("Q", [0]), array("H"), array("Q")
+        texts, parts, numbers = RecordFile(file), array("H"), array("Q")
         files: dict[tuple[str, str], int] = {}
         places, lines = array("I"), array("Q")
         for part, number, place, row in rows:
@@ -70,16 +71,14 @@ def shuffled(rows: Iterable[NumberedRow], seed: int) -> Iterator[NumberedRow]:
                 text = orjson.dumps(row)
             except (TypeError, RecursionError) as error:
                 raise DatasetError(f"{place}: the row cannot be written as JSON: {error}") from error
-            file.write(text)
-            ends.append(ends[-1] + len(text))
+            texts.append(text)
             parts.append(part)
             numbers.append(number)
             places.append(files.setdefault((place.before, place.after), len(files)))
             lines.append(place.number)
         named = list(files)
         for index in array("q", shuffled_order(len(parts), seed).tobytes()):
-            file.seek(ends[index])
-            row = orjson.loads(file.read(ends[index + 1] - ends[index]))
+            row = orjson.loads(texts.read(index))
             before, after = named[places[index]]
             yield NumberedRow(parts[index], numbers[index], RowPosition(before, lines[index], after), row)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-from array import array
 from collections.abc import Iterable, Iterator
 
 from kuberoll_workers.dataset.order import derived_seed, shuffled_order
+from kuberoll_workers.dataset.record_file import RecordFile
 from kuberoll_workers.dataset.rows import Row
 
 _MEMORY_BYTES = 32 << 20
@@ -25,17 +25,15 @@ def passes(rows: Iterable[Row], count: int, *, seed: int | None) -> Iterator[Row
         yield from rows
         return
     with tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, prefix="kuberoll-rows-") as file:
-        ends = array("Q", [0])
+        copies = RecordFile(file)
         for row in rows:
             # Not as JSON, which would turn a generator's tuples into lists.
-            file.write(text := pickle.dumps(row))
-            ends.append(ends[-1] + len(text))
+            copies.append(pickle.dumps(row))
             yield row
-        number = len(ends) - 1
+        number = len(copies)
         for turn in range(1, count):
             order = range(number) if seed is None else shuffled_order(number, derived_seed(seed, f"pass {turn}"))
-            for index in map(int, order):
-                file.seek(ends[index])
-                row = pickle.loads(file.read(ends[index + 1] - ends[index]))
+            for index in order:
+                row = pickle.loads(copies.read(index))
                 assert isinstance(row, Row)
                 yield row

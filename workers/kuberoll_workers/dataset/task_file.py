@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable
 from typing import IO
 
 from kuberoll_workers.dataset.expansion import PromptGroup
+from kuberoll_workers.dataset.record_file import RecordFile
 from kuberoll_workers.dataset.rows import Row
 
 
@@ -23,21 +23,15 @@ class TaskFile:
         Raises:
             DatasetError: A row is invalid.
         """
-        self._file = file
-        self._ends: array[int] = array("q", [0])
+        self._records = RecordFile(file)
         for group in groups:
             # Equal rows are one task, which was added with the first of them.
             if group.task_index == len(self):
-                file.write(encode(group.row))
-                self._ends.append(file.tell())
+                self._records.append(encode(group.row))
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self._records)
 
     def find(self, task: int) -> bytes | None:
         """What is kept of a task; None if the dataset has no such task."""
-        if not 0 <= task < len(self):
-            return None
-        begin, end = self._ends[task], self._ends[task + 1]
-        self._file.seek(begin)
-        return self._file.read(end - begin)
+        return self._records.read(task) if 0 <= task < len(self) else None
