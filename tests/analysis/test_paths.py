@@ -43,18 +43,25 @@ def played(made: list[tuple[list[int], list[int]]], index: int = 0) -> Trajector
     return agent_trajectory(sample, fakes.settings(), closed, end, TEXTS.decode).record()
 
 
+def asked_in(made: list[tuple[int, list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response of each call, which goes on with any earlier one, or with none.
+
+    Responses of its own tell a call apart.
+    """
+    asked: list[tuple[list[int], list[int]]] = []
+    for number, (base, more, response) in enumerate(made):
+        before = asked[base % len(asked)] if asked and base >= 0 else ([7], [])
+        asked.append(([*before[0], *before[1], *more], [100 + number] * len(response)))
+    return asked
+
+
 @given(calls)
 def test_each_response_is_learned_once_and_every_path_is_what_the_policy_saw(
     made: list[tuple[int, list[int], list[int]]],
 ) -> None:
     assume(any(response for _, _, response in made))
-    asked: list[tuple[list[int], list[int]]] = []
-    wholes: list[list[int]] = []
-    for number, (base, more, response) in enumerate(made):
-        # An agent goes on with any earlier call, or with none; responses of its own tell calls apart.
-        prompt = [*(wholes[base % len(wholes)] if wholes and base >= 0 else [7]), *more]
-        asked.append((prompt, [100 + number] * len(response)))
-        wholes.append([*prompt, *asked[-1][1]])
+    asked = asked_in(made)
+    wholes = [prompt + response for prompt, response in asked]
     record = played(asked)
     learned: Counter[int] = Counter()
     for _, path in paths(record):

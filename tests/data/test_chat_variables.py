@@ -19,16 +19,6 @@ THOUGHT = "<think>\n\n</think>\n\n"
 QWEN3 = Path(__file__).parent / "templates" / "qwen3.jinja"
 
 
-@pytest.fixture(params=["files", "transformers"])
-def qwen3(request: pytest.FixtureRequest, tmp_path: Path) -> HuggingFaceTokenizer:
-    found = model("qwen3").hugging_face
-    if request.param == "transformers":
-        return HuggingFaceTokenizer(found)
-    found.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    return HuggingFaceTokenizer.load(str(tmp_path))
-
-
 def test_thinking_is_turned_off_in_prompts_and_texts(qwen3: HuggingFaceTokenizer) -> None:
     quiet = qwen3.with_variables({"enable_thinking": False})
     for tokenizer, thinks in ((qwen3, True), (quiet, False)):

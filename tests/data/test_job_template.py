@@ -26,16 +26,6 @@ OWN = """
 RENDERED = "<|im_start|>SYSTEM: Be brief.<|im_end|>\n<|im_start|>USER: 2+2?<|im_end|>\n<|im_start|>ASSISTANT:"
 
 
-@pytest.fixture(params=["files", "transformers"])
-def qwen3(request: pytest.FixtureRequest, tmp_path: Path) -> HuggingFaceTokenizer:
-    found = model("qwen3").hugging_face
-    if request.param == "transformers":
-        return HuggingFaceTokenizer(found)
-    found.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    return HuggingFaceTokenizer.load(str(tmp_path))
-
-
 def wanting(**fields: Any) -> RolloutJob:
     return RolloutJob.model_validate(
         {

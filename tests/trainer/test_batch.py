@@ -15,7 +15,7 @@ from kuberoll.trainer import Batch, Group, GroupKey, InexactTrajectory, RowTooLo
 from kuberoll.trainer.batch import make_batch, require_exact
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import Branch, Timing, TrajectoryRecord
-from tests.analysis.test_paths import played
+from tests.analysis.test_paths import asked_in, played
 from tests.serving.test_session_tree import calls
 from tests.trainer.support import trajectory
 
@@ -85,12 +85,8 @@ def test_every_response_of_an_agent_is_learned_in_one_row_after_what_the_policy_
     made: list[tuple[int, list[int], list[int]]],
 ) -> None:
     assume(any(response for _, _, response in made))
-    asked: list[tuple[list[int], list[int]]] = []
-    wholes: list[list[int]] = []
-    for number, (base, more, response) in enumerate(made):
-        prompt = [*(wholes[base % len(wholes)] if wholes and base >= 0 else [7]), *more]
-        asked.append((prompt, [100 + number] * len(response)))
-        wholes.append([*prompt, *asked[-1][1]])
+    asked = asked_in(made)
+    wholes = [prompt + response for prompt, response in asked]
     batch = batch_of(group(played(asked)))
     rows = [ids[:length].tolist() for ids, length in zip(batch.input_ids, batch.lengths, strict=True)]
     assert all(row in wholes for row in rows)
