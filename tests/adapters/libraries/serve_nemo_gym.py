@@ -16,12 +16,16 @@ def class_of(name: str) -> Any:
     """The class of one of the package's servers."""
     from nemo_gym.base_resources_server import SimpleResourcesServer
 
-    module = importlib.import_module(f"resources_servers.{name}.app")
-    found: Any
+    return class_in(f"resources_servers.{name}.app", SimpleResourcesServer)
+
+
+def class_in(name: str, base: type) -> Any:
+    """The only class of this base that a module defines."""
+    module = importlib.import_module(name)
     (found,) = (
         item
         for item in vars(module).values()
-        if isinstance(item, type) and issubclass(item, SimpleResourcesServer) and item.__module__ == module.__name__
+        if isinstance(item, type) and issubclass(item, base) and item.__module__ == module.__name__
     )
     return found
 

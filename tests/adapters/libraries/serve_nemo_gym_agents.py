@@ -19,6 +19,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from tests.adapters.libraries.serve_nemo_gym import class_in
+
 AGENTS = {
     "blackjack_gymnasium_agent": ("gymnasium_agent", "blackjack"),
     "mcqa_simple_agent": ("simple_agent", "mcqa"),
@@ -84,13 +86,7 @@ def make(name: str, config: dict[str, Any]) -> Any:
         return HeadServer(config=head).setup_webserver()
     ((kind, servers),) = config[name].items()
     ((implementation, settings),) = servers.items()
-    module = importlib.import_module(f"{kind}.{implementation}.app")
-    found: Any
-    (found,) = (
-        item
-        for item in vars(module).values()
-        if isinstance(item, type) and issubclass(item, SimpleServer) and item.__module__ == module.__name__
-    )
+    found = class_in(f"{kind}.{implementation}.app", SimpleServer)
     made = found(
         config=found.model_fields["config"].annotation(name=name, **settings),
         server_client=ServerClient(head_server_config=head, global_config_dict=OmegaConf.create(config)),
