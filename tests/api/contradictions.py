@@ -72,6 +72,27 @@ REFUSED: dict[str, Contradiction] = {
     "a name that begins with a digit": Contradiction({"metadata.name": "1st"}, "beginning with a letter"),
     "a name with a dot": Contradiction({"metadata.name": "a.b"}, "lowercase letters, digits and dashes"),
     "a name too long": Contradiction({"metadata.name": "a" * 41}, "metadata.name must be at most 40"),
+    "onPolicy without a bound": Contradiction({"spec.rollout.onPolicy": {"onStale": "Drop"}}, "set maxLag, maxAhead or both"),
+    "Finish without maxLag": Contradiction(
+        {"spec.rollout.onPolicy": {"onStale": "Finish", "maxAhead": 4}},
+        "spec.rollout.onPolicy.onStale: Invalid value: Finish is for maxLag",
+    ),
+    "shards without a worker for a trainer": Contradiction(
+        {"spec.rollout.onPolicy": {"maxAhead": 4}, "spec.workers": {"replicas": 2, "shards": 4}},
+        "spec.workers.shards: Invalid value: with rollout.onPolicy or dataset.epochs: null every shard needs a worker",
+    ),
+    "versions of an endpoint that names none": Contradiction(
+        {
+            "spec.rollout.onPolicy": {"maxLag": 1},
+            "spec.generation.backend": "External",
+            "spec.generation.external": {"url": "https://a/b", "api": "OpenAI"},
+        },
+        "spec.generation.external.api: Invalid value: OpenAI endpoints do not name the weights",
+    ),
+    "versions that do not count": Contradiction(
+        {"spec.rollout.onPolicy": {"maxLag": 1}, "spec.weights": {"uri": "s3://a/b", "version": "step-1"}},
+        "spec.weights.version: Invalid value: with rollout.onPolicy.maxLag versions are whole numbers",
+    ),
     "an agent in lockstep": Contradiction(
         {
             "spec.environments": [{"name": "math", "agent": {"entrypoint": "a:b"}}],
@@ -482,6 +503,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "spec.environments.1.repeats": 2,
     },
     "no journal": {"spec.rollout.journalTurns": False},
+    "a trainer": {
+        "spec.rollout.onPolicy": {"maxLag": 0, "onStale": "Finish", "maxAhead": 8},
+        "spec.weights": {"uri": "s3://a/b", "version": "12"},
+        "spec.workers": {"replicas": 2, "shards": 2},
+    },
+    "a trainer that is behind": {"spec.rollout.onPolicy": {"maxAhead": 8}},
     "tracking": {"spec.output.tracking": {"wandb": {"project": "a", "nemoGymRollouts": True}}},
     "a bucket": {"spec.output.uri": "s3://bucket/run"},
     "a claim": {"spec.output.uri": "pvc://claim"},

@@ -65,6 +65,7 @@ def test_what_makes_a_run_another_run() -> None:
         "dataset.limit", "dataset.shuffleSeed", "dataset.epochs", "dataset.repeats", "dataset.seedPerRepeat",
         "dataset.columns", "dataset.promptTemplate",
         "rollout.maxTurns", "rollout.maxSequenceLength", "rollout.observationTemplate", "rollout.groups",
+            "rollout.onPolicy",
     ]  # fmt: skip
 
 

@@ -456,3 +456,21 @@ def described(given: Object) -> Object:
     inner = given.get("items") or given
     fields = {name: described(field) for name, field in inner.get("properties", {}).items()}
     return {"description": given.get("description"), "fields": fields}
+
+
+async def test_a_job_may_have_endless_passes(api: Api, place: str) -> None:
+    """Null is a value of its own and stays one, also when the job is applied again: absent is one pass."""
+    job = changed(JOB, {"metadata.namespace": place, "spec.suspend": True})
+    job["spec"]["dataset"]["epochs"] = None
+    made = await api.apply(job)
+    assert made["spec"]["dataset"]["epochs"] is None
+    again = await api.apply(job)
+    assert again["spec"]["dataset"]["epochs"] is None
+    assert again["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
+
+
+async def test_shards_of_endless_passes_need_workers(api: Api, place: str) -> None:
+    job = changed(JOB, {"metadata.namespace": place, "spec.workers": {"replicas": 1, "shards": 2}})
+    job["spec"]["dataset"]["epochs"] = None
+    with pytest.raises(ApiError, match="every shard needs a worker"):
+        await api.create(job)

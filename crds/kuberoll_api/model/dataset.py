@@ -197,12 +197,12 @@ class Dataset(Model):
         le=MAX_SEED,
         description="Seed of a random order of the rows; absent: the order of the source.",
     )
-    epochs: Annotated[int, IDENTITY] = Field(
+    epochs: Annotated[int | None, IDENTITY] = Field(
         default=1,
         ge=1,
         le=65536,
-        description="Number of passes over the rows; with shuffleSeed, each in an order of its own. Each pass has "
-        "further samples of the same tasks, in prompt groups of their own.",
+        description="Number of passes over the rows; null: until the consumer stops the run. With shuffleSeed each is "
+        "in an order of its own. Each pass has further samples of the same tasks, in prompt groups of their own.",
     )
     repeats: Annotated[int, IDENTITY] = Field(
         default=1, ge=1, le=65536, description="Samples per prompt: the size of a prompt group."

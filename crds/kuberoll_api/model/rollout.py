@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,10 @@ from kuberoll_api.model.types import (
     Model,
     Seconds,
 )
+
+
+MAX_VERSIONS: Final = 65536
+"""Greatest `maxLag`."""
 
 
 class Retries(Model):
@@ -88,6 +92,38 @@ class Groups(Model):
         return self
 
 
+class OnPolicy(Model):
+    """How far the loop may be ahead of the trainer that consumes the run; a version is one publication of weights."""
+
+    max_lag: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_VERSIONS,
+        description="Maximum number of versions between a trajectory's oldest token and the newest weights when the "
+        "trajectory is delivered; 0 is strictly on-policy. Absent: any.",
+    )
+    on_stale: Literal["Drop", "Finish"] = Field(
+        default="Drop",
+        description="Drop: groups are delivered as they end, and those that are too old are stopped and go to "
+        "dropped.jsonl. Finish: groups are delivered in the dataset's order, so the trainer waits for slow ones and "
+        "none becomes too old.",
+    )
+    max_ahead: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Maximum number of prompt groups that have begun and that no consumer has taken. Absent: any.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_lag is None and self.max_ahead is None:
+            raise contradiction("set maxLag, maxAhead or both; found neither")
+        if self.on_stale == "Finish" and self.max_lag is None:
+            raise contradiction("Finish is for maxLag, without which nothing is too old; set it, or remove this", "onStale")
+        return self
+
+
 class Rollout(Model):
     """The loop: generate, step the environments, reward, repeat."""
 
@@ -111,6 +147,9 @@ class Rollout(Model):
     )
     groups: Annotated[Groups, IDENTITY] = Field(
         default_factory=Groups, description="Rules for the samples of a prompt."
+    )
+    on_policy: Annotated[OnPolicy | None, IDENTITY] = Field(
+        default=None, description="Bounds for a run that a trainer consumes while it goes on; absent: none."
     )
     journal_turns: Annotated[bool, OPERATION] = Field(
         default=True,

@@ -7,8 +7,9 @@ reject unknown fields and convert nothing: `"4"` is not an integer, as in Kubern
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
@@ -37,6 +38,9 @@ GROUP = "kuberoll.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "RolloutJob"
+
+WHOLE_NUMBER: Final = "0|[1-9][0-9]{0,17}"
+"""Pattern of versions of weights where they are counted."""
 
 
 _LIFE = Traits(identity=False, change="AnyTime", reader="Operator", place="Cluster")
@@ -134,6 +138,7 @@ class RolloutJobSpec(Model):
             raise contradiction(
                 "is not for backend External, whose weights are managed externally; remove it", "weights"
             )
+        self._check_pace()
         for path, source in self.dataset.located_sources():
             for index, name in enumerate(source.generator.environments if source.generator else ()):
                 _check_environment(name, names, *path[1:], "generator", "environments", index)
@@ -141,6 +146,28 @@ class RolloutJobSpec(Model):
             if part.environment is not None:
                 _check_environment(part.environment, names, "dataset", "sources", number, "environment")
         return self
+
+    def _check_pace(self) -> None:
+        on_policy, workers, external = self.rollout.on_policy, self.workers, self.generation.external
+        if (on_policy is not None or self.dataset.epochs is None) and workers.shards is not None:
+            if workers.shards > workers.replicas:
+                raise contradiction(
+                    f"found {workers.shards}, and replicas is {workers.replicas}: with rollout.onPolicy or dataset.epochs: "
+                    "null every shard needs a worker at all times; remove it",
+                    *("workers", "shards"),
+                )
+        if on_policy is None or on_policy.max_lag is None:
+            return
+        if external is not None and external.api == "OpenAI":
+            raise contradiction(
+                "OpenAI endpoints do not name the weights that sampled a token; set api: KubeRoll, or remove maxLag",
+                *("generation", "external", "api"),
+            )
+        if self.weights is not None and not re.fullmatch(WHOLE_NUMBER, self.weights.version):
+            raise contradiction(
+                f'found "{self.weights.version}"; with rollout.onPolicy.maxLag versions are whole numbers that grow',
+                *("weights", "version"),
+            )
 
     def _check_services(self) -> None:
         services = [service.name for service in self.services]

@@ -168,7 +168,7 @@ def _structural(given: Schema, models: Schema) -> Schema:
 
 def _union(given: Schema, models: Schema) -> Schema:
     choices = [choice for choice in given["anyOf"] if choice != {"type": "null"}]
-    rest = _without(given, "anyOf", "default", "title")
+    rest = _without(given, "anyOf", "title", *(("default",) if given.get("default") is None else ()))
     if [choice.get("type") for choice in choices] == ["string", "integer"]:
         text, _ = choices
         return {

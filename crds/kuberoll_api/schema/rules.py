@@ -21,8 +21,8 @@ from kuberoll_api.model.environments import OF_THE_TEMPLATE, OF_THE_TEMPLATE_MES
 from kuberoll_api.model.generation import Autoscaling, Generation, ModelSource, Sampling
 from kuberoll_api.model.output import Output, Tracking
 from kuberoll_api.model.pods import PodOptions
-from kuberoll_api.model.rollout import Groups, Rollout
-from kuberoll_api.model.rolloutjob import RolloutJob, RolloutJobSpec
+from kuberoll_api.model.rollout import Groups, OnPolicy, Rollout
+from kuberoll_api.model.rolloutjob import WHOLE_NUMBER, RolloutJob, RolloutJobSpec
 from kuberoll_api.model.services import GPU, ModelService
 from kuberoll_api.model.traits import Traits, fields
 from kuberoll_api.model.types import JOB_NAME_PATTERN, MAX_NAME_LENGTH, PVC_PATTERN
@@ -160,6 +160,24 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "!self.environments.exists(item, has(item.agent) && !has(item.agent.nemoGym))",
             "agents need KubeRoll's own server, whose sessions record their calls; set api: KubeRoll",
             "generation.external.api",
+        ),
+        CelRule(
+            "!has(self.workers.shards) || self.workers.shards <= self.workers.replicas || "
+            "(!has(self.rollout.onPolicy) && has(self.dataset.epochs))",
+            "with rollout.onPolicy or dataset.epochs: null every shard needs a worker at all times; remove it",
+            "workers.shards",
+        ),
+        CelRule(
+            "!has(self.rollout.onPolicy) || !has(self.rollout.onPolicy.maxLag) || !has(self.generation.external) || "
+            "self.generation.external.api != 'OpenAI'",
+            "OpenAI endpoints do not name the weights that sampled a token; set api: KubeRoll, or remove maxLag",
+            "generation.external.api",
+        ),
+        CelRule(
+            "!has(self.rollout.onPolicy) || !has(self.rollout.onPolicy.maxLag) || !has(self.weights) || "
+            f"self.weights.version.matches('^({WHOLE_NUMBER})$')",
+            "with rollout.onPolicy.maxLag versions are whole numbers that grow",
+            "weights.version",
         ),
         CelRule(
             "!has(self.weights) || self.generation.backend != 'External'",
@@ -349,6 +367,14 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "!has(self.dropBudget) || self.dropEqualRewards",
             "is the budget of dropEqualRewards; set dropEqualRewards: true, or remove it",
             "dropBudget",
+        ),
+    ),
+    OnPolicy.__name__: (
+        CelRule("has(self.maxLag) || has(self.maxAhead)", "set maxLag, maxAhead or both"),
+        CelRule(
+            "self.onStale != 'Finish' || has(self.maxLag)",
+            "Finish is for maxLag, without which nothing is too old; set it, or remove this",
+            "onStale",
         ),
     ),
     Rollout.__name__: tuple(
