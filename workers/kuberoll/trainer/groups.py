@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kuberoll.trainer.intervals import IntervalSet
+from kuberoll_workers.data.intervals import IntervalSet
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
 from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.precedence import rank

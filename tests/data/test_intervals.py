@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll.trainer.intervals import IntervalSet
+from kuberoll_workers.data.intervals import IntervalSet
 
 
 @given(st.lists(st.integers(0, 40)))
