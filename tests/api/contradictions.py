@@ -72,7 +72,9 @@ REFUSED: dict[str, Contradiction] = {
     "a name that begins with a digit": Contradiction({"metadata.name": "1st"}, "beginning with a letter"),
     "a name with a dot": Contradiction({"metadata.name": "a.b"}, "lowercase letters, digits and dashes"),
     "a name too long": Contradiction({"metadata.name": "a" * 41}, "metadata.name must be at most 40"),
-    "onPolicy without a bound": Contradiction({"spec.rollout.onPolicy": {"onStale": "Drop"}}, "set maxLag, maxAhead or both"),
+    "onPolicy without a bound": Contradiction(
+        {"spec.rollout.onPolicy": {"onStale": "Drop"}}, "set maxLag, maxAhead or both"
+    ),
     "Finish without maxLag": Contradiction(
         {"spec.rollout.onPolicy": {"onStale": "Finish", "maxAhead": 4}},
         "spec.rollout.onPolicy.onStale: Invalid value: Finish is for maxLag",

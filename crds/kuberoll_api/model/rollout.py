@@ -14,7 +14,6 @@ from kuberoll_api.model.types import (
     Seconds,
 )
 
-
 MAX_VERSIONS: Final = 65536
 """Greatest `maxLag`."""
 
@@ -120,7 +119,9 @@ class OnPolicy(Model):
         if self.max_lag is None and self.max_ahead is None:
             raise contradiction("set maxLag, maxAhead or both; found neither")
         if self.on_stale == "Finish" and self.max_lag is None:
-            raise contradiction("Finish is for maxLag, without which nothing is too old; set it, or remove this", "onStale")
+            raise contradiction(
+                "Finish is for maxLag, without which nothing is too old; set it, or remove this", "onStale"
+            )
         return self
 
 

@@ -149,13 +149,13 @@ class RolloutJobSpec(Model):
 
     def _check_pace(self) -> None:
         on_policy, workers, external = self.rollout.on_policy, self.workers, self.generation.external
-        if (on_policy is not None or self.dataset.epochs is None) and workers.shards is not None:
-            if workers.shards > workers.replicas:
-                raise contradiction(
-                    f"found {workers.shards}, and replicas is {workers.replicas}: with rollout.onPolicy or dataset.epochs: "
-                    "null every shard needs a worker at all times; remove it",
-                    *("workers", "shards"),
-                )
+        paced = on_policy is not None or self.dataset.epochs is None
+        if paced and workers.shards is not None and workers.shards > workers.replicas:
+            raise contradiction(
+                f"found {workers.shards}, and replicas is {workers.replicas}: with rollout.onPolicy or "
+                "dataset.epochs: null every shard needs a worker at all times; remove it",
+                *("workers", "shards"),
+            )
         if on_policy is None or on_policy.max_lag is None:
             return
         if external is not None and external.api == "OpenAI":

@@ -69,3 +69,8 @@ class Workers(PodOptions):
     max_failed_shards: Annotated[int, POD] = Field(
         default=0, ge=0, le=100_000, description="Shards that may fail before the job does. Cluster only."
     )
+
+    @property
+    def shard_count(self) -> int:
+        """Number of shards."""
+        return self.shards or max(1, self.replicas)

@@ -92,7 +92,7 @@ def children_of(job: RolloutJob, namespace: str, settings: Settings) -> list[tup
         uid=UID,
         settings=settings,
         hosting=backend.hosting(job, namespace, settings),
-        shards=job.spec.workers.shards or max(1, job.spec.workers.replicas),
+        shards=job.spec.workers.shard_count,
         tokens=dict.fromkeys(contract.SCOPES, TOKEN),
         environment_tokens={spec.name: TOKEN for spec in job.spec.environments},
         service_tokens={service.name: TOKEN for service in job.spec.services},
