@@ -364,7 +364,7 @@ def test_kept_against_dropped(tmp_path: Path) -> None:
         "unfinished": 1,
     }
     assert numbers(found)["environments"]["env"]["dropped"] == {"filtered": 1, "oversampled": 1}
-    assert found.tail.filtered == 1
+    assert found.tail.given_up == 1
 
 
 def test_what_the_manifest_expects(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert set(row) == {
         "task_index", "rollout_index", "task_name", "idx", "messages", "total_reward", "rewards", "stop_reason",
         "turn_count", "tokens", "timing", "metadata", "seed", "attempt", "reward_parts", "answer", "token_source",
-        "group_reward", "tools", "branches", "continuity",
+        "group_reward", "tools", "branches", "continuity", "group_order",
     }  # fmt: skip
     assert (row["task_index"], row["rollout_index"], row["task_name"]) == (3, 1, "env")
     assert (row["total_reward"], row["rewards"], row["stop_reason"], row["turn_count"]) == (1.0, [1.0], "terminated", 1)
@@ -34,7 +34,7 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     assert [(part["name"], part["values"]) for part in row["reward_parts"]] == list(parts.items())
     assert (row["answer"], row["seed"], row["attempt"], row["token_source"]) == ("42", 2**63 - 1, 0, "engine")
     assert row["group_reward"] == 0.5
-    assert row["tools"] is row["branches"] is row["continuity"] is None
+    assert row["tools"] is row["branches"] is row["continuity"] is row["group_order"] is None
     user, assistant = row["messages"]
     assert user["fields"] is None
     assert (user["role"], user["content"], user["token_ids"], user["logprobs"]) == ("user", "hi", [1, 2], None)
@@ -53,10 +53,11 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     "lacking",
     [
         (),
-        ("tools",),
-        ("tools", "group_reward"),
-        ("tools", "group_reward", "ended_at"),
-        ("tools", "group_reward", "ended_at", "token_source"),
+        ("branches",),
+        ("branches", "tools"),
+        ("branches", "tools", "group_reward"),
+        ("branches", "tools", "group_reward", "ended_at"),
+        ("branches", "tools", "group_reward", "ended_at", "token_source"),
     ],
 )
 def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, ...]) -> None:
@@ -71,7 +72,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, 
         [(name, pyarrow.list_(pyarrow.float64())) for name in ("generation_seconds", "environment_seconds")]
     )
     schema, rows = table.schema, table.to_pylist()
-    for name in ("branches", "continuity"):
+    for name in ("group_order", *(("branches", "continuity") if "branches" in lacking else ())):
         schema = schema.remove(schema.get_field_index(name))
     if "tools" in lacking:
         messages = schema.field("messages").type.value_type

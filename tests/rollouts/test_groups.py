@@ -263,7 +263,7 @@ async def test_the_tail_report_tells_kept_from_dropped() -> None:
         },
         "unfinished": 1,
     }
-    assert report.filtered == 0
+    assert report.given_up == 0
 
 
 def test_a_tail_report_has_the_means_of_each_lot() -> None:
@@ -290,7 +290,7 @@ def test_a_tail_report_has_the_means_of_each_lot() -> None:
         },
         "unfinished": 1,
     }
-    assert report.filtered == 2
+    assert report.given_up == 2
 
 
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)

@@ -295,7 +295,7 @@ def test_the_page_has_what_its_script_reads() -> None:
     }  # fmt: skip
     assert unpacked(parts["index"]) == {
         "environments": ["math", "puzzle"],
-        "outcomes": ["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"],
+        "outcomes": ["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale"],
         "task": [3, 1, 2, 4],
         "rollout": [1, 0, 0, 2],
         "environment": [1, 0, 0, 1],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kuberoll_workers.analysis.report.row import TrajectoryRow
     from kuberoll_workers.output.precedence import EndedRecord
 
-_STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
+_STOP_REASONS = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale")
 _PIPE_WIDTH = 240
 
 Order = Literal["stored", "best", "worst"]

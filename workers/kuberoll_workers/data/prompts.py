@@ -110,6 +110,7 @@ class Sample:
         seed: Seed of all random choices of this trajectory; None leaves them to the engine.
         attempt: 0 for the first attempt; increased whenever a failed trajectory is run again.
         partial: Existing turns, after which it continues.
+        group_order: `order` of its group.
     """
 
     prompt: Prompt
@@ -117,6 +118,7 @@ class Sample:
     seed: int | None
     attempt: int = 0
     partial: Partial | None = None
+    group_order: int | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -133,12 +135,15 @@ class SampleGroup:
             finish are kept and the others dropped.
         decided: True if some of the group are stored already, so the group is kept.
         stored: Reads the stored ones; may read files. Their token ids may be missing.
+        order: Number of the group among those of its shard, in the order in which they begin; None: they are not
+            numbered.
     """
 
     samples: tuple[Sample, ...]
     keep: int
     decided: bool = False
     stored: Callable[[], Sequence[TrajectoryRecord]] | None = None
+    order: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= len(self.samples):

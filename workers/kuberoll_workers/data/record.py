@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy
@@ -21,8 +21,12 @@ from kuberoll_workers.data.tracebacks import Frame
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
 """End of a trajectory: by the environment, by a length limit, by the turn limit, or by a failure."""
 
-DropReason = Literal["oversampled", "filtered"]
-"""Reason for dropping a trajectory: enough other samples finished first, or its group was filtered out."""
+DropReason = Literal["oversampled", "filtered", "stale"]
+"""Reason for dropping a trajectory: enough other samples finished first, its group was filtered out, or its group is
+older than `rollout.onPolicy.maxLag` allows."""
+
+WHOLE_GROUP: Final = frozenset({"filtered", "stale"})
+"""Reasons for which a group is given up as a whole, and never run again."""
 
 FailureKind = Literal["infrastructure", "environment", "data", "model"]
 """Source of a failure: the infrastructure, the environment's code, the dataset's row, or the policy's response."""
@@ -87,7 +91,9 @@ class TrajectoryRecord:
     names, each with one entry per turn. `token_source` is `reencoded` if that holds for any turn; stored lines omit it
     if it is `engine` and there are no `tools`. `tools` are those that were rendered in the prompt; lines omit them if
     there are none. Of an agent's trajectory, `branches` are the paths beside this one, which has the first response,
-    and `continuity` counts all its calls by how they continued others; other lines omit both.
+    and `continuity` counts all its calls by how they continued others; other lines omit both. `group_order` numbers its
+    prompt group among those of its shard, in the order in which they begin, in runs that a trainer holds back
+    (`rollout.onPolicy`); in other runs it is None, and lines omit it.
     """
 
     task_index: int
@@ -111,6 +117,7 @@ class TrajectoryRecord:
     tools: list[dict[str, Any]] | None = None
     branches: list[Branch] | None = None
     continuity: dict[str, int] | None = None
+    group_order: int | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -124,6 +131,7 @@ class FailureRecord:
     Attributes:
         metadata: The episode's state after its last complete turn.
         row: Position of its dataset row, such as `file:line`; None if unknown, as in records of older versions.
+        group_order: As in `TrajectoryRecord`.
         frames: The last frames in the person's own files, the outermost first; None without a traceback.
         traceback: The whole traceback of an exception in code of an environment.
     """
@@ -145,6 +153,7 @@ class FailureRecord:
     row: str | None = None
     frames: list[Frame] | None = None
     traceback: str | None = None
+    group_order: int | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -159,6 +168,7 @@ class DroppedRecord:
         stop_reason: How it ended; None if it was stopped before its end.
         turn_count, rewards, total_reward, tokens, messages, metadata: Values of its complete turns.
         group_reward: As in `TrajectoryRecord`, if its group was filtered out.
+        group_order: As in `TrajectoryRecord`.
     """
 
     task_index: int
@@ -176,6 +186,7 @@ class DroppedRecord:
     seed: int | None
     attempt: int
     group_reward: float | None = None
+    group_order: int | None = None
 
     @property
     def key(self) -> TrajectoryKey:
@@ -268,6 +279,7 @@ def _arrays(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
+_NO_ORDER = b',"group_order":null}\n'
 _NO_AGENT = b',"branches":null,"continuity":null}\n'
 _NO_TOOLS = b',"tools":null}\n'
 _ENGINE_TOKENS = b',"token_source":"engine"}\n'
@@ -286,11 +298,24 @@ def encode_line(record: AnyRecord) -> bytes:
     except (NotPlain, TypeError) as error:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
     # orjson writes every field; these are the last, and their usual values are omitted.
+    if isinstance(record, TurnRecord):
+        return _without_defaults(record, line)
+    if record.group_order is None:
+        line = line.removesuffix(_NO_ORDER) + b"}\n"
+        return _without_defaults(record, line) if isinstance(record, TrajectoryRecord) else line
+    if isinstance(record, TrajectoryRecord):
+        order = b',"group_order":%d}\n' % record.group_order
+        line = line.removesuffix(order) + b"}\n"
+        return _without_defaults(record, line).removesuffix(b"}\n") + order
+    return line
+
+
+def _without_defaults(record: TrajectoryRecord | TurnRecord, line: bytes) -> bytes:
     if isinstance(record, TrajectoryRecord):
         if not line.endswith(_NO_AGENT):
             return line
         line = line.removesuffix(_NO_AGENT) + b"}\n"
-    if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is None:
+    if record.tools is None:
         line = line.removesuffix(_NO_TOOLS) + b"}\n"
         if record.token_source == "engine":
             return line.removesuffix(_ENGINE_TOKENS) + b"}\n"
@@ -373,6 +398,7 @@ def failure_to_store(record: TrajectoryRecord | FailureRecord | DroppedRecord, e
         row=record.row if isinstance(record, FailureRecord) else None,
         frames=record.frames if isinstance(record, FailureRecord) else None,
         traceback=record.traceback if isinstance(record, FailureRecord) else None,
+        group_order=record.group_order,
         messages=[
             replace(
                 message,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ def sample_groups(
     done: RunState,
     seed: int | None,
     episode_seed: int = 0,
+    ordered: bool = False,
 ) -> Iterator[SampleGroup]:
     """Groups of some shards that still have to be run, tokenized on demand.
 
@@ -119,11 +121,13 @@ def sample_groups(
         done: State of the run so far.
         seed: The job's base seed, for rows without one; None for random sampling.
         episode_seed: The base seed of episodes, which do not depend on how the policy is sampled.
+        ordered: Number the groups of each shard, those that are done, too.
     """
-    wanted = frozenset(shards)
+    numbers = {shard: itertools.count() for shard in shards}
     for group in groups:
-        if shard_of(group.task_index, shard_count) not in wanted:
+        if (number := numbers.get(shard_of(group.task_index, shard_count))) is None:
             continue
+        order = next(number) if ordered else None
         keys = [TrajectoryKey(group.task_index, index) for index in group.rollout_indexes]
         finished = [key for key in keys if key in done.stored]
         stored = len(finished)
@@ -138,6 +142,7 @@ def sample_groups(
                 seed=None if base is None else trajectory_seed(base, *key),
                 attempt=done.attempts.get(key, 0),
                 partial=done.take_partial(key),
+                group_order=order,
             )
             for key in keys
             if key not in done.stored
@@ -147,6 +152,7 @@ def sample_groups(
             keep=group.keep - stored,
             decided=stored > 0,
             stored=functools.partial(done.stored_records, finished) if finished else None,
+            order=order,
         )
 
 

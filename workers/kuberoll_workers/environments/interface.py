@@ -30,7 +30,9 @@ Recovery = Literal["metadata", "replay", "restart"]
 resets it and steps it again with the same responses. `restart`: its trajectory starts over.
 """
 
-EndReason = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "interrupted", "lost"]
+EndReason = Literal[
+    "terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale", "interrupted", "lost"
+]
 """Why an episode ended: the trajectory's stop reason; `failed`; why it was dropped; `interrupted`: the run was ended;
 `lost`: its state is unknown after a failure, and it is about to be reset again.
 """

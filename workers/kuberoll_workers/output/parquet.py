@@ -29,7 +29,7 @@ _ROWS = 512
 _GROUP_TOKENS = 1 << 20
 _NAMED = {"idx", "metadata", "tools", "branches", "continuity"}
 """Columns with arbitrary JSON values, stored as JSON text."""
-_NULLABLE = {"seed", "answer", "group_reward", "tools", "branches", "continuity"}
+_NULLABLE = {"seed", "answer", "group_reward", "tools", "branches", "continuity", "group_order"}
 _TIMES = ("generation_seconds", "environment_seconds", "ended_at")
 
 
@@ -82,6 +82,7 @@ def schema() -> pyarrow.Schema:
             ("tools", pa.string()),
             ("branches", pa.string()),
             ("continuity", pa.string()),
+            ("group_order", pa.int64()),
         ]
     )
 
@@ -93,7 +94,8 @@ def _known_schemas() -> list[pyarrow.Schema]:
 
     messages = schema().get_field_index("messages")
     plain = pa.list_(pa.struct([part for part in schema().field(messages).type.value_type if part.name != "fields"]))
-    without_agents = schema().remove(len(schema()) - 1).remove(len(schema()) - 2)
+    without_order = schema().remove(len(schema()) - 1)
+    without_agents = without_order.remove(len(without_order) - 1).remove(len(without_order) - 2)
     without_tools = without_agents.remove(len(without_agents) - 1).set(messages, pa.field("messages", plain))
     place = schema().get_field_index("timing")
     times = pa.struct([(name, pa.list_(pa.float64())) for name in _TIMES[:-1]])
@@ -101,6 +103,7 @@ def _known_schemas() -> list[pyarrow.Schema]:
     without_ends = without_groups.set(place, pa.field("timing", times))
     return [
         schema(),
+        without_order,
         without_agents,
         without_tools,
         without_groups,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,16 @@ from kuberoll_workers.data.record import (
 
 EndedRecord = TrajectoryRecord | FailureRecord | DroppedRecord
 
+_FINAL_DROPS: Final = {"stale": 3, "filtered": 1}
+
 
 class Rank(NamedTuple):
     """Rank of a line among the lines of its trajectory: the greatest counts.
 
     Attributes:
-        final: 2 for a finished trajectory, which is never run again; 1 for a filtered group, whose samples are all
-            final; 0 for trajectories that a resumed run retries.
+        final: 3 for a trajectory that its consumer found too old, even if it finished; 2 for a finished one, which is
+            never run again; 1 for a filtered group, whose samples are all final; 0 for trajectories that a resumed run
+            retries.
         attempt: Number of the attempt; a later one starts after the earlier one has failed.
         failed: True for a failure, which is more informative than a dropped trajectory.
         digest: Digest of the content, which breaks ties independently of the reward.
@@ -49,7 +52,7 @@ def rank(record: EndedRecord) -> Rank:
     if isinstance(record, TrajectoryRecord):
         final = 2
     else:
-        final = int(isinstance(record, DroppedRecord) and record.reason == "filtered")
+        final = _FINAL_DROPS.get(record.reason, 0) if isinstance(record, DroppedRecord) else 0
     try:
         contents = encode_line(record)
     except Unstorable:

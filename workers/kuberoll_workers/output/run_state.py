@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kuberoll_workers.data.record import (
+    WHOLE_GROUP,
     DroppedRecord,
     FailureRecord,
     Partial,
@@ -39,9 +40,9 @@ class RunState:
 
     Attributes:
         stored: Keys of finished trajectories.
-        filtered: Keys of trajectories whose groups were filtered out.
+        filtered: Keys of trajectories whose groups were filtered out, or given up as too old.
         attempts: Number of the next attempt, for trajectories that failed.
-        groups_kept, groups_filtered: Number of whole groups among `stored` and `filtered`.
+        groups_kept, groups_filtered: Number of whole groups among `stored`, and of those that were filtered out.
     """
 
     stored: KeySet = field(default_factory=KeySet)
@@ -100,9 +101,9 @@ def read_state(
         if isinstance(record, TrajectoryRecord):
             state.stored.add(record.key)
             kept[record.task_index, record.task_name] += 1
-        elif isinstance(record, DroppedRecord) and record.reason == "filtered" and of_mine(record):
+        elif isinstance(record, DroppedRecord) and record.reason in WHOLE_GROUP and of_mine(record):
             state.filtered.add(record.key)
-            filtered[record.task_index, record.task_name] += 1
+            filtered[record.task_index, record.task_name] += record.reason == "filtered"
     state.groups_kept = sum(count // repeats[name] for (_, name), count in kept.items())
     state.groups_filtered = sum(-(-count // repeats[name]) for (_, name), count in filtered.items())
     incomplete = {task for (task, name), count in kept.items() if count % repeats[name]}

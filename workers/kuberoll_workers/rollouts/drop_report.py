@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
+from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, TrajectoryRecord
 
 
 @dataclass(slots=True)
@@ -47,10 +47,9 @@ class DropReport:
         self.unfinished = 0
 
     @property
-    def filtered(self) -> int:
-        """Trajectories of groups that were filtered out."""
-        lot = self.dropped.get("filtered")
-        return 0 if lot is None else lot.trajectories
+    def given_up(self) -> int:
+        """Trajectories of groups that were given up as a whole."""
+        return sum(lot.trajectories for reason, lot in self.dropped.items() if reason in WHOLE_GROUP)
 
     def add(self, record: TrajectoryRecord | DroppedRecord | FailureRecord) -> None:
         """Count one result; failures are neither kept nor dropped."""

@@ -412,6 +412,7 @@ class Trajectory:
             tools=list(prompt.tools) if prompt.tools else None,
             branches=self.branches,
             continuity=self.continuity,
+            group_order=self.sample.group_order,
         )
 
     def dropped_record(self, reason: DropReason) -> DroppedRecord:
@@ -442,6 +443,7 @@ class Trajectory:
             seed=self.sample.seed,
             attempt=self.sample.attempt,
             group_reward=final.group_reward,
+            group_order=self.sample.group_order,
         )
 
     def failure_record(self, failure: TrajectoryFailed) -> FailureRecord:
@@ -464,4 +466,5 @@ class Trajectory:
             row=prompt.row,
             frames=None if failure.traceback is None else list(failure.traceback.frames),
             traceback=None if failure.traceback is None else failure.traceback.text,
+            group_order=self.sample.group_order,
         )

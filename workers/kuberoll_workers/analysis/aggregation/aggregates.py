@@ -73,10 +73,10 @@ class Aggregates:
 
     @property
     def missing(self) -> int | None:
-        """Number of planned trajectories that are neither finished nor filtered out; None if unknown."""
+        """Number of planned trajectories that are neither finished nor given up with their group; None if unknown."""
         if self.planned is None:
             return None
-        return max(0, self.planned - self.trajectories - self.tail.filtered)
+        return max(0, self.planned - self.trajectories - self.tail.given_up)
 
     def encode(self) -> bytes:
         """Content of `aggregate_metrics.json`."""

@@ -9,10 +9,10 @@ from kuberoll_workers.data.record import FailureRecord, TrajectoryKey, Trajector
 from kuberoll_workers.data.tracebacks import location
 from kuberoll_workers.output.precedence import EndedRecord
 
-Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered"]
+Outcome = Literal["terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale"]
 """Outcome of a trajectory: its stop reason, or why it was dropped."""
 
-OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered")
+OUTCOMES: tuple[Outcome, ...] = ("terminated", "truncated", "max_turns", "failed", "oversampled", "filtered", "stale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,14 @@ from kuberoll_workers.data.text import one_line, visible
 from kuberoll_workers.output.precedence import EndedRecord
 
 _ROLES = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow", "tool": "yellow"}
-_OUTCOMES = {"failed": "red", "truncated": "yellow", "max_turns": "yellow", "oversampled": "dim", "filtered": "dim"}
+_OUTCOMES = {
+    "failed": "red",
+    "truncated": "yellow",
+    "max_turns": "yellow",
+    "oversampled": "dim",
+    "filtered": "dim",
+    "stale": "dim",
+}
 # Whether a column has numbers, by its title.
 _COLUMNS = {
     "task": True,

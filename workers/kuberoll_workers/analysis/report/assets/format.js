@@ -63,5 +63,5 @@ function table(heads, rows, caption) {
 
 const outcomeNames = {
   terminated: "terminated", truncated: "truncated", max_turns: "max turns", failed: "failed",
-  oversampled: "oversampled", filtered: "filtered",
+  oversampled: "oversampled", filtered: "filtered", stale: "too old",
 };

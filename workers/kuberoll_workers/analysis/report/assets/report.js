@@ -1,7 +1,7 @@
 
 function key(numbers, head) {
   const failed = numbers.outcomes.failed || 0, planned = numbers.name === "" || report.numbers.environments.length === 1 ? head.planned : null;
-  const dropped = (numbers.outcomes.oversampled || 0) + (numbers.outcomes.filtered || 0);
+  const dropped = (numbers.outcomes.oversampled || 0) + (numbers.outcomes.filtered || 0) + (numbers.outcomes.stale || 0);
   const { reward, turns, generated, groups } = numbers, busy = numbers.generation_seconds.total + numbers.environment_seconds.total;
   const items = [
     ["Finished trajectories", number(numbers.finished), planned ? `of ${number(planned)} planned` : dropped ? `${number(dropped)} more dropped` : ""],
@@ -31,7 +31,7 @@ function environmentTable(environments, chosen, choose) {
 
 function charts(numbers, environments) {
   const ended = Object.keys(outcomeNames).filter((name) => numbers.outcomes[name])
-    .map((name) => ({ name: outcomeNames[name], value: numbers.outcomes[name], style: name === "failed" ? "bad" : name === "oversampled" || name === "filtered" ? "quiet" : "bar" }));
+    .map((name) => ({ name: outcomeNames[name], value: numbers.outcomes[name], style: name === "failed" ? "bad" : ["oversampled", "filtered", "stale"].includes(name) ? "quiet" : "bar" }));
   return [
     throughput(numbers.throughput),
     histogram("Reward", numbers.reward, { unit: "total reward", span: 3 }),
