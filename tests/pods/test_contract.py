@@ -129,7 +129,7 @@ def test_of_several_mounted_datasets_each_is_a_file_of_its_own() -> None:
 
 @given(trajectories=st.integers(0, 1000), wanted=st.none() | st.integers(0, 300), shards=st.integers(1, 20))
 def test_shards_come_to_no_more_than_the_job(trajectories: int, wanted: int | None, shards: int) -> None:
-    whole = planned_trajectories(job(source={"uri": "x"}), trajectories, wanted=wanted)
+    whole = planned_trajectories(job(source={"uri": "x"}), trajectories, wanted=wanted) or 0
     assert whole <= trajectories
     parts = [
         planned_trajectories(
@@ -137,6 +137,7 @@ def test_shards_come_to_no_more_than_the_job(trajectories: int, wanted: int | No
             share(trajectories, shard, shards),
             wanted=None if wanted is None else share(wanted, shard, shards),
         )
+        or 0
         for shard in range(shards)
     ]
     assert sum(parts) <= whole
@@ -202,3 +203,8 @@ def test_what_was_shipped_is_accepted(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("uri", ["s3://bucket/rows.jsonl", "/data/rows.jsonl", "data/*.jsonl"])
 def test_what_is_not_beside_a_manifest_is_left_to_the_dataset(uri: str, tmp_path: Path) -> None:
     check_files(job_beside(dataset={"source": {"uri": uri}}), tmp_path)
+
+
+def test_passes_without_end_have_no_number_of_trajectories() -> None:
+    assert planned_trajectories(job(source={"uri": "x"}), None, wanted=None) is None
+    assert planned_trajectories(job(source={"uri": "x"}), None, wanted=3) == 3

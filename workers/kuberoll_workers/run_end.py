@@ -24,7 +24,7 @@ class RunEnd:
     """The result of a run.
 
     Attributes:
-        planned: Number of trajectories that the run should finish.
+        planned: Number of trajectories that the run should finish; None: it ends when it is stopped.
         wanted: Number of prompt groups to keep; None: all of the dataset.
         aggregates: The aggregates; None if they could not be computed.
         files: Files of the aggregates and the report.
@@ -32,7 +32,7 @@ class RunEnd:
         seconds: Wall seconds of each step.
     """
 
-    planned: int
+    planned: int | None
     wanted: int | None
     aggregates: Aggregates | None = None
     files: list[str] = field(default_factory=list)
@@ -41,12 +41,13 @@ class RunEnd:
 
     @property
     def missing(self) -> int:
-        """Planned trajectories that have neither finished, nor failed, nor been filtered out."""
+        """Planned trajectories that have neither finished, nor failed, nor been given up with their group."""
+        planned = self.planned or 0
         if self.aggregates is None:
-            return self.planned
-        # With a wanted number of groups, those that were filtered out are replaced.
-        filtered = self.aggregates.tail.filtered if self.wanted is None else 0
-        return max(0, self.planned - self.aggregates.trajectories - self.aggregates.failed - filtered)
+            return planned
+        # With a wanted number of groups, those that were given up are replaced.
+        given_up = self.aggregates.tail.given_up if self.wanted is None else 0
+        return max(0, planned - self.aggregates.trajectories - self.aggregates.failed - given_up)
 
     def problem(self) -> str | None:
         """The reason why the run is incomplete; None if it is complete, or if there are no aggregates."""
@@ -76,14 +77,19 @@ class RunEnd:
 
 
 def end_run(
-    job: RolloutJob, run: RunFiles, *, trajectories: int, note: Callable[[str], None], tokenizer: str | None = None
+    job: RolloutJob,
+    run: RunFiles,
+    *,
+    trajectories: int | None,
+    note: Callable[[str], None],
+    tokenizer: str | None = None,
 ) -> RunEnd:
     """Finish a run whose workers have ended: make its aggregates and report, and log it to trackers.
 
     It may be repeated with the same result. If one step fails, the others are still done.
 
     Args:
-        trajectories: Number of trajectories of the whole dataset.
+        trajectories: Number of trajectories of the whole dataset; None: it has no end.
         note: Called with messages of trackers for the user.
         tokenizer: Directory or hub id of the tokenizer, for the report; None: as the manifest names it.
     """

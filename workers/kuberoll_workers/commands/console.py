@@ -58,7 +58,8 @@ class LogReporter:
         # The first line comes when there is something to count.
         if time.monotonic() >= self._next and totals.seconds >= FIRST_LOG_SECONDS:
             self._next = time.monotonic() + LOG_SECONDS
-            self._print(f"{totals.completed}/{totals.planned} trajectories, {describe(totals)}")
+            of = "" if totals.planned is None else f"/{totals.planned}"
+            self._print(f"{totals.completed}{of} trajectories, {describe(totals)}")
 
     def finish(self, result: RunResult) -> None:
         _print_result(self._console, result)
@@ -147,7 +148,8 @@ def describe(totals: RunProgress) -> str:
     if progress.dropped:
         parts.append(f"{progress.dropped} dropped")
     remaining = totals.remaining_seconds
-    parts.append("ETA " + ("-" if remaining is None else clock(remaining)))
+    if totals.planned is not None:
+        parts.append("ETA " + ("-" if remaining is None else clock(remaining)))
     return ", ".join(parts)
 
 

@@ -60,7 +60,10 @@ def check_dataset(job: RolloutJob, base: Path) -> tuple[str, list[str]]:
 def _described(summary: InputSummary) -> str:
     """`7,473 rows, 7,473 tasks, 59,784 trajectories (math 59,784); sources: gsm8k 7,000, puzzles 473`."""
     by_environment = ", ".join(f"{name} {count:,}" for name, count in summary.trajectories_of.items())
-    text = f"{summary.rows:,} rows, {summary.tasks:,} tasks, {summary.trajectories:,} trajectories ({by_environment})"
+    trajectories = sum(summary.trajectories_of.values())
+    text = f"{summary.rows:,} rows, {summary.tasks:,} tasks, {trajectories:,} trajectories ({by_environment})"
+    if summary.trajectories is None:
+        text += " in each pass, without end"
     if summary.rows_of_sources:
         text += f"; sources: {', '.join(f'{name} {count:,}' for name, count in summary.rows_of_sources.items())}"
     return text

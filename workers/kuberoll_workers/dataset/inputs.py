@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.dataset.expansion import PromptGroup, expand
 from kuberoll_workers.dataset.passes import passes
 from kuberoll_workers.dataset.reading import EnvironmentSource, read_rows
@@ -33,26 +34,30 @@ _Item = TypeVar("_Item")
 class InputSummary:
     """Summary of a dataset: counts, and a digest of the content of all rows in order, independent of the file format.
 
-    Rows are those of one pass; rollouts and trajectories are of all.
+    Rows are those of one pass; rollouts and trajectories are of all, or None if passes have no end.
 
     Attributes:
         rollouts: Maximum number of samples of a task, including oversampling.
+        trajectories_of: Trajectories by environment; of one pass if passes have no end.
         rows_of_sources: Number of rows of each source, if the dataset has several.
+        rows_of_shards: Number of rows of each shard, if a consumer holds the run back; else None.
         blocks: Digest of every block of rows, to verify later readings.
     """
 
     rows: int
     tasks: int
-    rollouts: int
-    trajectories: int
+    rollouts: int | None
+    trajectories: int | None
     trajectories_of: dict[str, int]
     digest: str
     blocks: tuple[str, ...]
     rows_of_sources: dict[str, int] = field(default_factory=dict)
+    rows_of_shards: list[int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Form in a run's manifest."""
-        return {"rows": self.rows, "trajectories": self.trajectories, "digest": self.digest}
+        known = {"rows": self.rows, "trajectories": self.trajectories, "digest": self.digest}
+        return known if self.rows_of_shards is None else known | {"rows_of_shards": self.rows_of_shards}
 
 
 def prompt_groups(
@@ -189,10 +194,12 @@ def scan(
     base: Path,
     environment: EnvironmentSource,
     refused: Callable[[DatasetError], None] | None = None,
+    shards: int = 1,
 ) -> InputSummary:
     """Read and check every row once, also by the environments that will score them.
 
     Args:
+        shards: Number of the run's shards.
         refused: Called with the error of each invalid row, which is then left out; None to raise the first.
 
     Raises:
@@ -222,12 +229,14 @@ def scan(
                 yield row
 
     rows = tasks = rollouts = 0
+    rows_of_shards = [0] * shards
     counts = {item.name: 0 for item in job.spec.environments}
     sources = {part.name: 0 for part in job.spec.dataset.sources}
     oversample = job.spec.rollout.groups.oversample
     for group in expand(watched(checked()), repeats_of(job), oversample=oversample):
         rows += 1
         tasks = max(tasks, group.task_index + 1)
+        rows_of_shards[shard_of(group.task_index, shards)] += 1
         rollouts = max(rollouts, group.rollout_indexes.stop)
         counts[group.row.task_name] += group.keep
         if sources and group.row.metadata is not None:
@@ -238,12 +247,13 @@ def scan(
     return InputSummary(
         rows=rows,
         tasks=tasks,
-        rollouts=rollouts * epochs,
-        trajectories=sum(counts.values()) * epochs,
-        trajectories_of={name: count * epochs for name, count in counts.items()},
+        rollouts=None if epochs is None else rollouts * epochs,
+        trajectories=None if epochs is None else sum(counts.values()) * epochs,
+        trajectories_of={name: count * (epochs or 1) for name, count in counts.items()},
         digest=digest.hexdigest(),
         blocks=tuple(blocks),
         rows_of_sources=sources,
+        rows_of_shards=rows_of_shards if job.spec.rollout.on_policy is not None else None,
     )
 
 

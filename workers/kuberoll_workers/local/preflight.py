@@ -68,7 +68,12 @@ def check(job: RolloutJob, *, base: Path) -> Preflight:
     check_template(job, source.tokenizer)
     _check_environments(job)
     try:
-        inputs = scan(job, base=base, environment=isolated_environment_factory(job, protected=()))
+        inputs = scan(
+            job,
+            base=base,
+            environment=isolated_environment_factory(job, protected=()),
+            shards=job.spec.workers.shard_count,
+        )
     except DatasetError as error:
         raise JobRefused(with_frames(error)) from error
     return Preflight(source=source, inputs=inputs, notes=tuple(_notes(job)), services=services)

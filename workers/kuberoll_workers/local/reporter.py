@@ -19,12 +19,13 @@ class RunProgress:
     """Progress of a run over all its workers.
 
     Attributes:
-        planned: Trajectories of the job, including those of an earlier run, which `progress.resumed` counts.
+        planned: Trajectories of the job, including those of an earlier run, which `progress.resumed` counts; None if it
+            has no end of its own.
         seconds: Since the first worker was started.
         tokens_in_flight: Tokens that the engine has generated for turns that have not ended.
     """
 
-    planned: int
+    planned: int | None
     progress: Progress
     seconds: float
     tokens_in_flight: int = 0
@@ -36,8 +37,10 @@ class RunProgress:
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Estimated seconds to the end at the present rate; None before the first trajectory."""
-        return self.seconds / self._ended_in_run * max(0, self.planned - self.completed) if self._ended_in_run else None
+        """Estimated seconds to the end at the present rate; None before the first trajectory, or without an end."""
+        if self.planned is None or not self._ended_in_run:
+            return None
+        return self.seconds / self._ended_in_run * max(0, self.planned - self.completed)
 
     @property
     def _ended_in_run(self) -> int:

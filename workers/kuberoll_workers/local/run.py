@@ -85,7 +85,7 @@ def run(job: RolloutJob, options: RunOptions, reporter: Reporter, early: EarlySt
     started = time.perf_counter()
     # The module of an entrypoint may be next to the manifest or in the working directory.
     sys.path[:0] = import_directories(options.base)
-    shards = job.spec.workers.shards or max(1, job.spec.workers.replicas)
+    shards = job.spec.workers.shard_count
     storage = storage_of(options.output)
     check_output(storage, options)
     preflight = check(job, base=options.base)
@@ -229,7 +229,7 @@ class _LocalRun:
             self._workers_started = time.perf_counter()
             for number, (worker, shards) in enumerate(zip(workers, assignment, strict=True)):
                 # Metrics of workers are summed, so each gets its share.
-                planned = share(self._planned, number, len(assignment))
+                planned = None if self._planned is None else share(self._planned, number, len(assignment))
                 config = self._setup.config(
                     endpoint, shards, planned, engines[number], {service.name: service.endpoint for service in services}
                 )
@@ -421,7 +421,7 @@ class _LocalRun:
         total = Progress()
         for field in fields(Progress):
             values = [getattr(progress, field.name) for progress in self._progress]
-            setattr(total, field.name, all(values) if field.name == "done" else sum(values))
+            setattr(total, field.name, all(values) if field.name in ("done", "complete") else sum(values))
         return RunProgress(
             planned=self._planned,
             progress=total,
@@ -467,6 +467,7 @@ class _LocalRun:
             problems=self._problems,
             interrupted=self._interrupts > 0,
             counted=sum(progress.trajectories + progress.resumed for progress in self._progress),
+            stopped=bool(self._progress) and all(progress.complete for progress in self._progress),
         )
         if failed_steps:
             problem = result.problem or "all trajectories are stored, but not everything could be made from them:"
@@ -475,7 +476,7 @@ class _LocalRun:
         return result
 
     @property
-    def _planned(self) -> int:
-        """Number of trajectories that the run should finish."""
+    def _planned(self) -> int | None:
+        """Number of trajectories that the run should finish; None: it ends when it is stopped."""
         wanted = self._job.spec.rollout.groups.wanted
         return planned_trajectories(self._job, self._preflight.inputs.trajectories, wanted=wanted)

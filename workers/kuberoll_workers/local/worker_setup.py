@@ -64,7 +64,7 @@ class WorkerSetup:
         self,
         endpoint: PolicyEndpoint,
         shards: list[int],
-        planned: int,
+        planned: int | None,
         engine: ServeArgs | None,
         services: Mapping[str, ServedModel],
     ) -> WorkerConfig:
@@ -73,7 +73,7 @@ class WorkerSetup:
         Args:
             endpoint: Where it generates.
             shards: Its shards.
-            planned: Its trajectories, for the metrics.
+            planned: Its trajectories, for the metrics; None: unknown.
             engine: Arguments of the engine that it simulates; None: there is an endpoint.
             services: Endpoints of the job's services, by name.
         """

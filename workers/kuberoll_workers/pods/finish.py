@@ -46,7 +46,7 @@ def finish_message(end: RunEnd, aggregates: Aggregates, cause: str) -> FinishMes
         trajectories=aggregates.trajectories,
         failed=aggregates.failed,
         dropped=len(aggregates.contents.dropped),
-        planned=end.planned,
+        planned=aggregates.trajectories + aggregates.failed if end.planned is None else end.planned,
         missing=end.missing,
         mean_reward=reward / aggregates.trajectories if aggregates.trajectories else None,
         environments={name: _result_of(summary) for name, summary in aggregates.summaries.items()},
@@ -91,7 +91,7 @@ def finish_pod(config: PodConfig) -> tuple[int, FinishMessage]:
     manifest = run.manifest()
     if manifest is None:
         raise RunRefused(f"{run.location} has no {MANIFEST}, so the expected number of trajectories is unknown")
-    end = end_run(job, run, trajectories=int(manifest.inputs["trajectories"]), note=_log.info)
+    end = end_run(job, run, trajectories=manifest.inputs["trajectories"], note=_log.info)
     for file in end.files:
         _log.info("wrote %s", file)
     if end.aggregates is None or "aggregation" in end.failed_steps:

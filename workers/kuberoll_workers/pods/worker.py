@@ -126,7 +126,7 @@ class ShardPod:
         self._token = token
         self._job = with_mounted_dataset(RolloutJob.model_validate(config.job))
         self._base = Path(config.base)
-        self._planned = 0
+        self._planned: int | None = None
         self._inputs: InputSummary | None = None
         self._earlier = Progress()
         self._progress = Progress()
@@ -141,7 +141,7 @@ class ShardPod:
         earlier, now, failure = self._earlier, self._progress, self._failures.causes.earliest
         return PodProgress(
             shard=self.shard,
-            planned=self._planned,
+            planned=self._planned or 0,
             trajectories=earlier.trajectories + now.trajectories,
             failed=now.failed,
             turns=earlier.turns + now.turns,
@@ -192,7 +192,8 @@ class ShardPod:
 
     def _check(self) -> None:
         self._inspect()
-        self._planned = sum(self._planned_by_shard())
+        by_shard = self._planned_by_shard()
+        self._planned = None if None in by_shard else sum(filter(None, by_shard))
 
     async def run(self, host: str) -> None:
         """Work until the shard is done or `stop` was called.
@@ -215,7 +216,7 @@ class ShardPod:
             ]
             try:
                 self._planned, self._earlier = await self._unless_stopped(_in_thread(self._prepare))
-                _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+                self._log_stored()
                 max_model_len = await self._unless_stopped(self._endpoint_ready())
                 self.done = await self._work(max_model_len)
             finally:
@@ -239,7 +240,11 @@ class ShardPod:
             task.cancel()
             stopped.cancel()
 
-    def _prepare(self) -> tuple[int, Progress]:
+    def _log_stored(self) -> None:
+        of = "" if self._planned is None else f" of {self._planned}"
+        _log.info("shard %d: %d%s trajectories are stored", self.shard, self._stored, of)
+
+    def _prepare(self) -> tuple[int | None, Progress]:
         """Check the inputs; return the number of planned trajectories and the counts of earlier pods."""
         storage = self._inspect()
         planned = self._planned_by_shard()[self.shard]
@@ -257,7 +262,7 @@ class ShardPod:
         storage = open_storage(config.output, parts=part_limits(job))
         if isinstance(storage, DirectoryStorage):
             storage.path.mkdir(parents=True, exist_ok=True)
-        inputs = scan(job, base=self._base, environment=self._environments())
+        inputs = scan(job, base=self._base, environment=self._environments(), shards=config.shard_count)
         claim_output(
             storage, new_manifest(job, shards=config.shard_count, inputs=inputs.as_json(), code=remote_digests(job))
         )
@@ -271,16 +276,21 @@ class ShardPod:
     def _protected(self) -> list[str]:
         return local_paths(self._config.output, self._config.turns)
 
-    def _planned_by_shard(self) -> list[int]:
-        """Number of planned trajectories of each shard."""
+    def _planned_by_shard(self) -> list[int | None]:
+        """Number of planned trajectories of each shard; None: it has no end."""
         job, count = self._job, self._config.shard_count
+        epochs = job.spec.dataset.epochs
         counts = [0] * count
         groups = prompt_groups(job, base=self._base, environment=self._environments(), blocks=self._blocks(), epochs=1)
         for group in groups:
-            counts[shard_of(group.task_index, count)] += group.keep * job.spec.dataset.epochs
+            counts[shard_of(group.task_index, count)] += group.keep * (epochs or 1)
         wanted = job.spec.rollout.groups.wanted
         return [
-            planned_trajectories(job, mine, wanted=None if wanted is None else share(wanted, shard, count))
+            planned_trajectories(
+                job,
+                None if epochs is None and mine else mine,
+                wanted=None if wanted is None else share(wanted, shard, count),
+            )
             for shard, mine in enumerate(counts)
         ]
 
@@ -352,7 +362,7 @@ class ShardPod:
     async def _log_progress(self) -> None:
         while True:
             await asyncio.sleep(_LOG_SECONDS)
-            _log.info("shard %d: %d of %d trajectories are stored", self.shard, self._stored, self._planned)
+            self._log_stored()
 
 
 def _waiting(trouble: str) -> None:
