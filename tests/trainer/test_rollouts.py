@@ -224,7 +224,7 @@ def test_a_state_is_small_and_read_by_its_own_consumer_of_its_own_run(tmp_path: 
     assert max(sizes) - min(sizes) < 100
     with pytest.raises(StateRefused, match="it is of consumer 'grpo', and this is 'eval'"):
         Rollouts.open(str(run.path), consumer="eval").load_state_dict(state)
-    for changed in ({"format": 2}, {"closed": 7}, {"closed": [[0, 0, [3, 1]]]}):
+    for changed in ({"format": 1}, {"closed": 7}, {"closed": [[0, 0, 1, [3, 1]]]}):
         with pytest.raises(StateRefused):
             rollouts.load_state_dict({**state, **changed})
     with pytest.raises(StateRefused, match="format None"):

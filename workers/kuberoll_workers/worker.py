@@ -38,7 +38,7 @@ from kuberoll_workers.data.observations import (
     ObservationTemplate,
     RawObservations,
 )
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError
+from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, RecordError
 from kuberoll_workers.data.shards import share
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
 from kuberoll_workers.data.tracebacks import with_frames
@@ -54,6 +54,7 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import ServedModel, endpoint_variables, service_variables
 from kuberoll_workers.output.part_journal import PartLimits
+from kuberoll_workers.output.plan_follower import PlanFollower
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.store import ResultStore
@@ -64,6 +65,7 @@ from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.agents import AgentSettings
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
+from kuberoll_workers.rollouts.pace import Pace
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing, run_groups
 from kuberoll_workers.rollouts.seeds import job_seed
@@ -157,9 +159,11 @@ class Progress:
     """Counts of one worker since it started; trajectories stored earlier are counted in `resumed` only.
 
     Attributes:
-        dropped: Dropped trajectories, `filtered` of them with their whole group.
+        dropped: Dropped trajectories, `filtered` of them with their whole group: filtered out, or too old.
         generating, stepping: Trajectories that wait for generation, or for an environment, now.
         ended_turns, received_tokens: Turns and generated tokens, with those of unfinished trajectories.
+        done: The worker has ended in good order.
+        complete: Its shards have nothing left to do.
     """
 
     resumed: int = 0
@@ -177,6 +181,7 @@ class Progress:
     ended_turns: int = 0
     received_tokens: int = 0
     done: bool = False
+    complete: bool = False
 
     @property
     def results(self) -> int:
@@ -195,7 +200,7 @@ class Progress:
             return
         if isinstance(result, DroppedRecord):
             self.dropped += 1
-            self.filtered += result.reason == "filtered"
+            self.filtered += result.reason in WHOLE_GROUP
             return
         self.trajectories += 1
         self.turns += result.turn_count
@@ -493,6 +498,7 @@ async def run_worker(
         for spec in job.spec.environments:
             metrics.environment(spec.name).set_step_timeout(spec.call_seconds)
         rows_of = isolated_environment_factory(job, protected=local_paths(config.output, config.turns))
+        pace = pace_of(job)
         groups = sample_groups(
             prompt_groups(job, base=Path(config.base), environment=rows_of, blocks=config.blocks),
             tokenizer=tokenizer,
@@ -501,6 +507,7 @@ async def run_worker(
             done=store.state,
             seed=base_seed if seeded else None,
             episode_seed=base_seed,
+            ordered=pace is not None,
         )
         stack.enter_context(endpoint_variables(environments_policy(config), config.services))
         environments = await stack.enter_async_context(
@@ -532,7 +539,20 @@ async def run_worker(
                 failure_log.log(result)
             await store.result(result)
 
-        work = run_groups(rollout, groups, sink, policy=group_policy(config, store.state), drain=drain)
+        follower = None
+        if pace is not None:
+            held = job.spec.rollout.on_policy is not None
+            follower = PlanFollower(storage, pace, shard=only_shard(config), held=held)
+            await stack.enter_async_context(in_background(follower.follow()))
+        work = run_groups(
+            rollout,
+            groups,
+            sink,
+            policy=group_policy(config, store.state),
+            drain=drain,
+            pace=pace,
+            admitted=None if follower is None else follower.watch,
+        )
         await _unless_gone(policy, settings, work, trouble)
     _check_stored(results, progress, before=before)
     if drain.is_set():
@@ -554,6 +574,39 @@ async def _unless_gone(
     return await while_answering(policy.outage, limit, work)
 
 
+def pace_of(job: RolloutJob) -> Pace | None:
+    """The pace of a run that its consumer holds back, or can stop; None: there is no such consumer."""
+    on_policy = job.spec.rollout.on_policy
+    if on_policy is None:
+        return Pace(max_lag=None, held=False) if job.spec.dataset.epochs is None else None
+    return Pace(max_lag=on_policy.max_lag if on_policy.on_stale == "Drop" else None, held=True)
+
+
+def only_shard(config: WorkerConfig) -> int:
+    """The shard of a worker that is held back: with several, one of them could keep the others waiting.
+
+    Raises:
+        DatasetError: It has several.
+    """
+    if len(config.shards) != 1:
+        raise DatasetError(
+            f"spec.workers: {config.shard_count} shards for fewer workers: with rollout.onPolicy or dataset.epochs: "
+            "null every shard needs a worker of its own; remove shards, or raise replicas"
+        )
+    return config.shards[0]
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine without end beside the body."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 def _check_stored(results: int, progress: Progress, *, before: int) -> None:
     """Check that all results are stored, after the store is closed.
 
@@ -568,14 +621,20 @@ def _check_stored(results: int, progress: Progress, *, before: int) -> None:
         )
 
 
-def planned_trajectories(job: RolloutJob, trajectories: int, *, wanted: int | None) -> int:
+def planned_trajectories(job: RolloutJob, trajectories: int | None, *, wanted: int | None) -> int | None:
     """Number of trajectories to finish; a lower bound if groups have different sizes and `wanted` is set.
 
     Args:
-        trajectories: Number of trajectories of the whole dataset.
+        trajectories: Number of trajectories of the whole dataset; None: it has no end.
         wanted: Number of prompt groups to keep; None: all.
+
+    Returns:
+        None if the run has no end of its own.
     """
-    return trajectories if wanted is None else min(trajectories, wanted * min(repeats_of(job).values()))
+    if wanted is None:
+        return trajectories
+    kept = wanted * min(repeats_of(job).values())
+    return kept if trajectories is None else min(trajectories, kept)
 
 
 def count_abandoned(job: RolloutJob, *, failed: int, filtered: int) -> int:
@@ -656,7 +715,9 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
         reports.flush()
 
     try:
-        await run_worker(config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer, trouble=trouble)
+        progress.complete = await run_worker(
+            config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer, trouble=trouble
+        )
         progress.done = True
     except BaseException as error:
         if (problem := problem_of(error)) is None:

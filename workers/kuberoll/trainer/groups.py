@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kuberoll_workers.data.intervals import IntervalSet
-from kuberoll_workers.data.record import DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
+from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
 from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.precedence import rank
 
@@ -35,12 +35,28 @@ class Group:
         task_name: Its environment.
         wanted: Number of finished trajectories that it should have; it has fewer if some failed permanently.
         trajectories: The finished ones, by rollout index.
+        order: Their `group_order`.
     """
 
     key: GroupKey
     task_name: str
     wanted: int
     trajectories: tuple[TrajectoryRecord, ...]
+    order: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A group that is not delivered: it was filtered out, was too old, or has failed.
+
+    Attributes:
+        order: Its `group_order`.
+        stale: Its finished trajectories, if workers stopped the others because it was too old.
+    """
+
+    key: GroupKey
+    order: int | None
+    stale: tuple[TrajectoryRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +68,7 @@ class GroupRules:
         oversample: Further trajectories that are started for each.
         atomic: A group has all of its trajectories or none.
         shards: Number of shards.
-        groups: Number of groups: one for each row in each pass.
+        groups: Number of groups: one for each row in each pass; None: passes have no end.
         wanted: Number of groups to keep; None: all.
     """
 
@@ -60,7 +76,7 @@ class GroupRules:
     oversample: int
     atomic: bool
     shards: int
-    groups: int
+    groups: int | None
     wanted: int | None
 
     def group_of(self, task_name: str, task_index: int, rollout_index: int, *, where: str) -> GroupKey:
@@ -99,13 +115,14 @@ def group_rules(manifest: RunManifest, *, where: str) -> GroupRules:
         if (found := _ENVIRONMENT.fullmatch(path)) is not None:
             (names if found[2] == "name" else counts)[found[1]] = value
     wanted = identity.get("rollout.groups.wanted")
+    epochs = identity.get("dataset.epochs", 1)
     return GroupRules(
         repeats={name: default if counts.get(number) is None else counts[number] for number, name in names.items()},
         oversample=int(identity.get("rollout.groups.oversample") or 0),
         atomic=bool(identity.get("rollout.groups.atomic")),
         shards=manifest.shards,
         # Manifests from before there were passes have no number of them.
-        groups=_whole(manifest.inputs, "rows", where) * int(identity.get("dataset.epochs") or 1),
+        groups=None if epochs is None else _whole(manifest.inputs, "rows", where) * int(epochs),
         wanted=None if wanted is None else int(wanted),
     )
 
@@ -145,8 +162,15 @@ class ClosedGroups:
         return (shard, key.number), place
 
     def as_json(self) -> list[list[Any]]:
-        """`[shard, number, bounds]` of each set."""
-        return [[*name, found.bounds()] for name, found in sorted(self._sets.items())]
+        """`[shard, number, count, bounds]` of each set, and of as many further ones of the shard that are equal."""
+        rows: list[list[Any]] = []
+        for (shard, number), found in sorted(self._sets.items()):
+            bounds = found.bounds()
+            if rows and rows[-1][0] == shard and rows[-1][1] + rows[-1][2] == number and rows[-1][3] == bounds:
+                rows[-1][2] += 1
+            else:
+                rows.append([shard, number, 1, bounds])
+        return rows
 
     @classmethod
     def from_json(cls, shards: int, rows: list[list[Any]]) -> ClosedGroups:
@@ -156,8 +180,9 @@ class ClosedGroups:
             ValueError, TypeError: They are not in this form.
         """
         made = cls(shards)
-        for shard, number, bounds in rows:
-            made._sets[int(shard), int(number)] = IntervalSet.of(bounds)
+        for shard, first, count, bounds in rows:
+            for number in range(first, first + count):
+                made._sets[int(shard), number] = IntervalSet.of(bounds)
         return made
 
 
@@ -191,6 +216,7 @@ class _OpenGroup:
     """Latest failed attempt by rollout index."""
     ended_together: int = -1
     """Latest attempt of a failure that ended the whole group; -1: none."""
+    order: int | None = None
 
 
 class GroupTracker:
@@ -203,7 +229,8 @@ class GroupTracker:
     Attributes:
         closed: Groups that were delivered, filtered out, or left out by the caller.
         short: Rollout indexes of the closed groups that had fewer trajectories than they should have.
-        filtered_groups: Number of closed groups that were filtered out.
+        filtered_groups, stale_groups: Number of closed groups that were filtered out, and that were too old.
+        given_up: Groups that were given up, for the caller to take.
         late: Number of lines of trajectories that finished after their group was delivered without them.
     """
 
@@ -212,6 +239,8 @@ class GroupTracker:
         self.closed = ClosedGroups(rules.shards)
         self.short: dict[GroupKey, tuple[int, ...]] = {}
         self.filtered_groups = 0
+        self.stale_groups = 0
+        self.given_up: list[GivenUp] = []
         self.late = 0
         self._open: dict[GroupKey, _OpenGroup] = {}
         # Ready and not closed.
@@ -229,10 +258,10 @@ class GroupTracker:
     def run_ended(self) -> bool:
         """True if every group that the run is to have has ended: it is ready, closed, or has failed."""
         closed, failed = len(self.closed) + len(self._ready), len(self._failed)
-        if closed + failed >= self.rules.groups:
+        if self.rules.groups is not None and closed + failed >= self.rules.groups:
             return True
-        # Atomic groups that fail are replaced by others of the dataset, like filtered ones.
-        kept = closed - self.filtered_groups + (0 if self.rules.atomic else failed)
+        # Atomic groups that fail are replaced by others of the dataset, like those that were given up.
+        kept = closed - self.filtered_groups - self.stale_groups + (0 if self.rules.atomic else failed)
         return self.rules.wanted is not None and kept >= self.rules.wanted
 
     def is_settled(self, key: GroupKey, rollout_index: int) -> bool:
@@ -251,7 +280,7 @@ class GroupTracker:
         if key in self.closed:
             self.late += key in self.short and record.rollout_index not in self.short[key]
             return None
-        group = self._open.setdefault(key, _OpenGroup(record.task_name))
+        group = self._opened(key, record)
         known = group.members.get(record.rollout_index)
         if known is not None and rank(record) <= rank(known.record):
             return None
@@ -271,14 +300,14 @@ class GroupTracker:
         key = self._key(record, where)
         if key in self._ready or key in self.closed:
             return
-        group = self._open.setdefault(key, _OpenGroup(record.task_name))
+        group = self._opened(key, record)
         group.failures[record.rollout_index] = max(record.attempt, group.failures.get(record.rollout_index, 0))
         if record.stage == GROUP_STAGE:
             group.ended_together = max(record.attempt, group.ended_together)
         self._touched.add(key)
 
     def dropped(self, record: DroppedRecord, *, where: str) -> None:
-        """Take a dropped trajectory: one that was filtered out closes its group.
+        """Take a dropped trajectory: one that was filtered out, or was too old, closes its group.
 
         Others say nothing: they were dropped because their group had enough, which the lines of the others show.
 
@@ -286,11 +315,18 @@ class GroupTracker:
             RecordError: It belongs to another run.
         """
         key = self._key(record, where)
-        if record.reason != "filtered" or key in self._ready or key in self.closed:
+        if record.reason not in WHOLE_GROUP or key in self._ready or key in self.closed:
             return
+        group = self._open.get(key)
+        stale = group is not None and record.reason == "stale"
+        finished = tuple(member.record for member in group.members.values()) if group is not None and stale else ()
         self._forget(key)
         self.closed.add(key)
-        self.filtered_groups += 1
+        if record.reason == "stale":
+            self.stale_groups += 1
+        else:
+            self.filtered_groups += 1
+        self.given_up.append(GivenUp(key=key, order=record.group_order, stale=finished))
 
     def end_pass(self, *, final: bool) -> Iterator[Group]:
         """Groups that are ready now because the rest of their trajectories failed, in the order of the dataset.
@@ -308,21 +344,33 @@ class GroupTracker:
             elif group.members and not self.rules.atomic:
                 yield self._make_ready(key, group)
             else:
+                if key not in self._failed:
+                    self.given_up.append(GivenUp(key=key, order=group.order))
                 self._failed.add(key)
         # They may be final later, without a further line.
         self._touched = waiting
 
-    def close(self, key: GroupKey) -> None:
-        """Close a ready group: it is delivered, or left out."""
+    def close(self, key: GroupKey, *, stale: bool = False) -> None:
+        """Close a ready group: it is delivered, or left out.
+
+        Args:
+            stale: It is left out because it is too old.
+        """
         group = self._ready.pop(key)
         self.closed.add(key)
-        if len(group.members) < self.rules.repeats[group.task_name]:
+        self.stale_groups += stale
+        if not stale and len(group.members) < self.rules.repeats[group.task_name]:
             self.short[key] = tuple(sorted(group.members))
 
     def needed(self) -> Iterator[Position]:
         """Places of the lines that are still needed: those of groups that are not closed."""
         for group in (*self._ready.values(), *self._open.values()):
             yield from (member.position for member in group.members.values())
+
+    def _opened(self, key: GroupKey, record: TrajectoryRecord | FailureRecord) -> _OpenGroup:
+        group = self._open.setdefault(key, _OpenGroup(record.task_name))
+        group.order = record.group_order if group.order is None else group.order
+        return group
 
     def _key(self, record: TrajectoryRecord | FailureRecord | DroppedRecord, where: str) -> GroupKey:
         return self.rules.group_of(record.task_name, *record.key, where=where)
@@ -344,6 +392,7 @@ class GroupTracker:
             task_name=group.task_name,
             wanted=self.rules.repeats[group.task_name],
             trajectories=tuple(group.members[rollout].record for rollout in sorted(group.members)),
+            order=group.order,
         )
 
     def _forget(self, key: GroupKey) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName, advant
 from kuberoll.trainer.batch import Batch, is_exact, make_batch, require_exact
 from kuberoll.trainer.groups import Group, GroupTracker, group_rules
 from kuberoll.trainer.journals import JournalReader, Line, Place, open_place
+from kuberoll.trainer.pace_control import PaceControl, PacedByAnother
+from kuberoll.trainer.pacing import pace_rules, versions_of
 from kuberoll.trainer.state import FORMAT, ConsumerState, decode_state, encode_state, identity_of
 from kuberoll_workers.data.record import (
     DroppedRecord,
@@ -24,11 +27,12 @@ from kuberoll_workers.data.record import (
     decode_line,
     key_of,
 )
+from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.output.manifest import MANIFEST, RunManifest, RunRefused
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.run_files import NotARun, RunFiles
-from kuberoll_workers.output.storage import StorageError
+from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.unreadable import warn_unreadable
 
 Inexact = Literal["error", "skip", "keep"]
@@ -44,6 +48,7 @@ class Counts:
         groups, trajectories: Delivered.
         short_groups: Of `groups`, those with fewer trajectories than they should have, because some failed.
         filtered_groups: Groups that the run filtered out.
+        stale_groups: Groups that were older than `rollout.onPolicy.maxLag` allows.
         failed_groups: Groups that have ended without a trajectory; a resumed run may still finish them.
         inexact_trajectories: Left out with `inexact="skip"`.
         late_trajectories: Finished by a resumed run after their group was delivered without them, as far as this
@@ -54,6 +59,7 @@ class Counts:
     trajectories: int = 0
     short_groups: int = 0
     filtered_groups: int = 0
+    stale_groups: int = 0
     failed_groups: int = 0
     inexact_trajectories: int = 0
     late_trajectories: int = 0
@@ -62,8 +68,9 @@ class Counts:
 class Rollouts:
     """A consumer of a run.
 
-    It reads the run's journals and writes nothing, so any number of consumers read a run at once, each all of it. One
-    may be used by several threads; each group goes to one of them.
+    It reads the run's journals, so any number of consumers read a run at once, each all of it. One of them may set the
+    pace of a run that goes on: it writes what it has had, and workers hold back for it. One may be used by several
+    threads; each group goes to one of them.
 
     Attributes:
         location: Directory or URI of the run, as given.
@@ -72,7 +79,16 @@ class Rollouts:
     """
 
     def __init__(
-        self, location: str, *, manifest: RunManifest, place: Place, consumer: str, inexact: Inexact, pad_id: int
+        self,
+        location: str,
+        *,
+        manifest: RunManifest,
+        place: Place,
+        consumer: str,
+        inexact: Inexact,
+        pad_id: int,
+        pace: bool = True,
+        groups_per_version: int | None = None,
     ) -> None:
         """Use `Rollouts.open`."""
         self.location = location
@@ -82,6 +98,12 @@ class Rollouts:
         self._inexact = inexact
         self._pad_id = pad_id
         self._rules = group_rules(manifest, where=f"{location}/{MANIFEST}")
+        self._groups_per_version = groups_per_version
+        self._pace: PaceControl | None = None
+        held = pace_rules(manifest)
+        if pace and (held is not None or self._rules.groups is None):
+            storage = open_storage(location)
+            self._pace = PaceControl(storage, consumer=consumer, shards=manifest.shards, rules=held)
         self._lock = threading.RLock()
         self._begin(None)
 
@@ -96,6 +118,8 @@ class Rollouts:
         pad_id: int = 0,
         poll_seconds: float | None = None,
         timeout: float = 0.0,
+        pace: bool = True,
+        groups_per_version: int | None = None,
     ) -> Rollouts:
         """Open a run, whether it goes on or has ended.
 
@@ -110,15 +134,21 @@ class Rollouts:
             poll_seconds: Seconds between two looks for new trajectories; None: 0.02 to 0.05 in a directory, 1 in an
                 object store.
             timeout: Seconds to wait for the run to begin.
+            pace: Set the pace of a run with `rollout.onPolicy`, or with passes without end, of which one consumer does:
+                the trainer. False: read it beside that one, whatever the age of its trajectories.
+            groups_per_version: Number of groups that are taken between two publications of weights; None: one batch.
 
         Raises:
             NotARun: There is no run, or what is there is none that can be consumed.
+            PacedByAnother: Another consumer sets the pace of the run.
             ValueError: An argument is invalid.
         """
         if inexact not in ("error", "skip", "keep"):
             raise ValueError(f'inexact: found {inexact!r}; use "error", "skip" or "keep"')
         if poll_seconds is not None and not poll_seconds > 0:
             raise ValueError(f"poll_seconds: found {poll_seconds}, expected a number above 0")
+        if groups_per_version is not None and groups_per_version < 1:
+            raise ValueError(f"groups_per_version: found {groups_per_version}, expected a number of groups from 1")
         if not consumer:
             raise ValueError("consumer: found an empty name; name the consumer, such as 'grpo'")
         try:
@@ -132,7 +162,18 @@ class Rollouts:
                 "not those of a policy; to try the way of the data, open it with allow_simulated=True"
             )
         try:
-            return cls(location, manifest=manifest, place=place, consumer=consumer, inexact=inexact, pad_id=pad_id)
+            return cls(
+                location,
+                manifest=manifest,
+                place=place,
+                consumer=consumer,
+                inexact=inexact,
+                pad_id=pad_id,
+                pace=pace,
+                groups_per_version=groups_per_version,
+            )
+        except PacedByAnother:
+            raise
         except ValueError as error:
             raise NotARun(str(error)) from error
 
@@ -144,9 +185,53 @@ class Rollouts:
             return replace(
                 self._counts,
                 filtered_groups=tracker.filtered_groups,
+                stale_groups=tracker.stale_groups,
                 failed_groups=tracker.failed_groups,
                 late_trajectories=tracker.late,
             )
+
+    @property
+    def version(self) -> int:
+        """Number of the newest weights that this consumer has published, or that it knows of; 0: the model's own."""
+        return 0 if self._pace is None else self._pace.version
+
+    def published(self, version: int | None = None) -> int:
+        """Note that every replica serves new weights, which were published by other means than `publish`.
+
+        Args:
+            version: Their number, greater than all before; None: the next one.
+
+        Returns:
+            Their number.
+
+        Raises:
+            RuntimeError: This consumer does not set the pace of the run.
+            ValueError: The version is not greater than the newest one.
+        """
+        pace = self._required_pace("published")
+        with self._lock:
+            number = pace.version + 1 if version is None else version
+            pace.published(number)
+            self._give_up_stale()
+            return number
+
+    def stop(self) -> None:
+        """Let the run end: workers finish what is in flight, and begin no more.
+
+        Raises:
+            RuntimeError: This consumer does not set the pace of the run.
+        """
+        pace = self._required_pace("stop")
+        with self._lock:
+            pace.stop()
+
+    def _required_pace(self, method: str) -> PaceControl:
+        if self._pace is None:
+            raise RuntimeError(
+                f"{method}: this consumer does not set the pace of {self.location}: that needs rollout.onPolicy or "
+                "dataset.epochs: null in its manifest, and no pace=False"
+            )
+        return self._pace
 
     def batches(
         self,
@@ -224,7 +309,12 @@ class Rollouts:
                 "closed": tracker.closed.as_json(),
                 "short": [(*key, list(rollouts)) for key, rollouts in sorted(tracker.short.items())],
                 "read": self._reader.hints(tracker.needed()),
-                "counts": {**counts, "filtered_groups": tracker.filtered_groups},
+                "counts": {
+                    **counts,
+                    "filtered_groups": tracker.filtered_groups,
+                    "stale_groups": tracker.stale_groups,
+                },
+                "pace": None if self._pace is None else self._pace.pacer.state.as_json(),
             }
             return encode_state(state)
 
@@ -237,12 +327,15 @@ class Rollouts:
             StateRefused: It is no state, or one of another run, or of another consumer.
         """
         loaded = decode_state(state, consumer=self.consumer, run=identity_of(self.manifest), location=self.location)
-        closed, short = loaded.closed_groups(), loaded.short_groups()
+        closed, short, pace = loaded.closed_groups(), loaded.short_groups(), loaded.pace_state()
         with self._lock:
             self._begin(loaded)
+            if self._pace is not None:
+                self._pace.load(pace)
             self._tracker.closed = closed
             self._tracker.short = short
             self._tracker.filtered_groups = loaded.counts.get("filtered_groups", 0)
+            self._tracker.stale_groups = loaded.counts.get("stale_groups", 0)
 
     def _begin(self, loaded: ConsumerState | None) -> None:
         self._tracker = GroupTracker(self._rules)
@@ -264,7 +357,11 @@ class Rollouts:
     ) -> Iterator[Batch | float]:
         if groups < 1:
             raise ValueError(f"groups: found {groups}, expected a number of prompt groups from 1")
-        return self._steps(groups, advantage_function(advantages), wait, timeout)
+        function = advantage_function(advantages)
+        if self._pace is not None:
+            with self._lock:
+                self._pace.begin(self._groups_per_version or groups)
+        return self._steps(groups, function, wait, timeout)
 
     def _steps(
         self, groups: int, advantages: AdvantageFunction | None, wait: bool, timeout: float | None
@@ -278,8 +375,8 @@ class Rollouts:
                 if tracker is not self._tracker:
                     raise RuntimeError("a state was loaded while batches were iterated: call batches() again")
                 read = self._read_until(groups)
-                ready = list(self._queue)[:groups]
-                over = not read and (not wait or tracker.run_ended)
+                ready = self._deliverable(groups)
+                over = not read and (not wait or self._run_ended)
             if len(ready) == groups or (ready and over):
                 if self._inexact == "error":
                     require_exact(ready)
@@ -295,6 +392,9 @@ class Rollouts:
             if timeout is not None and time.monotonic() - last_came >= timeout:
                 raise TimeoutError(self._why_waiting(timeout))
             if not read:
+                if self._pace is not None:
+                    with self._lock:
+                        self._pace.wait(len(self._queue))
                 yield pause
                 pause = min(self._place.idle_seconds, 1.5 * pause)
 
@@ -302,12 +402,16 @@ class Rollouts:
         """Take the groups of a batch; False if another thread has taken one of them."""
         with self._lock:
             count = len(batch.groups)
-            mine = list(self._queue)[:count]
-            if len(mine) < count or any(a is not b for a, b in zip(mine, batch.groups, strict=True)):
+            mine = list(batch.groups)
+            there = set(map(id, self._queue))
+            if not all(id(group) in there for group in mine):
                 return False
+            gone = set(map(id, mine))
+            self._queue = deque(group for group in self._queue if id(group) not in gone)
             for group in mine:
-                self._queue.popleft()
                 self._tracker.close(group.key)
+            if self._pace is not None:
+                self._pace.take(mine)
             counts = self._counts
             self._counts = replace(
                 counts,
@@ -322,14 +426,67 @@ class Rollouts:
         new = False
         if self._pass is None:
             self._pass = self._ready_groups()
-        while len(self._queue) < groups:
+        while len(self._deliverable(groups)) < groups:
             group = next(self._pass, None)
             if group is None:
                 self._pass = None
+                self._note_given_up()
                 return new or self._lines > 0
             self._admit(group)
             new = True
         return True
+
+    @property
+    def _run_ended(self) -> bool:
+        """True if the run will have no more groups."""
+        return self._tracker.run_ended or (self._rules.groups is None and self._reader.ended)
+
+    def _deliverable(self, count: int) -> list[Group]:
+        """At most so many ready groups, in the order in which they are delivered."""
+        pace = self._pace
+        if pace is None or pace.rules is None or not pace.rules.in_order:
+            return list(itertools.islice(self._queue, count))
+        settled = pace.pacer.state.settled
+        ready: dict[tuple[int, int | None], Group] = {}
+        found: list[Group] = []
+        for group in self._queue:
+            shard = shard_of(group.key.task_index, self._rules.shards)
+            # It was given up, and a resumed run has finished it: nothing waits for it.
+            if group.order is None or group.order in settled[shard]:
+                found.append(group)
+            ready[shard, group.order] = group
+        for place in itertools.islice(pace.pacer.in_order(), max(0, count - len(found))):
+            if (next_group := ready.get(place)) is None:
+                break
+            found.append(next_group)
+        return found[:count]
+
+    def _note_given_up(self) -> None:
+        """Take over which groups nobody will take."""
+        given_up, self._tracker.given_up = self._tracker.given_up, []
+        if (pace := self._pace) is None or not given_up:
+            return
+        for group in given_up:
+            pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
+            pace.give_up(group.stale)
+        pace.write()
+
+    def _give_up_stale(self) -> None:
+        """Give up the groups in the queue that are too old."""
+        pace = self._pace
+        assert pace is not None
+        stale = [group for group in self._queue if pace.pacer.is_stale(group.trajectories)]
+        if not stale:
+            return
+        self._queue = deque(group for group in self._queue if group not in stale)
+        for group in stale:
+            self._give_up(pace, group)
+        pace.write()
+
+    def _give_up(self, pace: PaceControl, group: Group) -> None:
+        pace.give_up(group.trajectories)
+        pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
+        self._tracker.close(group.key, stale=True)
 
     def _ready_groups(self) -> Iterator[Group]:
         """The groups that one pass over the journals makes ready."""
@@ -372,6 +529,13 @@ class Rollouts:
         return group is not None and self._tracker.is_settled(group, key.rollout_index)
 
     def _admit(self, group: Group) -> None:
+        if (pace := self._pace) is not None:
+            newest = max((v for record in group.trajectories for v in versions_of(record)), default=0)
+            pace.note_version(newest)
+            if pace.pacer.is_stale(group.trajectories):
+                self._give_up(pace, group)
+                pace.write()
+                return
         if self._inexact != "skip":
             self._queue.append(group)
             return
@@ -381,6 +545,8 @@ class Rollouts:
             self._queue.append(replace(group, trajectories=exact) if left_out else group)
         else:
             self._tracker.close(group.key)
+            if pace is not None:
+                pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
         counts = self._counts
         self._counts = replace(counts, inexact_trajectories=counts.inexact_trajectories + left_out)
 
@@ -388,9 +554,20 @@ class Rollouts:
         counts, ready = self.counts, len(self._queue)
         return (
             f"{self.location}: no prompt group has ended for {seconds:g} s: {counts.groups} were delivered, {ready} "
-            f"wait for their batch, {counts.filtered_groups} were filtered out and {counts.failed_groups} failed, of "
-            f"{self._rules.groups} of the dataset. If the run was stopped, continue it with --resume, or use "
-            "batches(…, wait=False) for what is there"
+            f"wait for their batch, {counts.filtered_groups} were filtered out and {counts.failed_groups} failed"
+            f"{'' if self._rules.groups is None else f', of {self._rules.groups} of the dataset'}. If the run was "
+            "stopped, continue it with --resume, or use batches(…, wait=False) for what is there"
+            f"{self._why_held()}"
+        )
+
+    def _why_held(self) -> str:
+        pace = self._pace
+        if pace is None or pace.rules is None or pace.rules.max_lag is None:
+            return ""
+        return (
+            f". The run waits for weights after every {pace.pacer.groups_per_version} groups; the newest that it knows "
+            f"of have version {pace.version}: if several batches are taken between two publications, open it with "
+            "groups_per_version"
         )
 
 

@@ -9,9 +9,10 @@ import msgspec
 
 from kuberoll.trainer.groups import ClosedGroups, GroupKey
 from kuberoll.trainer.journals import Hints
+from kuberoll.trainer.pacing import PaceState
 from kuberoll_workers.output.manifest import RunManifest
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 class StateRefused(ValueError):
@@ -50,15 +51,17 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
         short: `[task_index, number, [rollout_index, …]]` of each group that was delivered with too few trajectories.
         read: As `JournalReader.hints`.
         counts: `Counts` of what was delivered and left out.
+        pace: As `PaceState.as_json`, of a run that the consumer holds back.
     """
 
     format: int
     consumer: str
     run: RunIdentity
-    closed: list[tuple[int, int, list[int]]]
+    closed: list[tuple[int, int, int, list[int]]]
     short: list[tuple[int, int, list[int]]]
     read: _Hints
     counts: dict[str, int]
+    pace: dict[str, Any] | None = None
 
     def closed_groups(self) -> ClosedGroups:
         """The closed groups.
@@ -70,6 +73,17 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
             return ClosedGroups.from_json(self.run.shards, [list(row) for row in self.closed])
         except ValueError as error:
             raise StateRefused(f"closed: {error}; load what `state_dict` returned") from error
+
+    def pace_state(self) -> PaceState | None:
+        """What was had of a run that the consumer holds back.
+
+        Raises:
+            StateRefused: It is invalid.
+        """
+        try:
+            return None if self.pace is None else PaceState.from_json(self.pace)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateRefused(f"pace: {error!r}; load what `state_dict` returned") from error
 
     def hints(self) -> Hints:
         """The hints for a `JournalReader`."""

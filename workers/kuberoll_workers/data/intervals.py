@@ -56,6 +56,17 @@ class IntervalSet:
             self._ends.insert(place, number + 1)
         self._count += 1
 
+    def count_below(self, number: int) -> int:
+        """Number of members below a number."""
+        place = bisect_right(self._starts, number - 1)
+        whole = sum(self._ends[:place]) - sum(self._starts[:place])
+        return whole - max(0, self._ends[place - 1] - number) if place else 0
+
+    def first_absent(self, start: int = 0) -> int:
+        """The lowest number from `start` that is not in the set."""
+        place = bisect_right(self._starts, start)
+        return max(start, self._ends[place - 1]) if place else start
+
     def __contains__(self, number: int) -> bool:
         place = bisect_right(self._starts, number)
         return place > 0 and number < self._ends[place - 1]

@@ -9,6 +9,7 @@ from typing import TypeVar
 from kuberoll_workers.data.prompts import SampleGroup
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupQuota, GroupRun
 from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.pace import Pace
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
@@ -34,8 +35,13 @@ class SampleAdmission:
         policy: GroupPolicy,
         drain: Drain,
         run_ahead: RunAhead | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """`run_ahead` bounds the trajectories that have been started and not read; None: nobody reads them."""
+        """
+        Args:
+            run_ahead: Bounds the trajectories that have been started and not read; None: nobody reads them.
+            pace: What the run's consumer allows; None: everything.
+        """
         self._rollout = rollout
         self.policy = policy
         self._drain = drain
@@ -48,6 +54,9 @@ class SampleAdmission:
         self._ended = asyncio.Event()
         self.exhausted = False
         self._newest: GroupRun | None = None
+        self._pace = pace
+        # Taken from the source, and not allowed to begin yet.
+        self._held: SampleGroup | None = None
         self.open_groups: set[GroupRun] = set()
 
     async def next(self, *, wait: bool = True, room: int = 1) -> tuple[GroupRun, InFlight] | None:
@@ -74,7 +83,8 @@ class SampleAdmission:
                     await self._unless_drained(self._run_ahead.next_read().wait())
                 elif run is None and not self.exhausted:
                     if self._quota.open:
-                        await self._pull_group()
+                        if not await self._pull_group(wait=wait):
+                            return None
                     elif not wait or not self.open_groups:
                         return None
                     else:
@@ -95,18 +105,46 @@ class SampleAdmission:
             self.open_groups.discard(run)
         self._ended.set()
 
-    async def _pull_group(self) -> None:
-        group: SampleGroup | None
-        if isinstance(self._source, AsyncIterator):
-            source = self._source
-            group = await self._unless_drained(anext(source, None))
-        else:
-            group = next(self._source, None)
-        self.exhausted = group is None
+    @property
+    def held_back(self) -> bool:
+        """True if a group is ready to begin, and the run's consumer does not allow it yet."""
+        return self._held is not None and self._pace is not None and not self._allows(self._pace, self._held)
+
+    async def _pull_group(self, *, wait: bool) -> bool:
+        """Begin the next group of the source; False if it may not begin yet, and is not to be waited for."""
+        if (pace := self._pace) is not None and pace.stopped:
+            self._held, self.exhausted = None, True
+            return True
+        group = self._held
+        if group is None:
+            if isinstance(self._source, AsyncIterator):
+                source = self._source
+                group = await self._unless_drained(anext(source, None))
+            else:
+                group = next(self._source, None)
+            self.exhausted = group is None
+        if group is not None and pace is not None and not self._allows(pace, group):
+            self._held = group
+            if wait:
+                await self._unless_drained(pace.next_change().wait())
+            return wait
+        self._held = None
         if group is not None:
             self._quota.begin()
             self._newest = GroupRun(group, self.policy, self._quota, self._rollout, self._run_ahead)
             self.open_groups.add(self._newest)
+        return True
+
+    @staticmethod
+    def _allows(pace: Pace, group: SampleGroup) -> bool:
+        return group.order is None or pace.may_begin(group.order)
+
+    def stop_stale(self) -> None:
+        """Stop the groups whose oldest token is too old for the run's consumer."""
+        if self._pace is not None:
+            for group in tuple(self.open_groups):
+                if self._pace.is_stale(group.oldest_version):
+                    group.stop_stale()
 
     async def _unless_drained(self, awaited: Awaitable[_Result]) -> _Result | None:
         # It may take a long time, and draining must not wait for it.

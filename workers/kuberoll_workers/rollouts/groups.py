@@ -10,6 +10,7 @@ from kuberoll_workers.data.prompts import Sample, SampleGroup
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.failures import TrajectoryFailed
 from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.pace import oldest_version
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
@@ -130,9 +131,27 @@ class GroupRun:
         # Finished trajectories whose results wait for the group.
         self._held: list[InFlight] = []
         self._failure: FailureRecord | None = None
+        self._stale = False
+        # Samples of a stale group that will not be started.
+        self._unstarted: deque[Sample] = deque()
         self.pending_results = 0
         self.started = 0
         self.closed = False
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version of the weights that sampled a token of its trajectories, as far as they are known."""
+        flights = (*self._in_flight, *self.finished)
+        versions = (oldest_version(flight.trajectory.messages) for flight in flights)
+        return min((version for version in versions if version is not None), default=None)
+
+    def stop_stale(self) -> None:
+        """Give the group up because it is too old; a group without a trajectory in flight is left as it is."""
+        for flight in tuple(self._in_flight):
+            flight.stop("stale")
+            self._stale = self._stale or flight.drop_reason == "stale"
+        if self._stale:
+            self._unstarted, self._todo = self._todo, deque()
 
     @property
     def ended(self) -> bool:
@@ -194,7 +213,7 @@ class GroupRun:
     async def decide(self) -> list[DueResult]:
         """Score the group once it has ended, and decide on the results that have waited for it; returns these."""
         due: list[DueResult] = []
-        if self._held and not (self._policy.atomic and not self._complete):
+        if self._held and not self._stale and not (self._policy.atomic and not self._complete):
             try:
                 await self._rollout.score_group(self.result.group, self._held)
             except TrajectoryFailed as failure:
@@ -213,6 +232,11 @@ class GroupRun:
         return len(self._finished) >= self.result.group.keep
 
     def _stop_unneeded(self, due: list[DueResult]) -> None:
+        if self._stale:
+            while self._unstarted:
+                flight = self._admit(self._unstarted.popleft())
+                self._due(flight, flight.trajectory.dropped_record("stale"), due)
+            return
         keep = self.result.group.keep
         if len(self._finished) >= keep:
             self._todo.clear()
@@ -227,7 +251,11 @@ class GroupRun:
     def _decide(self, due: list[DueResult]) -> None:
         records = [(flight, flight.result()) for flight in self._held]
         self._held.clear()
-        if self._policy.atomic and not self._complete:
+        if self._stale:
+            self._quota.replace()
+            for flight, _ in records:
+                self._due(flight, flight.trajectory.dropped_record("stale"), due)
+        elif self._policy.atomic and not self._complete:
             self._quota.replace()
             for flight, _ in records:
                 self._fail(flight, due)

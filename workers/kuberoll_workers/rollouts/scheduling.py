@@ -11,6 +11,7 @@ from kuberoll_workers.data.record import FailureRecord, Partial, TrajectoryRecor
 from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.groups import GroupPolicy, GroupResult, GroupRun, Result
 from kuberoll_workers.rollouts.in_flight import InFlight
+from kuberoll_workers.rollouts.pace import Pace
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.run_ahead import RunAhead
 
@@ -57,6 +58,8 @@ async def run_groups(
     group_sink: GroupSink | None = None,
     interrupted: Callable[[Partial], None] | None = None,
     run_ahead: RunAhead | None = None,
+    pace: Pace | None = None,
+    admitted: Callable[[SampleAdmission], None] | None = None,
 ) -> None:
     """Run prompt groups, at most `concurrency` trajectories at once; the source may be endless.
 
@@ -68,12 +71,16 @@ async def run_groups(
         interrupted: Called with the complete turns of each trajectory that is in flight, or waits for its group, when
             the run is cancelled or drained.
         run_ahead: Bounds the trajectories that have been started and whose results have not been read; None: no bound.
+        pace: What the run's consumer allows; None: everything.
+        admitted: Called once with the admission of the run's groups.
 
     Raises:
         TrajectoriesMissing: A trajectory was started and has no result; what is stored is not affected.
         Exception: From `groups` or a sink: errors of a trajectory are stored in its record.
     """
-    admission = SampleAdmission(rollout, groups, policy or GroupPolicy(), drain or Drain(), run_ahead)
+    admission = SampleAdmission(rollout, groups, policy or GroupPolicy(), drain or Drain(), run_ahead, pace)
+    if admitted is not None:
+        admitted(admission)
     run = _Run(rollout, admission, sink, group_sink, interrupted)
     try:
         await (run.lockstep() if rollout.settings.scheduling == "Lockstep" else run.concurrent())

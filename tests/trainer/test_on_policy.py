@@ -1,0 +1,191 @@
+"""A run that a trainer holds back: the bound on lag, what may begin, and what becomes of what is too old."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kuberoll.trainer import Rollouts
+from kuberoll.trainer.pace_control import PacedByAnother
+from kuberoll_workers.output.consumer_plan import PLAN, read_plan
+from tests.rollouts.fakes import until
+from tests.trainer.on_policy import PacedRun, job, train
+
+
+def paced(tmp_path: Path, *, shards: int = 1, **on_policy: Any) -> PacedRun:
+    return PacedRun(tmp_path / "run", job(shards=shards, rollout={"onPolicy": on_policy}))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("on_stale", ["Drop", "Finish"])
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+async def test_no_trajectory_is_older_than_the_bound(tmp_path: Path, max_lag: int, on_stale: str, shards: int) -> None:
+    async with paced(tmp_path, shards=shards, maxLag=max_lag, onStale=on_stale) as run:
+        rollouts = run.open()
+        played = await train(run, rollouts, groups=4, steps=8)
+        rollouts.stop()
+        assert await run.ended()
+    assert len(played.keys) == len(set(played.keys)) == 32
+    assert max(played.lags) <= max_lag
+    given_up = [record for record in run.dropped() if record.reason == "stale"]
+    if on_stale == "Finish":
+        assert not given_up
+        assert rollouts.counts.stale_groups == 0
+    # Whatever the trainer had is there, and nothing else is lost: it waits for a further consumer.
+    assert {(record.task_index, record.rollout_index // 3) for record in run.stored()} >= set(played.keys)
+
+
+async def test_finish_delivers_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+    async with paced(tmp_path, shards=2, maxLag=2, onStale="Finish") as run:
+        rollouts = run.open()
+        orders: list[tuple[int, int | None]] = []
+
+        def note(batch: Any) -> None:
+            orders.extend((group.key.task_index % 2, group.order) for group in batch.groups)
+
+        await train(run, rollouts, groups=3, steps=6, check=note)
+        rollouts.stop()
+        assert await run.ended()
+    assert orders == [(place % 2, place // 2) for place in range(18)]
+
+
+async def test_nothing_begins_before_a_trainer_takes(tmp_path: Path) -> None:
+    async with paced(tmp_path, maxLag=0) as run:
+        rollouts = run.open()
+        assert read_plan(run.storage) is None
+        batches = rollouts.batches_async(2, timeout=30)
+        batch = await anext(batches)
+        assert len(batch.groups) == 2
+        # Strictly on-policy: what was taken was all that may have begun.
+        await until(lambda: run.progress[0].trajectories == 6)
+        with pytest.raises(TimeoutError, match=r"the newest that it knows of have version 0.*groups_per_version"):
+            await anext(rollouts.batches_async(2, timeout=0.2))
+        assert run.progress[0].trajectories == 6
+        await run.engine.load_weights(None, "1")
+        assert rollouts.published() == 1
+        batch = await anext(rollouts.batches_async(2, timeout=30))
+        assert set(batch.policy_version[batch.loss_mask].tolist()) == {1}
+        rollouts.stop()
+        assert await run.ended()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_never_more_groups_wait_than_may(tmp_path: Path, shards: int) -> None:
+    async with paced(tmp_path, shards=shards, maxAhead=5) as run:
+        rollouts = run.open()
+        batches = rollouts.batches_async(2, timeout=30)
+        for taken in range(0, 12, 2):
+            # Everything that may begin has ended.
+            await until(run.has_stored(3 * (taken + 5)))
+            await anext(batches)
+        rollouts.stop()
+        assert await run.ended()
+
+
+async def test_what_is_too_old_is_recorded_and_never_delivered(tmp_path: Path) -> None:
+    async with paced(tmp_path, maxLag=1, maxAhead=8) as run:
+        rollouts = run.open()
+        batches = rollouts.batches_async(4, timeout=30)
+        await anext(batches)
+        await until(lambda: run.progress[0].trajectories == 3 * 8)
+        # Two versions at once: what waits is too old.
+        for version in (1, 2):
+            await run.engine.load_weights(None, str(version))
+            rollouts.published()
+        batch = await anext(batches)
+        assert min(batch.policy_version[batch.loss_mask].tolist()) >= 1
+        assert rollouts.counts.stale_groups == 4
+        rollouts.stop()
+        assert await run.ended()
+    stale = [record for record in run.dropped() if record.reason == "stale"]
+    assert len(stale) == 12
+    # Its line in the shard stays; the one in dropped.jsonl counts.
+    keys = {record.key for record in stale}
+    assert keys <= {record.key for record in run.stored()}
+    counts = read_plan(run.storage)
+    assert counts is not None
+    assert counts.counts.stale_tokens == sum(record.tokens.generated for record in stale)
+
+
+async def test_trajectories_in_flight_are_stopped_when_they_are_too_old(tmp_path: Path) -> None:
+    slow = {"firstTokenSeconds": 0.1, "sigma": 0.0}
+    run = PacedRun(tmp_path / "run", job(simulated=slow, rollout={"onPolicy": {"maxLag": 0}}))
+    async with run:
+        rollouts = run.open()
+        taking = asyncio.ensure_future(anext(rollouts.batches_async(2, timeout=60)))
+        await until(lambda: run.metrics.activity().turns > 0)
+        await run.engine.load_weights(None, "1")
+        rollouts.published()
+        batch = await taking
+        assert set(batch.policy_version[batch.loss_mask].tolist()) == {1}
+        rollouts.stop()
+        assert await run.ended()
+    stale = run.dropped()
+    assert {record.reason for record in stale} == {"stale"}
+    assert None in {record.stop_reason for record in stale}
+    # Two groups as wholes: those of their trajectories that had finished, too.
+    assert len({record.key for record in stale}) == 6
+
+
+async def test_a_run_that_is_killed_goes_on_with_its_trainer(tmp_path: Path) -> None:
+    keys: list[tuple[int, int]] = []
+    state = None
+    run = paced(tmp_path, shards=2, maxLag=1)
+    for life in range(4):
+        async with run:
+            # The trainer is killed as well, and comes back from its checkpoint.
+            rollouts = run.open()
+            if state is not None:
+                rollouts.load_state_dict(state)
+            played = await train(run, rollouts, groups=4, steps=3)
+            assert max(played.lags) <= 1, life
+            keys += played.keys
+            state = json.loads(json.dumps(rollouts.state_dict()))
+    assert len(keys) == len(set(keys)) == 48
+
+
+async def test_passes_without_end_end_when_the_trainer_says(tmp_path: Path) -> None:
+    run = PacedRun(tmp_path / "run", job())
+    async with run:
+        rollouts = run.open()
+        async for _ in rollouts.batches_async(8, timeout=60):
+            if rollouts.counts.groups >= 40:
+                break
+        rollouts.stop()
+        assert await run.ended()
+    assert len(run.stored()) >= 120
+    # More than a pass over the 12 rows.
+    assert max(record.rollout_index for record in run.stored()) >= 9
+
+
+async def test_one_consumer_sets_the_pace_and_others_read(tmp_path: Path) -> None:
+    async with paced(tmp_path, maxLag=0) as run:
+        rollouts = run.open(consumer="grpo")
+        await train(run, rollouts, groups=2, steps=3)
+        rollouts.stop()
+        assert await run.ended()
+        with pytest.raises(PacedByAnother, match="consumer 'grpo' sets the pace of this run"):
+            run.open(consumer="eval")
+        reader = run.open(consumer="eval", pace=False)
+        assert sum(len(batch.groups) for batch in reader.batches(1, wait=False)) == 6
+        with pytest.raises(RuntimeError, match="published: this consumer does not set the pace"):
+            reader.published(9)
+        with pytest.raises(ValueError, match="found 3, but 3 was published before"):
+            rollouts.published(3)
+
+
+def test_a_batch_is_never_larger_than_what_may_wait(tmp_path: Path) -> None:
+    run = paced(tmp_path, maxAhead=4)
+    with pytest.raises(ValueError, match="maxAhead of the run is 4"):
+        run.open().batches(5)
+
+
+def test_a_plan_that_is_torn_is_refused_with_its_name(tmp_path: Path) -> None:
+    run = paced(tmp_path, maxAhead=4)
+    (run.output / PLAN).write_text("{")
+    with pytest.raises(ValueError, match=r"consumer\.json: no plan of a consumer"):
+        Rollouts.open(str(run.output), allow_simulated=True)

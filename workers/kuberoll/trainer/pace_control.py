@@ -1,0 +1,227 @@
+"""A consumer's hold on the pace of its run: the plan that workers read, and the groups that it found too old."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kuberoll.trainer.groups import Group
+from kuberoll.trainer.pacing import Pacer, PaceRules, PaceState
+from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
+from kuberoll_workers.data.shards import shard_of
+from kuberoll_workers.output.consumer_plan import ConsumerCounts, ConsumerPlan, read_plan, write_plan
+from kuberoll_workers.output.records import DROPPED
+from kuberoll_workers.output.storage import Storage
+
+_NOTABLE_WAIT_SECONDS = 1.0
+
+
+class PacedByAnother(ValueError):
+    """Another consumer sets the pace of the run; the message names it and the remedy."""
+
+
+class _Unobserved:
+    def observe(self, _amount: float) -> None:
+        return
+
+    def failed(self) -> None:
+        return
+
+
+class PaceControl:
+    """Sets the pace of a run: every change of what may begin is written as the run's plan.
+
+    Its methods write files, and raise what the storage raises. The caller holds a lock.
+    """
+
+    def __init__(self, storage: Storage, *, consumer: str, shards: int, rules: PaceRules | None) -> None:
+        """
+        Args:
+            rules: None: the run is not held back, and can only be stopped.
+
+        Raises:
+            PacedByAnother: The run has a plan of another consumer.
+            PlanUnreadable: Its plan cannot be read.
+        """
+        self._storage = storage
+        self._consumer = consumer
+        self._shards = shards
+        self.rules = rules
+        self._owner = f"consumer-{uuid.uuid4().hex[:8]}"
+        self._counts = ConsumerCounts()
+        self._waiting_since: float | None = None
+        self._waiting = False
+        self.stopped = False
+        self._plan: ConsumerPlan | None = None
+        found = read_plan(storage)
+        if found is not None and found.consumer != consumer:
+            raise PacedByAnother(
+                f"{storage.location}: consumer {found.consumer!r} sets the pace of this run: open it with "
+                f"pace=False to read beside it, or with consumer={found.consumer!r} to go on as that one"
+            )
+        state = PaceState.new(shards)
+        if found is not None:
+            # Weights that were published before a restart are newer than those of the checkpoint.
+            state.version = found.version
+            self._counts = found.counts
+        self.pacer = Pacer(rules or PaceRules(max_lag=None, in_order=False, max_ahead=None, groups=None), state)
+
+    @property
+    def version(self) -> int:
+        """Number of the newest weights."""
+        return self.pacer.state.version
+
+    def load(self, state: PaceState | None) -> None:
+        """Continue from a checkpoint; the newest weights stay the newest."""
+        known = self.version
+        loaded = PaceState.new(self._shards) if state is None else state
+        loaded.version = max(loaded.version, known)
+        self.pacer.state = loaded
+
+    def begin(self, groups: int) -> None:
+        """Note that the consumer takes so many groups between two publications, and let them begin.
+
+        Raises:
+            ValueError: The run may never have so many.
+        """
+        ahead = None if self.rules is None else self.rules.max_ahead
+        if ahead is not None and groups > ahead:
+            raise ValueError(
+                f"groups: {groups}, but rollout.onPolicy.maxAhead of the run is {ahead}: so many never wait at once; "
+                "take smaller batches, or raise it"
+            )
+        if groups != self.pacer.groups_per_version:
+            self.pacer.groups_per_version = groups
+        self.write()
+
+    def settle(self, key_shard: int, order: int | None) -> None:
+        """Note a group that nobody will take; it is written with the next plan."""
+        self.pacer.state.settle(key_shard, order, delivered=False)
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Note that groups were taken."""
+        lag = dict(self._counts.lag)
+        for group in groups:
+            versions = self.pacer.lag(group.trajectories)
+            lag[versions] = lag.get(versions, 0) + len(group.trajectories)
+            self.pacer.state.settle(self._shard(group), group.order, delivered=True)
+        self._count(taken_groups=self._counts.taken_groups + len(groups), lag=lag)
+        self.end_wait()
+        self.write()
+
+    def give_up(self, trajectories: Sequence[TrajectoryRecord]) -> None:
+        """Record finished trajectories of a group that is too old."""
+        if not trajectories:
+            return
+        records = [_stale(record) for record in trajectories]
+        # In a thread of its own: the caller may be in an event loop.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, self._store(records)).result()
+        self._count(
+            stale_trajectories=self._counts.stale_trajectories + len(records),
+            stale_tokens=self._counts.stale_tokens + sum(record.tokens.generated for record in records),
+        )
+
+    def published(self, version: int, *, seconds: Mapping[str, float] | None = None) -> None:
+        """Note that every replica serves new weights.
+
+        Args:
+            seconds: Seconds of publishing, by phase.
+
+        Raises:
+            ValueError: The version is not greater than the newest one.
+        """
+        if version <= self.version:
+            raise ValueError(
+                f"version: found {version}, but {self.version} was published before: versions grow for as long as a "
+                "run lasts, also after a trainer's restart; leave it out, and the next one is taken"
+            )
+        self.pacer.state.publish(version)
+        phases = dict(self._counts.publish_seconds)
+        for name, amount in (seconds or {}).items():
+            phases[name] = phases.get(name, 0.0) + amount
+        self._count(publications=self._counts.publications + 1, publish_seconds=phases)
+        self.write()
+
+    def note_version(self, version: int) -> None:
+        """Note weights that were seen in a trajectory."""
+        if version > self.version:
+            self.pacer.state.publish(version)
+
+    def stop(self) -> None:
+        """Let the run end: no more groups begin."""
+        self.stopped = True
+        self.write()
+
+    def wait(self, ready: int) -> None:
+        """Note that the consumer waits for groups now.
+
+        Args:
+            ready: Number of groups that have ended and were not taken.
+        """
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        elif not self._waiting and now - self._waiting_since >= _NOTABLE_WAIT_SECONDS:
+            self._waiting = True
+            self._count(ready_groups=ready)
+            self.write()
+
+    def end_wait(self) -> None:
+        """Note that the consumer does not wait any more."""
+        if self._waiting_since is not None:
+            self._count(waited_seconds=self._counts.waited_seconds + time.monotonic() - self._waiting_since)
+        self._waiting_since, self._waiting = None, False
+
+    def write(self) -> None:
+        """Write the plan, if it is another one than the last."""
+        state = self.pacer.state
+        plan = ConsumerPlan(
+            consumer=self._consumer,
+            version=state.version,
+            room=None if self.rules is None else self.pacer.room(),
+            settled=[found.bounds() for found in state.settled],
+            waiting=self._waiting,
+            stopped=self.stopped,
+            counts=self._counts,
+        )
+        if plan != self._plan:
+            write_plan(self._storage, plan)
+            self._plan = plan
+
+    def _shard(self, group: Group) -> int:
+        return shard_of(group.key.task_index, self._shards)
+
+    def _count(self, **changes: object) -> None:
+        values = {name: getattr(self._counts, name) for name in self._counts.__struct_fields__}
+        self._counts = ConsumerCounts(**{**values, **changes})
+
+    async def _store(self, records: Iterable[DroppedRecord]) -> None:
+        journal = self._storage.journal(DROPPED, owner=self._owner, seconds=_Unobserved(), shared=True)
+        for record in records:
+            journal.add(record)
+        await journal.close()
+
+
+def _stale(record: TrajectoryRecord) -> DroppedRecord:
+    return DroppedRecord(
+        task_index=record.task_index,
+        rollout_index=record.rollout_index,
+        task_name=record.task_name,
+        idx=record.idx,
+        reason="stale",
+        stop_reason=record.stop_reason,
+        turn_count=record.turn_count,
+        total_reward=record.total_reward,
+        rewards=record.rewards,
+        tokens=record.tokens,
+        messages=record.messages,
+        metadata=record.metadata,
+        seed=record.seed,
+        attempt=record.attempt,
+        group_reward=record.group_reward,
+        group_order=record.group_order,
+    )
