@@ -292,6 +292,64 @@ ROLLOUTS: Final = Page(
             ],
         ),
         (
+            "Trainer",
+            [
+                Panel(
+                    title="Policy lag",
+                    about="Versions of the weights between a trajectory's oldest token and the newest weights when the "
+                    "trainer took it, of jobs with rollout.onPolicy.",
+                    queries=quantiles("kuberoll_policy_lag", JOB),
+                    unit="short",
+                ),
+                Panel(
+                    title="Prompt groups",
+                    about="Taken by the trainer per second, and those that are ready and wait for it.",
+                    queries=[
+                        ("taken per second", f"sum(rate(kuberoll_groups_taken_total{{{JOB}}}{RATE}))"),
+                        ("ready", f"sum(kuberoll_groups_ready{{{JOB}}})"),
+                    ],
+                    unit="short",
+                ),
+                Panel(
+                    title="Too old",
+                    about="Share of the generated tokens that the trainer did not take because they were too old: less "
+                    "with a smaller rollout.onPolicy.maxAhead, larger batches, or onStale: Finish.",
+                    queries=[
+                        (
+                            "finished",
+                            f"sum(rate(kuberoll_stale_tokens_total{{{JOB}}}{RATE})) / "
+                            f'sum(rate(kuberoll_tokens_total{{{JOB}, kind="generated"}}{RATE}))',
+                        ),
+                    ],
+                    unit="percentunit",
+                    bound=1,
+                ),
+                Panel(
+                    title="Who waits for whom",
+                    about="Share of the time: the trainer for prompt groups, and a worker for the trainer. The one that "
+                    "never waits is the limit.",
+                    queries=[
+                        ("trainer", f"sum(rate(kuberoll_trainer_waiting_seconds_total{{{JOB}}}{RATE}))"),
+                        ("workers", f"avg(rate(kuberoll_held_back_seconds_total{{{JOB}}}{RATE}))"),
+                    ],
+                    unit="percentunit",
+                    bound=1,
+                ),
+                Panel(
+                    title="Publishing weights",
+                    about="Seconds of one publication, by stage.",
+                    queries=[
+                        (
+                            "{{stage}}",
+                            f"sum by (stage) (rate(kuberoll_publish_seconds_total{{{JOB}}}{RATE})) / on () group_left "
+                            f"sum(rate(kuberoll_publications_total{{{JOB}}}{RATE}))",
+                        )
+                    ],
+                    unit="s",
+                ),
+            ],
+        ),
+        (
             "Trouble",
             [
                 Panel(

@@ -9,6 +9,8 @@ WORKERS_CHECKED: Final = "WorkersChecked"
 GENERATION_READY: Final = "GenerationReady"
 WORKERS_READY: Final = "WorkersReady"
 WEIGHTS_SERVED: Final = "WeightsServed"
+HELD_BACK: Final = "HeldBack"
+STARVED: Final = "Starved"
 SUCCESS_CRITERIA_MET: Final = "SuccessCriteriaMet"
 FAILURE_TARGET: Final = "FailureTarget"
 COMPLETE: Final = "Complete"
@@ -20,6 +22,8 @@ CONDITION_TYPES: Final = (
     GENERATION_READY,
     WORKERS_READY,
     WEIGHTS_SERVED,
+    HELD_BACK,
+    STARVED,
     SUCCESS_CRITERIA_MET,
     FAILURE_TARGET,
     COMPLETE,
@@ -59,6 +63,12 @@ class Reason:
     # WeightsServed
     WEIGHTS_LOADING: Final = "WeightsLoading"
     WEIGHTS_CURRENT: Final = "WeightsCurrent"
+    # HeldBack
+    WAITING_FOR_TRAINER: Final = "WaitingForTrainer"
+    # Starved
+    WAITING_FOR_ROLLOUTS: Final = "WaitingForRollouts"
+    # HeldBack, Starved
+    IN_STEP: Final = "InStep"
     # SuccessCriteriaMet, Complete
     TRAJECTORIES_DONE: Final = "TrajectoriesDone"
     # FailureTarget, Failed

@@ -301,12 +301,15 @@ class PodProgress:
 
     Attributes:
         failed: Trajectories that failed permanently in this pod; those of earlier pods are retried.
-        planned: Number of trajectories that the shard will produce; 0 while the dataset is being read.
+        planned: Number of trajectories that the shard will produce; 0 while the dataset is being read, or if it has no
+            end.
         generating: Turns that are waiting for a response.
         policy_version: Version of the newest response; None if there was none.
         failure: Cause of the pod's first failed trajectory, with the line of the environment's code and the dataset's
             row; empty if none has failed.
         waiting: Why the policy does not answer at present; empty if it does.
+        held: Why it begins no prompt groups although it could: it waits for the run's trainer; empty if it does not.
+        starved: That the run's trainer waits for prompt groups; empty if it does not.
     """
 
     shard: _Count
@@ -320,6 +323,8 @@ class PodProgress:
     policy_version: _Version | None = None
     failure: _Failure = ""
     waiting: _Failure = ""
+    held: _Failure = ""
+    starved: _Failure = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

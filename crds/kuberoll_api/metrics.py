@@ -46,7 +46,7 @@ LABELS: Final[Mapping[Label, str]] = {
     "result": "a result, one of a fixed list",
     "rolloutjob": "the RolloutJob's name: one for each process of a worker",
     "sign": "positive or negative",
-    "stage": "the stage of a trajectory, one of a fixed list",
+    "stage": "the stage of a trajectory, or of publishing weights; one of a fixed list",
     "state": "one of a fixed list",
     "stop_reason": "how a trajectory ended, as in its record",
     "turn": "1, 2, 3-4, 5-8, 9-16, 17-32, 33+",

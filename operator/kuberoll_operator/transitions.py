@@ -121,6 +121,8 @@ RULES: Final[tuple[EventRule, ...]] = (
         on_reason_change=True,
     ),
     EventRule(conditions.WEIGHTS_SERVED, "True", None, "Normal", "WeightsServed", "ServeWeights"),
+    EventRule(conditions.HELD_BACK, "True", None, "Normal", "HeldBack", "BeginGroups"),
+    EventRule(conditions.STARVED, "True", None, "Normal", "TrainerStarved", "BeginGroups"),
     EventRule(conditions.SUCCESS_CRITERIA_MET, "False", PROBLEMS, "Warning", None, "Aggregate", on_reason_change=True),
     EventRule(conditions.SUCCESS_CRITERIA_MET, "True", None, "Normal", "TrajectoriesDone", "ReleaseGeneration"),
     EventRule(conditions.FAILURE_TARGET, "True", None, "Warning", None, "StopJob"),

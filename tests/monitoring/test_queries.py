@@ -25,6 +25,7 @@ from kuberoll_api import conditions
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_operator.metrics import Metrics
 from kuberoll_operator.model import Key, Object
+from kuberoll_workers.data.consumer_counts import ConsumerCounts
 from kuberoll_workers.monitor.prometheus import Target, prometheus
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
@@ -160,6 +161,7 @@ async def _look(directory: Path) -> Seen:
                 jobs=lambda: JOBS, depth=lambda: 1, oldest=lambda: 0.5, leading=lambda: True, cached=lambda: {"Pod": 3}
             )
             _let_the_operator_work(operator)
+            _let_a_trainer_take(metrics, 1)
             await _run(api, endpoint, metrics, operator, directory)
             return await _ask(api)
 
@@ -197,6 +199,7 @@ async def _run(api: Api, endpoint: Endpoint, metrics: RolloutMetrics, operator: 
         # Prometheus sees the increase of what it has seen before.
         reconciled = await api.number("sum(kuberoll_operator_reconciles_total)")
         _let_the_operator_work(operator)
+        _let_a_trainer_take(metrics, 2)
         limit = SECOND
         held, endpoint.released = endpoint.released, asyncio.Event()
         held.set()
@@ -217,6 +220,22 @@ async def _run(api: Api, endpoint: Endpoint, metrics: RolloutMetrics, operator: 
         task.cancel()
         background.cancel()
         await asyncio.gather(task, background, return_exceptions=True)
+
+
+def _let_a_trainer_take(metrics: RolloutMetrics, times: int) -> None:
+    """What a worker publishes when its run's plan says that so many batches were taken."""
+    counts = ConsumerCounts(
+        taken_groups=4 * times,
+        ready_groups=1,
+        stale_trajectories=times,
+        stale_tokens=5 * times,
+        lag={0: 8 * times, 2: times},
+        waited_seconds=0.5 * times,
+        publications=times,
+        publish_seconds={"write": 0.25 * times, "load": 0.5 * times},
+    )
+    metrics.consumer.update(counts, since_start=False)
+    metrics.consumer.hold(0.5)
 
 
 async def _scraped(api: Api, times: int) -> bool:

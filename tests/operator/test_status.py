@@ -628,6 +628,40 @@ ROWS = [
         WITH_WORKERS,
     ),
     Row(
+        "all workers wait for the trainer",
+        observed(
+            deployment(2),
+            workers_job(active=2),
+            pods=[pod("workers", shard=0), pod("workers", shard=1)],
+            progress={
+                number: PodProgress(shard=number, held="the trainer 'grpo' has taken 8 prompt groups")
+                for number in (0, 1)
+            },
+        ),
+        "Running",
+        ["HeldBack=True/WaitingForTrainer", "Starved=False/InStep", "WorkersReady=True/Running"],
+        "the trainer 'grpo' has taken 8 prompt groups",
+        WITH_WORKERS,
+        {"rollout": {"onPolicy": {"maxLag": 1}}, "workers": {"replicas": 4, "shards": 4}},
+    ),
+    Row(
+        "the trainer waits for some workers",
+        observed(
+            deployment(2),
+            workers_job(active=2),
+            pods=[pod("workers", shard=0), pod("workers", shard=1)],
+            progress={
+                0: PodProgress(shard=0, held="had its share", starved="the trainer 'grpo' waits for prompt groups"),
+                1: PodProgress(shard=1),
+            },
+        ),
+        "Running",
+        ["HeldBack=False/InStep", "Starved=True/WaitingForRollouts"],
+        "the trainer 'grpo' waits for prompt groups",
+        WITH_WORKERS,
+        {"rollout": {"onPolicy": {"maxLag": 1}}, "workers": {"replicas": 4, "shards": 4}},
+    ),
+    Row(
         "failing until what it holds is gone",
         observed(pods=[pod("workers", shard=0)]),
         "Failed",

@@ -4,7 +4,8 @@ A child process of `kuberoll run` is `python -m kuberoll_workers.worker`; a pod 
 same work. It reads two lines of JSON from standard input: a WorkerStart, with which it initializes while the engine
 starts, and a WorkerConfig, with which it begins. Progress goes to standard output, one JSON object per line, the last
 one with `"done": true`, or one with a `"problem"` if it cannot continue. `"waiting"` says why the policy does not
-answer (null: it does again), with the `"seconds"` of `OutageLimit.trouble`. Logs go to standard error. SIGTERM drains:
+answer (null: it does again), with the `"seconds"` of `OutageLimit.trouble`; `"held"` and `"starved"` say who waits for
+whom, as a `PaceReport`. Logs go to standard error. SIGTERM drains:
 no new trajectories are started, and those in flight are finished and stored.
 """
 
@@ -54,7 +55,7 @@ from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import ServedModel, endpoint_variables, service_variables
 from kuberoll_workers.output.part_journal import PartLimits
-from kuberoll_workers.output.plan_follower import PlanFollower
+from kuberoll_workers.output.plan_follower import PaceReport, PlanFollower
 from kuberoll_workers.output.run_state import RunState
 from kuberoll_workers.output.storage import StorageError, open_storage
 from kuberoll_workers.output.store import ResultStore
@@ -445,6 +446,7 @@ async def run_worker(
     tokenizer: HuggingFaceTokenizer | None = None,
     failures: FailureLog | None = None,
     trouble: Callable[[str | None, float], None] = lambda _reason, _seconds: None,
+    pace_report: Callable[[PaceReport], None] = lambda _report: None,
 ) -> bool:
     """Run the config's shards until they are done or drained.
 
@@ -454,6 +456,7 @@ async def run_worker(
         tokenizer: The config's tokenizer, if it is already loaded.
         failures: Log of failures, if the caller wants to read it.
         trouble: As in `readiness.OutageLimit`, for the policy.
+        pace_report: Called whenever who waits for whom has changed: the worker for the run's trainer, or that for it.
 
     Returns:
         True if the shards are done; False if drained first.
@@ -542,7 +545,9 @@ async def run_worker(
         follower = None
         if pace is not None:
             held = job.spec.rollout.on_policy is not None
-            follower = PlanFollower(storage, pace, shard=only_shard(config), held=held)
+            follower = PlanFollower(
+                storage, pace, shard=only_shard(config), held=held, metrics=metrics.consumer, report=pace_report
+            )
             await stack.enter_async_context(in_background(follower.follow()))
         work = run_groups(
             rollout,
@@ -714,9 +719,19 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
         reports.write(msgspec.json.encode({"waiting": reason, "seconds": seconds}).decode() + "\n")
         reports.flush()
 
+    def pace_report(report: PaceReport) -> None:
+        reports.write(msgspec.json.encode(report._asdict()).decode() + "\n")
+        reports.flush()
+
     try:
         progress.complete = await run_worker(
-            config, metrics=metrics, drain=drain, progress=progress, tokenizer=tokenizer, trouble=trouble
+            config,
+            metrics=metrics,
+            drain=drain,
+            progress=progress,
+            tokenizer=tokenizer,
+            trouble=trouble,
+            pace_report=pace_report,
         )
         progress.done = True
     except BaseException as error:

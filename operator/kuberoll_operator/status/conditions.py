@@ -55,6 +55,7 @@ def conditions_of(facts: Facts) -> dict[str, Verdict]:
     found[conditions.WORKERS_READY] = _workers_ready(old, facts)
     if (weights := _weights_served(old, facts)) is not None:
         found[conditions.WEIGHTS_SERVED] = weights
+    found |= _pace(old, facts)
     if facts.stage is Stage.FINISHING:
         found[conditions.SUCCESS_CRITERIA_MET] = _finishing(facts)
     if facts.stage is Stage.CLEARING:
@@ -185,6 +186,26 @@ def _weights_served(old: Mapping[str, Any], facts: Facts) -> Verdict | None:
     problem = next((item.problem for _, item in sorted(observed.served.items()) if item.problem), None)
     text = f"{having} of {facts.generation.desired} replicas serve version {version}"
     return False, Reason.WEIGHTS_LOADING, redact(f"{text}; {problem}" if problem else text)
+
+
+def _pace(old: Mapping[str, Any], facts: Facts) -> dict[str, Verdict]:
+    """Conditions HeldBack and Starved: who of the job and its trainer waits for whom; none of a job without one."""
+    if facts.job.spec.rollout.on_policy is None:
+        return {}
+    reports = sorted(facts.observed.progress.items()) if facts.stage is Stage.RUNNING else []
+    # Only if all of them are: a worker that may not begin while others may has had its share.
+    held = next((item.held for _, item in reports), "") if all(item.held for _, item in reports) else ""
+    starved = next((item.starved for _, item in reports if item.starved), "")
+    found: dict[str, Verdict] = {}
+    for kind, text, reason, otherwise in (
+        (conditions.HELD_BACK, held, Reason.WAITING_FOR_TRAINER, "prompt groups begin as the trainer takes them"),
+        (conditions.STARVED, starved, Reason.WAITING_FOR_ROLLOUTS, "the trainer does not wait"),
+    ):
+        if text:
+            found[kind] = (True, reason, redact(text))
+        elif reports or condition(old, kind):
+            found[kind] = (False, Reason.IN_STEP, otherwise if reports else "the workers do not run")
+    return found
 
 
 def served_version(old: Mapping[str, Any], facts: Facts) -> str | None:

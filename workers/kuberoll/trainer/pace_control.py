@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kuberoll.trainer.groups import Group
 from kuberoll.trainer.pacing import Pacer, PaceRules, PaceState
+from kuberoll_workers.data.consumer_counts import ConsumerCounts
 from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
 from kuberoll_workers.data.shards import shard_of
-from kuberoll_workers.output.consumer_plan import ConsumerCounts, ConsumerPlan, read_plan, write_plan
+from kuberoll_workers.output.consumer_plan import ConsumerPlan, read_plan, write_plan
 from kuberoll_workers.output.records import DROPPED
 from kuberoll_workers.output.storage import Storage
 
-_NOTABLE_WAIT_SECONDS = 1.0
+_NOTABLE_WAIT_SECONDS = 5.0
 
 
 class PacedByAnother(ValueError):
@@ -101,14 +102,18 @@ class PaceControl:
         """Note a group that nobody will take; it is written with the next plan."""
         self.pacer.state.settle(key_shard, order, delivered=False)
 
-    def take(self, groups: Sequence[Group]) -> None:
-        """Note that groups were taken."""
+    def take(self, groups: Sequence[Group], *, ready: int) -> None:
+        """Note that groups were taken.
+
+        Args:
+            ready: Number of groups that have ended and were not taken.
+        """
         lag = dict(self._counts.lag)
         for group in groups:
             versions = self.pacer.lag(group.trajectories)
             lag[versions] = lag.get(versions, 0) + len(group.trajectories)
             self.pacer.state.settle(self._shard(group), group.order, delivered=True)
-        self._count(taken_groups=self._counts.taken_groups + len(groups), lag=lag)
+        self._count(taken_groups=self._counts.taken_groups + len(groups), ready_groups=ready, lag=lag)
         self.end_wait()
         self.write()
 

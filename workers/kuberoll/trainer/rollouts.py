@@ -411,7 +411,7 @@ class Rollouts:
             for group in mine:
                 self._tracker.close(group.key)
             if self._pace is not None:
-                self._pace.take(mine)
+                self._pace.take(mine, ready=len(self._queue))
             counts = self._counts
             self._counts = replace(
                 counts,

@@ -147,6 +147,7 @@ class _LocalRun:
         self._workers_started = 0.0
         self._problems: list[str] = []
         self._outages = OutageNotes(reporter)
+        self._held = ""
 
     def execute(self, started: float) -> RunResult:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -398,6 +399,11 @@ class _LocalRun:
         async for report in worker.reports():
             if "problem" in report:
                 problem = str(report["problem"])
+            elif "held" in report:
+                # All workers wait for the same trainer.
+                if report["held"] and report["held"] != self._held:
+                    self._reporter.note(f"held back: {report['held']}")
+                self._held = str(report["held"])
             elif "waiting" in report:
                 self._outages.add(number, report["waiting"], report["seconds"])
             else:

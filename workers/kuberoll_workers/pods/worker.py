@@ -49,6 +49,7 @@ from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.output import records
 from kuberoll_workers.output.journal import write_atomically
+from kuberoll_workers.output.plan_follower import PaceReport
 from kuberoll_workers.output.run_directory import (
     MANIFEST,
     RunManifest,
@@ -134,6 +135,7 @@ class ShardPod:
         self._drain = Drain()
         self._give_up = asyncio.Event()
         self._waiting = ""
+        self._pace = PaceReport()
         self._metrics = RolloutMetrics(self._job.metadata.name)
 
     def progress(self) -> PodProgress:
@@ -151,6 +153,8 @@ class ShardPod:
             policy_version=self._metrics.routing.policy_version,
             failure="" if failure is None else failure.headline(FAILURE_CHARACTERS),
             waiting=self._waiting[:FAILURE_CHARACTERS],
+            held=self._pace.held,
+            starved=self._pace.starved,
         )
 
     def message(self, cause: str) -> bytes:
@@ -340,6 +344,7 @@ class ShardPod:
                 progress=self._progress,
                 failures=self._failures,
                 trouble=self._note_outage,
+                pace_report=self._note_pace,
             )
         )
         giving_up = asyncio.create_task(self._give_up.wait())
@@ -349,6 +354,10 @@ class ShardPod:
             working.cancel()
             await asyncio.wait({working})
         return not working.cancelled() and working.result()
+
+    def _note_pace(self, report: PaceReport) -> None:
+        self._pace = report
+        _log.info("%s", report.held or report.starved or "the trainer and this worker go on")
 
     def _note_outage(self, reason: str | None, seconds: float) -> None:
         self._waiting = reason or ""

@@ -94,7 +94,7 @@ DROPPED_TRAJECTORIES: Final = Counter(
     name="kuberoll_dropped_trajectories_total",
     unit="trajectories",
     labels=(*_ENVIRONMENT, "reason"),
-    help="Trajectories that were dropped: oversampled ones, and those of groups that were filtered out.",
+    help="Trajectories that were dropped: oversampled ones, and those of groups that were filtered out or too old.",
 )
 DROPPED_TOKENS: Final = Counter(
     name="kuberoll_dropped_tokens_total",
@@ -228,6 +228,57 @@ SESSIONS_MOVED: Final = Counter(
     help="Trajectories that moved to another replica, which does not have their prefix cached, by cause.",
 )
 
+POLICY_LAG: Final = Histogram(
+    name="kuberoll_policy_lag",
+    unit="versions",
+    labels=_JOB,
+    help="Versions of weights between a trajectory's oldest token and the newest ones, when the trainer took it.",
+    buckets=(0, 1, 2, 3, 4, 6, 8, 16, 32),
+)
+GROUPS_TAKEN: Final = Counter(
+    name="kuberoll_groups_taken_total", unit="groups", labels=_JOB, help="Prompt groups that the trainer has taken."
+)
+GROUPS_READY: Final = Gauge(
+    name="kuberoll_groups_ready",
+    unit="groups",
+    labels=_JOB,
+    help="Prompt groups that have ended and that the trainer has read and not taken.",
+)
+STALE_TRAJECTORIES: Final = Counter(
+    name="kuberoll_stale_trajectories_total",
+    unit="trajectories",
+    labels=_JOB,
+    help="Finished trajectories that the trainer did not take because they were too old. Those that were stopped "
+    "before their end are in kuberoll_dropped_trajectories_total.",
+)
+STALE_TOKENS: Final = Counter(
+    name="kuberoll_stale_tokens_total",
+    unit="tokens",
+    labels=_JOB,
+    help="Tokens generated for finished trajectories that were too old.",
+)
+TRAINER_WAITING_SECONDS: Final = Counter(
+    name="kuberoll_trainer_waiting_seconds_total",
+    unit="seconds",
+    labels=_JOB,
+    help="Seconds for which the trainer has waited for prompt groups.",
+)
+HELD_BACK_SECONDS: Final = Counter(
+    name="kuberoll_held_back_seconds_total",
+    unit="seconds",
+    labels=_JOB,
+    help="Seconds for which this worker could have begun a prompt group and the trainer did not allow it yet.",
+)
+PUBLICATIONS: Final = Counter(
+    name="kuberoll_publications_total", unit="publications", labels=_JOB, help="Weights that the trainer has published."
+)
+PUBLISH_SECONDS: Final = Counter(
+    name="kuberoll_publish_seconds_total",
+    unit="seconds",
+    labels=(*_JOB, "stage"),
+    help="Seconds of publishing weights, by stage.",
+)
+
 GROUPS: Final = (
     MetricGroup(
         "Trajectories",
@@ -261,6 +312,20 @@ GROUPS: Final = (
     ),
     MetricGroup("Rewards", (TRAJECTORY_REWARD, REWARD)),
     MetricGroup("Failures", (FAILURES, RETRIES, PREFIX_VIOLATIONS)),
+    MetricGroup(
+        "The trainer",
+        (
+            POLICY_LAG,
+            GROUPS_TAKEN,
+            GROUPS_READY,
+            STALE_TRAJECTORIES,
+            STALE_TOKENS,
+            TRAINER_WAITING_SECONDS,
+            HELD_BACK_SECONDS,
+            PUBLICATIONS,
+            PUBLISH_SECONDS,
+        ),
+    ),
     MetricGroup(
         "Request routing",
         (POLICY_REQUESTS, POLICY_REPLICAS, POLICY_WAITING_REQUESTS, POLICY_WINDOW_REQUESTS, SESSIONS_MOVED),

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.telemetry import definitions as metrics
+from kuberoll_workers.telemetry.consumer import ConsumerMetrics
 from kuberoll_workers.telemetry.routing import RoutingMetrics
 from kuberoll_workers.telemetry.tallies import HistogramTally, counter, gauge, histogram
 
@@ -108,6 +109,15 @@ class RolloutMetrics:
         self.journal_seconds = JournalMetrics(job, registry)
         self._environments: dict[str, EnvironmentMetrics] = {}
         self.routing = RoutingMetrics(job, registry)
+        self._registry = registry
+        self._consumer: ConsumerMetrics | None = None
+
+    @property
+    def consumer(self) -> ConsumerMetrics:
+        """The metrics of the trainer that consumes the run; a run without one has none."""
+        if self._consumer is None:
+            self._consumer = ConsumerMetrics(self.job, self._registry)
+        return self._consumer
 
     def environment(self, name: str) -> EnvironmentMetrics:
         """The metrics of one environment, with bound labels."""
