@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kuberoll_api.contract import WeightsSource
 from kuberoll_api.model.generation import SimulatedEngine
+from kuberoll_workers.policy.interface import PolicyUnavailable
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.serving.publications import Publications, VersionTaken
 from kuberoll_workers.serving.weights import LiveWeights, WeightsFollower
@@ -207,3 +208,50 @@ async def test_a_store_that_is_away_for_a_while_costs_nothing_but_time() -> None
     assert newest is not None
     assert newest.weights == weights("1")
     await replica.follower.stop()
+
+
+def test_an_entry_is_withdrawn_once_and_only_while_it_is_the_newest() -> None:
+    log = Publications(Dictionary())
+    log.configure("start", None)
+    assert log.withdraw(1) is None
+    first = log.publish(weights("1"))
+    second = log.publish(weights("2"))
+    assert log.withdraw(first.number) is None
+    restored = log.withdraw(second.number)
+    assert restored is not None
+    assert (restored.weights, log.newest()) == (weights("1"), restored)
+    # Other replicas that it broke come too late.
+    assert log.withdraw(second.number) is None
+    log.publish(weights("3"))
+    # The weights of another configuration may be those of another model.
+    other = log.configure("other", weights("4"))
+    assert log.withdraw(other.number) is None
+
+
+async def test_weights_that_break_an_engine_are_not_wanted_by_the_next_replica() -> None:
+    class Breaking(Simulated):
+        async def load_weights(self, uri: str | None, version: str) -> None:
+            if version == "2":
+                raise PolicyUnavailable("half of them are loaded")
+            await super().load_weights(uri, version)
+
+    log = Publications(Dictionary())
+    engine = Breaking(model="none", tokenizer="none", settings=SimulatedEngine(), engine_args={})
+    live = LiveWeights(engine)
+    follower = WeightsFollower(log, live, {})
+    await follower.start(None)
+    log.publish(weights("1"))
+    await follower.follow()
+    await until(lambda: live.served_version == "1")
+    log.publish(weights("2"))
+    await follower.follow()
+    await until(lambda: (newest := log.newest()) is not None and newest.weights == weights("1"))
+    # It is broken, whatever is wanted.
+    await follower.follow()
+    assert live.problem == "PolicyUnavailable: half of them are loaded"
+    await follower.stop()
+    following = LiveWeights(Simulated(model="none", tokenizer="none", settings=SimulatedEngine(), engine_args={}))
+    replacement = WeightsFollower(log, following, {})
+    await replacement.start(None)
+    assert following.served_version == "1"
+    await replacement.stop()

@@ -176,3 +176,14 @@ async def test_weights_that_are_no_others_are_refused(deployment: Deployment) ->
         answer = await deployment.ask("POST", "/v1/weights", json=body)
         assert answer.status == status
         assert words in answer.body["error"]["message"]
+
+
+async def test_the_model_s_own_weights_come_back(deployment: Deployment) -> None:
+    await deployment.ask("POST", "/v1/weights", json={"uri": "/mnt/c", "version": "c"})
+    await deployment.until_weights(lambda found: set(found["replicas"].values()) == {"c"})
+    answer = await deployment.ask("POST", "/v1/weights", json={"uri": None, "version": "0"})
+    assert (answer.status, answer.body) == (202, {"version": "0"})
+    found = await deployment.until_weights(lambda found: set(found["replicas"].values()) == {"0"})
+    assert found["wanted"] == "0"
+    refused = await deployment.ask("POST", "/v1/weights", json={"uri": None, "version": "1"})
+    assert (refused.status, "uri" in refused.body["error"]["message"]) == (400, True)

@@ -260,22 +260,30 @@ class GenerationServer:
 
     async def _change_weights(self, request: Request) -> Response:
         try:
-            given = Weights.model_validate_json(await read_body(request, max_bytes=_MAX_WEIGHTS_BYTES))
+            body = await read_body(request, max_bytes=_MAX_WEIGHTS_BYTES)
+            if _names_own_weights(body):
+                return await self._publish(None)
+            given = Weights.model_validate_json(body)
         except BodyRefused as error:
             return _error(error.status, "BodyRefused", str(error))
         except ValidationError as error:
             return _error(400, "BadRequest", f"the body must be a uri and a version: {error}")
         if given.version == OWN_VERSION:
             return _error(
-                400, "BadRequest", f"version {OWN_VERSION} is the model's own; use another version for these weights"
+                400,
+                "BadRequest",
+                f"version {OWN_VERSION} is the model's own; use another version for these weights, "
+                'or {"uri": null, "version": "0"} to return to the model\'s own',
             )
-        wanted = WeightsSource(uri=given.uri, version=given.version)
+        return await self._publish(WeightsSource(uri=given.uri, version=given.version))
+
+    async def _publish(self, wanted: WeightsSource | None) -> Response:
         try:
             await asyncio.to_thread(self._publications.publish, wanted)
         except VersionTaken as error:
             return _error(409, "Conflict", str(error))
         self._tell_replicas()
-        return _json(202, {"version": wanted.version})
+        return _json(202, {"version": version_of(wanted)})
 
     def _tell_replicas(self) -> None:
         """Have all replicas follow at once; one that does not hear of it follows at its next health check."""
@@ -291,6 +299,14 @@ class GenerationServer:
         self._executor.close()
         await self._follower.stop()
         await self._engine.shutdown()
+
+
+def _names_own_weights(body: bytes) -> bool:
+    """True if the body of a request wants the model's own weights back."""
+    try:
+        return bool(msgspec.json.decode(body) == {"uri": None, "version": OWN_VERSION})
+    except msgspec.MsgspecError:
+        return False
 
 
 def _authorization(headers: Mapping[str, str]) -> str | None:

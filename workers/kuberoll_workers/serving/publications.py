@@ -97,6 +97,22 @@ class Publications:
             if (added := self._append(newest, newest.configuration, weights)) is not None:
                 return added
 
+    def withdraw(self, number: int) -> Publication | None:
+        """Return to the weights before an entry, with a new one, if that entry is still the newest.
+
+        Returns:
+            The new entry; None: others have been published, or nothing is known of the weights before.
+        """
+        newest = self.newest()
+        if newest is None or newest.number != number:
+            return None
+        value = self._store.get(_key(number - 1))
+        before = None if value is None else msgspec.json.decode(value, type=Publication)
+        # Those of another configuration may not fit this one's model.
+        if before is None or before.configuration != newest.configuration or before.weights == newest.weights:
+            return None
+        return self._append(newest, newest.configuration, before.weights)
+
     def _append(
         self, newest: Publication | None, configuration: str, weights: WeightsSource | None
     ) -> Publication | None:

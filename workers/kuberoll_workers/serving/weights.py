@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -44,6 +44,7 @@ class LiveWeights:
 
     Attributes:
         problem: Why the wanted weights are not served; None: they are served or being loaded.
+        on_break: Called with weights that broke the engine.
     """
 
     def __init__(self, engine: Engine, *, first_wait: float = _FIRST_WAIT_SECONDS) -> None:
@@ -53,6 +54,8 @@ class LiveWeights:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.problem: str | None = None
+        self.on_break: Callable[[WeightsSource | None], Awaitable[None]] | None = None
+        self._broken = False
 
     @property
     def served_version(self) -> str:
@@ -71,6 +74,11 @@ class LiveWeights:
 
     def set_wanted(self, wanted: WeightsSource | None) -> None:
         """Set the wanted weights; they are loaded in the background."""
+        if self._broken:
+            return
+        if wanted != self._wanted:
+            # It was one with others.
+            self.problem = None
         self._wanted = wanted
         self._changed.set()
         if self._task is None or self._task.done():
@@ -97,12 +105,16 @@ class LiveWeights:
                     return
                 continue
             except WeightsRefused as error:
+                if wanted != self._wanted:
+                    continue
                 self.problem = str(error)
                 _log.warning("the weights %s cannot be used: %s", version_of(wanted), error)
             except Exception as error:
                 # The engine's health check fails too, and Serve replaces the replica.
-                self.problem = f"{type(error).__name__}: {error}"
+                self._broken, self.problem = True, f"{type(error).__name__}: {error}"
                 _log.exception("the weights %s broke the engine", version_of(wanted))
+                if self.on_break is not None:
+                    await self.on_break(wanted)
                 return
             try:
                 async with asyncio.timeout(wait):
@@ -135,6 +147,7 @@ class WeightsFollower:
         self._reading = asyncio.Lock()
         self._news = False
         self._task: asyncio.Task[None] | None = None
+        live.on_break = self._withdraw
 
     async def start(self, configured: WeightsSource | None) -> None:
         """Load the newest weights, before the replica serves requests.
@@ -176,6 +189,22 @@ class WeightsFollower:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await self._live.stop()
+
+    async def _withdraw(self, broken: WeightsSource | None) -> None:
+        """Withdraw weights that broke this engine: they would break the others, and the replica that replaces this one.
+
+        Where none is left that takes requests, nobody could publish others.
+        """
+        followed = self._followed
+        if followed is None or followed.weights != broken:
+            return
+        try:
+            restored = await asyncio.to_thread(self._publications.withdraw, followed.number)
+        except Exception:
+            _log.exception("the weights %s cannot be withdrawn", version_of(broken))
+            return
+        if restored is not None:
+            _log.warning("withdrew the weights %s: back to %s", version_of(broken), version_of(restored.weights))
 
     async def _follow_quietly(self) -> None:
         while self._news:

@@ -8,7 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kuberoll_workers.data.weights.manifest import WeightsManifest
 from kuberoll_workers.serving.engines.interface import WeightsRefused
+from kuberoll_workers.serving.engines.restoring import Source, check_sizes, copy_of, restore
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -20,9 +22,10 @@ _DESCRIPTIONS = ".json"
 
 
 def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
-    """Return a directory with the weights: the given one, or a local copy of a URI.
+    """Return a directory with the weights: the given one, or a copy on this machine.
 
-    A copy appears only when it is complete, and only the newest two are kept.
+    Copies are of URIs, and of weights that were published as changes, which are made whole. A copy appears only when
+    it is complete, and only the newest two are kept.
 
     Args:
         version: Another version of the same URI is downloaded separately.
@@ -31,25 +34,69 @@ def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
     Raises:
         WeightsRefused: There are no weights, or they cannot be read.
     """
-    if not is_remote(uri):
-        path = Path(uri.removeprefix("file://"))
-        if not path.is_dir():
-            raise WeightsRefused(f"{uri} is not a directory on this machine; mount it in the generation pods")
+    source = _source(uri)
+    try:
+        manifest = source.manifest()
+    except WeightsRefused:
+        raise
+    except Exception as error:
+        # Every object store's library raises its own exceptions.
+        raise WeightsRefused(f"{uri} cannot be read: {type(error).__name__}: {error}") from error
+    if source.filesystem is None and (manifest is None or manifest.base is None):
+        path = Path(source.root)
+        _check(path, manifest)
         return path
     from filelock import FileLock
 
     place = scratch if scratch is not None else Path(tempfile.gettempdir()) / "kuberoll-weights"
     place.mkdir(parents=True, exist_ok=True)
-    target = place / hashlib.sha256(f"{uri}\n{version}".encode()).hexdigest()[:16]
     with FileLock(place / ".lock"):
-        if not target.is_dir():
-            part = target.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)
-            _copy(uri, part)
-            part.rename(target)
+        if manifest is not None and manifest.base is not None and manifest.digest is not None:
+            target = restore(source, manifest, place)
+        else:
+            digest = None if manifest is None else manifest.digest
+            name = hashlib.sha256(f"{uri}\n{version}".encode()).hexdigest()[:16]
+            # The changes that come next are found a base by its digest.
+            target = place / name if digest is None else copy_of(digest, place)
+            if not target.is_dir():
+                part = place / f"{name}.part"
+                shutil.rmtree(part, ignore_errors=True)
+                _copy(uri, part)
+                _check(part, manifest)
+                part.rename(target)
         target.touch()
         _remove_all_but(_KEPT, place)
     return target
+
+
+def _source(uri: str) -> Source:
+    if is_remote(uri):
+        filesystem, root = _filesystem(uri)
+        return Source(filesystem, root, uri.rstrip("/"))
+    path = Path(uri.removeprefix("file://"))
+    if not path.is_dir():
+        raise WeightsRefused(f"{uri} is not a directory on this machine; mount it in the generation pods")
+    return Source(None, str(path), str(path))
+
+
+def _check(path: Path, manifest: WeightsManifest | None) -> None:
+    """Check that files are those that were published.
+
+    Raises:
+        WeightsRefused: They are not.
+    """
+    if manifest is None:
+        return
+    check_sizes(path, manifest)
+    if manifest.digest is not None:
+        from kuberoll_workers.data.weights.tensors import UnusableWeights, digest_of, read_directory
+
+        try:
+            found = digest_of(read_directory(path))
+        except UnusableWeights as error:
+            raise WeightsRefused(str(error)) from error
+        if found != manifest.digest:
+            raise WeightsRefused(f"{path} is damaged: it has not the digest of version {manifest.version}")
 
 
 def is_remote(uri: str) -> bool:

@@ -341,6 +341,8 @@ class VLLMEngine:
         if self._spans_machines and is_remote(uri):
             raise WeightsRefused(f"{uri}: a replica that spans pods needs a directory that is mounted in all of them")
         path = fetch(uri, version)
+        if self._spans_machines and path != Path(uri.removeprefix("file://")):
+            raise WeightsRefused(f"{uri}: a replica that spans pods cannot apply changes; publish whole files")
         check_fit(path, own)
         return str(path)
 
