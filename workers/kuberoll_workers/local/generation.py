@@ -269,6 +269,11 @@ class KeptEngine:
         """Text for the user."""
         return f"{self._served.url} (kuberoll serve, process {self._served.pid})"
 
+    @property
+    def tokens(self) -> Tokens:
+        """For each scope."""
+        return self._served.tokens
+
     async def ended(self) -> str:
         """Wait until it ends; return the message for the user."""
         await engines.ended(self._served)

@@ -52,6 +52,7 @@ from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.local.run_output import check_output, local_directory, open_run, storage_of
 from kuberoll_workers.local.watchdog import watchdog
 from kuberoll_workers.local.worker_setup import WorkerSetup
+from kuberoll_workers.output.policy_file import POLICY_FILE, PolicyFile
 from kuberoll_workers.output.records import FAILURES
 from kuberoll_workers.output.run_directory import (
     RunDirectory,
@@ -59,6 +60,7 @@ from kuberoll_workers.output.run_directory import (
 )
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.readiness import waiting_text
 from kuberoll_workers.worker import Progress, planned_trajectories
 
@@ -240,6 +242,7 @@ class _LocalRun:
             await self._watch(engine, endpoint)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
         finally:
+            (self._local / POLICY_FILE).unlink(missing_ok=True)
             await self._stop_workers(workers)
             if host is not None:
                 host.terminate()
@@ -306,9 +309,19 @@ class _LocalRun:
         if host is None:
             return simulated_endpoint(self._args)
         endpoint = await host.ready(self._clock, deadline=deadline)
-        tokens = write_secret(scratch / "tokens.json", msgspec.json.encode(host.tokens))
+        assert endpoint.url is not None
+        tokens = self._write_policy(endpoint.url, host.tokens, scratch)
         self._reporter.note(f"policy: {endpoint.url} (tokens, until the run ends: {tokens})")
         return endpoint
+
+    def _write_policy(self, url: str, tokens: Tokens, scratch: Path) -> Path:
+        """Write where a trainer of this user publishes weights, until the run ends; return the file of the tokens."""
+        path = write_secret(scratch / "tokens.json", msgspec.json.encode(tokens))
+        file = self._local / POLICY_FILE
+        # One that a killed run left may have other permissions.
+        file.unlink(missing_ok=True)
+        write_secret(file, msgspec.json.encode(PolicyFile(url=url, tokens=str(path))))
+        return path
 
     async def _elsewhere(self, external: External | None, deadline: float) -> PolicyEndpoint:
         """Wait for an engine that this run does not start."""
@@ -336,6 +349,8 @@ class _LocalRun:
                 trouble=report,
             )
             endpoint = await while_serving(self._kept_engine, ready)
+            if (kept := self._kept_engine) is not None and endpoint.url is not None:
+                self._write_policy(endpoint.url, kept.tokens, self._early.scratch)
         self._clock.finish("endpoint", self._clock.elapsed)
         return endpoint
 
