@@ -1,26 +1,47 @@
-"""A run's trajectories as batches for a trainer: whole prompt groups, each exactly once, as they finish.
+"""A run's trajectories as batches for a trainer, and the trainer's weights for the run's policy.
+
+Batches are whole prompt groups, each exactly once, as they finish; weights are published as versions.
 
 docs/training.md is the guide.
 """
 
 from kuberoll.trainer.advantages import dr_grpo, grpo, rloo
 from kuberoll.trainer.batch import Batch, InexactTrajectory, RowTooLong
+from kuberoll.trainer.endpoint import EndpointError, PolicyEndpoint, ServedWeights, run_endpoint
 from kuberoll.trainer.groups import Group, GroupKey
+from kuberoll.trainer.locations import LocationError
+from kuberoll.trainer.model_weights import full_state
+from kuberoll.trainer.publishing import Publication, Publisher, PublishFailed, PublishSuperseded
 from kuberoll.trainer.rollouts import Counts, Rollouts
 from kuberoll.trainer.state import StateRefused
+from kuberoll.trainer.transports import Deltas, Files
+from kuberoll_workers.data.weights.tensors import UnusableWeights
 from kuberoll_workers.output.run_files import NotARun
 
 __all__ = [
     "Batch",
     "Counts",
+    "Deltas",
+    "EndpointError",
+    "Files",
     "Group",
     "GroupKey",
     "InexactTrajectory",
+    "LocationError",
     "NotARun",
+    "PolicyEndpoint",
+    "Publication",
+    "PublishFailed",
+    "PublishSuperseded",
+    "Publisher",
     "Rollouts",
     "RowTooLong",
+    "ServedWeights",
     "StateRefused",
+    "UnusableWeights",
     "dr_grpo",
+    "full_state",
     "grpo",
     "rloo",
+    "run_endpoint",
 ]
