@@ -14,11 +14,12 @@ from kuberoll.trainer.model_weights import full_state
 from kuberoll.trainer.publishing import Publication, Publisher, PublishFailed, PublishSuperseded
 from kuberoll.trainer.rollouts import Counts, Rollouts
 from kuberoll.trainer.state import StateRefused
-from kuberoll.trainer.transports import Deltas, Files
+from kuberoll.trainer.transports import Adapters, Deltas, Files
 from kuberoll_workers.data.weights.tensors import UnusableWeights
 from kuberoll_workers.output.run_files import NotARun
 
 __all__ = [
+    "Adapters",
     "Batch",
     "Counts",
     "Deltas",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from kuberoll.trainer.endpoint import EndpointError, PolicyEndpoint, ServedWeights
 from kuberoll.trainer.locations import open_location
-from kuberoll.trainer.transports import Deltas, Files, Transport, describe
+from kuberoll.trainer.transports import Adapters, Deltas, Files, Transport, describe
 from kuberoll_workers.data.weights.manifest import (
     MANIFEST_FILE,
     ManifestRefused,
@@ -25,8 +25,9 @@ from kuberoll_workers.data.weights.manifest import (
 )
 from kuberoll_workers.data.weights.tensors import MODEL_FILE
 
-TransportName = Literal["files", "deltas"]
+TransportName = Literal["files", "deltas", "adapters"]
 
+_TRANSPORTS: Final[Mapping[str, Callable[[], Transport]]] = {"adapters": Adapters, "deltas": Deltas, "files": Files}
 _OWN_VERSION = 0
 _LOOK_SECONDS: Final = 0.05
 _LONGEST_LOOK_SECONDS: Final = 1.0
@@ -99,7 +100,7 @@ class Publisher:
         Args:
             endpoint: Of the policy.
             location: Directory or object store's URI, of this policy alone.
-            transport: `files`, `deltas`, or an object such as `Deltas(anchor_every=50)`.
+            transport: `files`, `deltas`, `adapters`, or an object such as `Deltas(anchor_every=50)`.
             keep: Number of the newest versions to keep. Older ones are removed, but not what a replica serves, nor what
                 later changes build on.
             dtype: Type to which floating-point torch tensors are converted, such as `bfloat16`; None: none.
@@ -115,12 +116,12 @@ class Publisher:
             raise ValueError(
                 f"keep: found {keep}, expected 2 or more: the old version is needed until the new is served"
             )
-        if transport not in ("files", "deltas") and isinstance(transport, str):
-            raise ValueError(f'transport: found {transport!r}; use "files", "deltas", or an object')
+        if isinstance(transport, str) and transport not in _TRANSPORTS:
+            raise ValueError(f"transport: found {transport!r}; use one of {', '.join(_TRANSPORTS)}, or an object")
         self.endpoint = endpoint
         self._location = open_location(location)
         self._replica_location = None if replica_location is None else replica_location.rstrip("/")
-        self._transport: Transport = _named(transport) if isinstance(transport, str) else transport
+        self._transport: Transport = _TRANSPORTS[transport]() if isinstance(transport, str) else transport
         self._keep = keep
         self._dtype = dtype
         self._timeout = timeout
@@ -139,8 +140,9 @@ class Publisher:
         Generation goes on while it is written and fetched, and pauses for as long as a replica loads it.
 
         Args:
-            weights: A torch module, a state dict of torch tensors or numpy arrays, or a directory with *.safetensors.
-                Call it between two steps: the weights must not change meanwhile.
+            weights: A torch module, a state dict of torch tensors or numpy arrays, or a directory with *.safetensors;
+                of an adapter a PeftModel, its state dict, or its directory. Call it between two steps: the weights
+                must not change meanwhile.
             version: Greater than any published before.
             wait: Return when every replica serves it; False: when the policy has been told.
 
@@ -336,10 +338,6 @@ class _Clock:
             yield
         finally:
             self.seconds[name] = time.perf_counter() - began
-
-
-def _named(name: str) -> Transport:
-    return Files() if name == "files" else Deltas()
 
 
 def _number(version: str) -> int:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import orjson
 
 from kuberoll.trainer.model_weights import model_tensors
 from kuberoll_workers.data.weights.manifest import (
@@ -24,6 +28,9 @@ from kuberoll_workers.data.weights.tensors import (
     read_directory,
     write_file,
 )
+
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+_ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 class Transport(Protocol):
@@ -139,6 +146,42 @@ class Deltas:
         self._held = None
 
 
+class Adapters:
+    """LoRA adapters, for replicas with `engineArgs.enable_lora: true`: megabytes in place of a model."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            config: PEFT's description of the adapter, as in `adapter_config.json`, for state dicts; a PeftModel and a
+                directory have it.
+        """
+        self._config = None if config is None else dict(config)
+
+    def write(self, weights: Any, *, version: int, dtype: str | None, target: Path) -> WeightsManifest:
+        if isinstance(weights, str | Path):
+            for name in (_ADAPTER_CONFIG, _ADAPTER_FILE):
+                if not (Path(weights) / name).is_file():
+                    raise UnusableWeights(f"{weights} has no {name}: give the directory of a saved adapter")
+                shutil.copyfile(Path(weights) / name, target / name)
+            read_directory(target)
+        elif hasattr(weights, "peft_config"):
+            with tempfile.TemporaryDirectory() as saved:
+                weights.save_pretrained(saved)
+                return self.write(saved, version=version, dtype=dtype, target=target)
+        elif self._config is None:
+            raise UnusableWeights("weights: a state dict is no adapter without its description: Adapters(config=…)")
+        else:
+            write_file(target / _ADAPTER_FILE, model_tensors(weights, dtype=dtype))
+            (target / _ADAPTER_CONFIG).write_bytes(orjson.dumps(self._config))
+        return WeightsManifest(version=version, files={})
+
+    def write_anchor(self, version: int, target: Path) -> str | None:  # noqa: ARG002 - they are whole already
+        return None
+
+    def forget(self) -> None:
+        return None
+
+
 def _copied(tensors: dict[str, Tensor], *, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
     if into is None:
         return {name: dataclasses.replace(tensor, bits=tensor.bits.copy()) for name, tensor in tensors.items()}
@@ -147,4 +190,4 @@ def _copied(tensors: dict[str, Tensor], *, into: dict[str, Tensor] | None) -> di
     return into
 
 
-__all__ = ["Deltas", "Files", "Transport", "UnusableWeights", "describe"]
+__all__ = ["Adapters", "Deltas", "Files", "Transport", "UnusableWeights", "describe"]

@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -29,6 +29,7 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
     SamplingParameters,
 )
+from kuberoll_workers.serving.engines.adapters import ENABLING_ARGUMENT, SLOTS, AdaptedClient, is_adapter
 from kuberoll_workers.serving.engines.checkpoint import check_fit
 from kuberoll_workers.serving.engines.children import exit_codes, started_children
 from kuberoll_workers.serving.engines.fetching import fetch, is_remote
@@ -106,6 +107,8 @@ def engine_arguments(
     arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
     if cpu:
         arguments.update(_CPU_ARGUMENTS)
+    if given.get(ENABLING_ARGUMENT):
+        arguments.update(SLOTS)
     if world_size(given) > 1:
         # Inside a Ray actor vLLM may choose Ray for its workers, which needs GPUs that the actor did not reserve.
         arguments["distributed_executor_backend"] = "mp"
@@ -189,6 +192,9 @@ class VLLMEngine:
         self._texts: HuggingFaceTokenizer | None = None
         self._revision = revision
         self._engine: AsyncLLM | None = None
+        # None: adapters are not enabled.
+        self._adapted: AdaptedClient | None = None
+        self._base_version = OWN_VERSION
         self._numbers = itertools.count()
         self._last_result = 0.0
         self._window = 0
@@ -257,6 +263,8 @@ class VLLMEngine:
                 if (death := death_by_signal(codes)) is not None:
                     raise RuntimeError(death) from error
                 raise
+        if self._arguments.get(ENABLING_ARGUMENT):
+            self._adapted = AdaptedClient(self._engine)
         await self._engine.update_weight_version(OWN_VERSION)
         config = self._engine.vllm_config.model_config
         self._window = int(config.max_model_len)
@@ -265,7 +273,7 @@ class VLLMEngine:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.check_usable()
-        engine = self._started()
+        engine = self._client()
         prompt = len(request.token_ids)
         if prompt > self._window:
             raise PolicyRefused(f"the prompt has {prompt} tokens, the engine's window {self._window}")
@@ -314,14 +322,21 @@ class VLLMEngine:
     async def load_weights(self, uri: str | None, version: str) -> None:
         engine = self._started()
         path = await asyncio.to_thread(self._prepare_weights, uri, version)
+        if uri is not None and is_adapter(Path(path)):
+            await self._load_adapter(Path(path), version)
+            return
+        # What was begun with an adapter is finished with the weights for which it was made.
+        adapted = self._adapted is not None and self._adapted.adapted
         self._loading = True
         try:
             # Without clearing the cache, a prefix computed with the old weights would silently be continued with the
             # new ones: resetting it afterwards has no effect while requests are in flight.
-            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.pause_generation(mode="wait" if adapted else "keep", clear_cache=True)
             await engine.collective_rpc(self._reload, kwargs={"weights_path": path})
             await engine.update_weight_version(version)
-            self._version = version
+            if self._adapted is not None:
+                self._adapted.unload()
+            self._version = self._base_version = version
             await engine.resume_generation()
         except BaseException as error:
             self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
@@ -334,6 +349,20 @@ class VLLMEngine:
         finally:
             self._loading = False
 
+    async def _load_adapter(self, path: Path, version: str) -> None:
+        if self._adapted is None:
+            raise WeightsRefused(
+                f"{path} is an adapter: set spec.generation.engineArgs.{ENABLING_ARGUMENT}: true, and max_lora_rank"
+            )
+        if self._base_version != OWN_VERSION:
+            # A replica that starts later would apply it to the model's own weights.
+            raise WeightsRefused(
+                f"{path} is an adapter of the model's own weights, and version {self._base_version} is loaded: return "
+                f"to version {OWN_VERSION} first"
+            )
+        await self._adapted.load(path, version)
+        self._version = version
+
     def _prepare_weights(self, uri: str | None, version: str) -> str:
         own = _directory_of(self._model, self._revision)
         if uri is None:
@@ -343,7 +372,8 @@ class VLLMEngine:
         path = fetch(uri, version)
         if self._spans_machines and path != Path(uri.removeprefix("file://")):
             raise WeightsRefused(f"{uri}: a replica that spans pods cannot apply changes; publish whole files")
-        check_fit(path, own)
+        if not is_adapter(path):
+            check_fit(path, own)
         return str(path)
 
     async def check_health(self) -> None:
@@ -396,7 +426,12 @@ class VLLMEngine:
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
     async def open_client(self) -> AsyncLLM:
-        return self._started()
+        return self._client()
+
+    def _client(self) -> AsyncLLM:
+        """vLLM's client, which generates with the adapter, if there is one."""
+        engine = self._started()
+        return engine if self._adapted is None else cast("AsyncLLM", self._adapted)
 
     def check_usable(self) -> None:
         if self._broken is not None:
