@@ -39,8 +39,8 @@ def weights(step: int, size: int = 4000) -> dict[str, Any]:
     return {"a.weight": values[0].reshape(2, -1), "b.weight": values[1]}
 
 
-def bits(step: int) -> dict[str, list[int]]:
-    return {name: value.reshape(-1).view(numpy.uint16).tolist() for name, value in weights(step).items()}
+def bits(step: int, size: int = 4000) -> dict[str, list[int]]:
+    return {name: value.reshape(-1).view(numpy.uint16).tolist() for name, value in weights(step, size).items()}
 
 
 @pytest.fixture
@@ -141,6 +141,18 @@ def test_old_versions_go_and_what_others_build_on_stays(policy: Policy, place: P
         one.publish(weights(step), version=step)
     # The fifth is whole: nothing builds on what was before.
     assert names(place)[0] == directory_name(7 if isinstance(transport, Files) else 5)
+
+
+def test_old_versions_go_without_waiting_too(policy: Policy, place: Path) -> None:
+    one = publisher(policy, place)
+    for step in range(1, 8):
+        one.publish(weights(step), version=step, wait=False)
+        if step == 3:
+            # As long as it is served it stays.
+            one.wait(3)
+    one.wait(7)
+    assert names(place) == [directory_name(version) for version in (5, 6, 7)]
+    assert policy.replicas["two"].engine.values == bits(7)
 
 
 def test_what_a_replica_serves_is_kept(policy: Policy, place: Path) -> None:

@@ -6,6 +6,7 @@ docs/training.md describes what happens when one of the two fails in the middle.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from kuberoll_workers.data.weights.manifest import (
 from kuberoll_workers.data.weights.tensors import MODEL_FILE
 
 TransportName = Literal["files", "deltas", "adapters"]
+
+_log = logging.getLogger(__name__)
 
 _TRANSPORTS: Final[Mapping[str, Callable[[], Transport]]] = {"adapters": Adapters, "deltas": Deltas, "files": Files}
 _OWN_VERSION = 0
@@ -172,6 +175,7 @@ class Publisher:
         self._before = before.wanted
         publication = Publication(version=version, uri=self._uri(version), bytes=size, seconds=clock.seconds)
         if not wait:
+            self._remove_old(before)
             return publication
         with clock.phase("serve"):
             served = self._until_served(version)
@@ -295,21 +299,23 @@ class Publisher:
                 self._location.add(version, target, name)
 
     def _remove_old(self, served: ServedWeights) -> None:
-        versions = self._location.versions()
+        """Remove what nobody needs; what cannot be removed now is removed later."""
         if None in served.replicas.values():
             # Nobody knows what it serves.
             return
-        needed = {
-            *versions[-self._keep :],
-            _number(served.wanted),
-            *(_number(v) for v in served.replicas.values() if v),
-        }
-        for version in sorted(needed & set(versions)):
-            needed.update(self._bases(version))
-        with self._location.writing():
-            for version in versions:
-                if version not in needed:
-                    self._location.remove(version)
+        try:
+            versions = self._location.versions()
+            used = [served.wanted, *filter(None, served.replicas.values())]
+            needed = {*versions[-self._keep :], *map(_number, used)}
+            for version in sorted(needed & set(versions)):
+                needed.update(self._bases(version))
+            with self._location.writing():
+                for version in versions:
+                    if version not in needed:
+                        self._location.remove(version)
+        except Exception:
+            # Every object store's library raises its own exceptions, and the new version is published.
+            _log.exception("old versions cannot be removed")
 
     def _bases(self, version: int) -> Iterator[int]:
         """The versions down to an anchor of which a version is made."""
