@@ -11,6 +11,7 @@ from kuberoll.trainer.endpoint import EndpointError, PolicyEndpoint, ServedWeigh
 from kuberoll.trainer.groups import Group, GroupKey
 from kuberoll.trainer.locations import LocationError
 from kuberoll.trainer.model_weights import full_state
+from kuberoll.trainer.pace_control import PacedByAnother
 from kuberoll.trainer.publishing import Publication, Publisher, PublishFailed, PublishSuperseded
 from kuberoll.trainer.rollouts import Counts, Rollouts
 from kuberoll.trainer.state import StateRefused
@@ -30,6 +31,7 @@ __all__ = [
     "InexactTrajectory",
     "LocationError",
     "NotARun",
+    "PacedByAnother",
     "PolicyEndpoint",
     "Publication",
     "PublishFailed",

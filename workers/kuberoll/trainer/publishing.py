@@ -137,6 +137,14 @@ class Publisher:
         """The greatest version at the location; 0: there is none."""
         return max(self._location.versions(), default=_OWN_VERSION)
 
+    def next_version(self) -> int:
+        """The lowest version that can be published.
+
+        Raises:
+            EndpointError: The policy does not answer.
+        """
+        return max(self.newest, _number(self.endpoint.weights().wanted)) + 1
+
     def publish(self, weights: Any, *, version: int, wait: bool = True) -> Publication:
         """Write a version, have all replicas serve it, and remove old ones.
 

@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName, advantage_function
 from kuberoll.trainer.batch import Batch, is_exact, make_batch, require_exact
+from kuberoll.trainer.endpoint import run_endpoint
 from kuberoll.trainer.groups import Group, GroupTracker, group_rules
 from kuberoll.trainer.journals import JournalReader, Line, Place, open_place
 from kuberoll.trainer.pace_control import PaceControl, PacedByAnother
 from kuberoll.trainer.pacing import pace_rules, versions_of
+from kuberoll.trainer.publishing import Publication, Publisher
 from kuberoll.trainer.state import FORMAT, ConsumerState, decode_state, encode_state, identity_of
 from kuberoll_workers.data.record import (
     DroppedRecord,
@@ -89,6 +91,7 @@ class Rollouts:
         pad_id: int,
         pace: bool = True,
         groups_per_version: int | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         """Use `Rollouts.open`."""
         self.location = location
@@ -99,6 +102,7 @@ class Rollouts:
         self._pad_id = pad_id
         self._rules = group_rules(manifest, where=f"{location}/{MANIFEST}")
         self._groups_per_version = groups_per_version
+        self._publisher = publisher
         self._pace: PaceControl | None = None
         held = pace_rules(manifest)
         if pace and (held is not None or self._rules.groups is None):
@@ -120,6 +124,7 @@ class Rollouts:
         timeout: float = 0.0,
         pace: bool = True,
         groups_per_version: int | None = None,
+        publisher: Publisher | None = None,
     ) -> Rollouts:
         """Open a run, whether it goes on or has ended.
 
@@ -137,6 +142,8 @@ class Rollouts:
             pace: Set the pace of a run with `rollout.onPolicy`, or with passes without end, of which one consumer does:
                 the trainer. False: read it beside that one, whatever the age of its trajectories.
             groups_per_version: Number of groups that are taken between two publications of weights; None: one batch.
+            publisher: What `publish` uses; None: whole files in the directory `LOCATION-weights`, for the policy of a
+                `kuberoll run` on this machine.
 
         Raises:
             NotARun: There is no run, or what is there is none that can be consumed.
@@ -171,6 +178,7 @@ class Rollouts:
                 pad_id=pad_id,
                 pace=pace,
                 groups_per_version=groups_per_version,
+                publisher=publisher,
             )
         except PacedByAnother:
             raise
@@ -194,6 +202,33 @@ class Rollouts:
     def version(self) -> int:
         """Number of the newest weights that this consumer has published, or that it knows of; 0: the model's own."""
         return 0 if self._pace is None else self._pace.version
+
+    def publish(self, weights: Any, *, version: int | None = None) -> Publication:
+        """Have every replica of the policy serve a trainer's weights, and return when they do.
+
+        Args:
+            weights: A torch module, a state dict, or a directory of safetensors, as for `Publisher.publish`.
+            version: Their number, greater than all before; None: the next one.
+
+        Raises:
+            PublishFailed: Not every replica could serve them; the message says what they serve now.
+            EndpointError, LocationError, UnusableWeights, ValueError: As `Publisher.publish`; nothing was published.
+        """
+        if self._publisher is None:
+            self._publisher = Publisher(endpoint=run_endpoint(self.location), location=f"{self.location}-weights")
+        number = max(self.version + 1, self._publisher.next_version()) if version is None else version
+        if self._pace is not None and number <= self.version:
+            raise ValueError(f"version: found {number}, but {self.version} was published before: leave it out")
+        publication = self._publisher.publish(weights, version=number)
+        if (pace := self._pace) is not None:
+            with self._lock:
+                pace.published(number, seconds=publication.seconds)
+                self._give_up_stale()
+        return publication
+
+    async def publish_async(self, weights: Any, *, version: int | None = None) -> Publication:
+        """`publish` in a thread, for an event loop; the weights must not change meanwhile."""
+        return await asyncio.to_thread(self.publish, weights, version=version)
 
     def published(self, version: int | None = None) -> int:
         """Note that every replica serves new weights, which were published by other means than `publish`.
