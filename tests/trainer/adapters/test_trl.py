@@ -1,0 +1,173 @@
+"""What TRL's trainers get of a run, and what they do with it: the real trainers on a tiny model, without an engine."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kuberoll.trainer import Rollouts
+from kuberoll.trainer.adapters.rows import BatchUnfit
+from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.record import AnyRecord
+from tests.output.support import failure
+from tests.trainer.support import WrittenRun, trajectory
+
+pytestmark = pytest.mark.slow
+
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-policy"
+SAMPLING = {"generation.sampling.temperature": 1.0}
+GROUPS, REPEATS = 6, 4
+
+
+def played(task: int, rollout: int, *, version: int = 0) -> AnyRecord:
+    """A trajectory of two turns whose tokens depend on it."""
+    first, second = [20 + task, 30 + rollout], [40 + task + rollout]
+    messages = [
+        Message("user", "p", token_array([1, 5, 10 + task])),
+        Message("assistant", "a", token_array(first), array("f", [-1.0, -2.0]), 1, [(str(version), 0, 2)]),
+        Message("environment", "o", token_array([6, 7]), turn=1),
+        Message("assistant", "b", token_array(second), array("f", [-3.0]), 2, [(str(version + 1), 0, 1)]),
+    ]
+    return trajectory(task, rollout, reward=float(rollout % 2), messages=messages)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> WrittenRun:
+    """A finished run of `GROUPS` groups, of which the second lacks a trajectory."""
+    run = WrittenRun(tmp_path / "run", groups=GROUPS, repeats=REPEATS, **SAMPLING)
+    for task in range(GROUPS):
+        for rollout in range(REPEATS):
+            run.write(failure(task, rollout) if (task, rollout) == (1, 2) else played(task, rollout))
+    run.end()
+    return run
+
+
+def trainer_for(run: Any, path: Path, **changes: Any) -> Any:
+    """TRL's trainer of the run's groups, two for each step."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from kuberoll.trainer.adapters.trl import RolloutFunction, RolloutsState, environment_reward, stand_in_dataset
+
+    settings: dict[str, Any] = {
+        "num_generations": REPEATS,
+        "per_device_train_batch_size": 2 * REPEATS,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "save_steps": 1,
+        "logging_steps": 1,
+        "temperature": 1.0,
+        **changes,
+    }
+    published: list[int] = []
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+        args=GRPOConfig(
+            output_dir=str(path), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, **settings
+        ),
+        train_dataset=stand_in_dataset(2 * settings["max_steps"]),
+        reward_funcs=environment_reward,
+        rollout_func=RolloutFunction(run, publish=lambda model: published.append(trainer.state.global_step)),
+        callbacks=[RolloutsState(run)],
+    )
+    trainer.published = published
+    return trainer
+
+
+def test_columns_are_whole_groups_and_what_failed_teaches_nothing(written: WrittenRun) -> None:
+    from kuberoll.trainer.adapters.trl import trl_columns
+
+    (batch,) = list(Rollouts.open(str(written.path)).batches(GROUPS))[:1]
+    columns = trl_columns(batch, groups=GROUPS + 1, num_generations=REPEATS)
+    assert {name: len(column) for name, column in columns.items()} == dict.fromkeys(columns, (GROUPS + 1) * REPEATS)
+    by_place = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    finished = [entry for entry in by_place if entry["environment_reward"] is not None]
+    assert len(finished) == GROUPS * REPEATS - 1
+    for entry in finished:
+        task, rollout = entry["task_index"], entry["rollout_index"]
+        assert entry["prompt_ids"] == [1, 5, 10 + task]
+        assert entry["completion_ids"] == [20 + task, 30 + rollout, 6, 7, 40 + task + rollout]
+        assert entry["logprobs"] == [-1.0, -2.0, 0.0, 0.0, -3.0]
+        assert entry["env_mask"] == [1, 1, 0, 0, 1]
+        assert (entry["environment_reward"], entry["policy_version"]) == (rollout % 2, 0)
+    # Groups are together, as TRL's advantages need them.
+    tasks = np.array(columns["task_index"][: GROUPS * REPEATS]).reshape(GROUPS, REPEATS)
+    assert (tasks == tasks[:, :1]).all()
+    missing = [entry for entry in by_place if entry["environment_reward"] is None]
+    assert len(missing) == 1 + REPEATS
+    for entry in missing:
+        assert entry["env_mask"] == [0]
+        assert len(entry["completion_ids"]) == 1
+
+
+def test_trl_trains_on_each_group_once_and_resumes_with_those_it_has_not_had(
+    written: WrittenRun, tmp_path: Path
+) -> None:
+    whole = trainer_for(Rollouts.open(str(written.path)), tmp_path / "whole")
+    whole.train()
+    assert whole.published == [1, 2]
+    logs = [entry for entry in whole.state.log_history if "reward" in entry]
+    assert len(logs) == 3
+    # The group with a failure has the rewards 0, 1, 1; all others 0, 1, 0, 1.
+    assert sorted(log["reward"] for log in logs) == pytest.approx([0.5, 0.5, 4 / 7])
+    assert all(math.isfinite(log["loss"]) and log["grad_norm"] > 0 for log in logs)
+
+    first = Rollouts.open(str(written.path))
+    trainer_for(first, tmp_path / "halves", max_steps=1).train()
+    assert first.counts.groups == 2
+    second = Rollouts.open(str(written.path))
+    resumed = trainer_for(second, tmp_path / "halves", max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert second.counts.groups == GROUPS
+    # The run may have other weights than the checkpoint's.
+    assert resumed.published == [1, 2]
+    theirs, ours = whole.model.state_dict(), resumed.model.state_dict()
+    assert all((theirs[name] == ours[name]).all() for name in theirs)
+
+
+def test_a_checkpoint_without_a_state_is_not_resumed_silently(written: WrittenRun, tmp_path: Path) -> None:
+    trainer_for(Rollouts.open(str(written.path)), tmp_path / "out", max_steps=1).train()
+    (tmp_path / "out" / "checkpoint-1" / "kuberoll_rollouts.json").unlink()
+    with pytest.raises(FileNotFoundError, match="nothing says which groups were had"):
+        trainer_for(Rollouts.open(str(written.path)), tmp_path / "out").train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_generations": 2}, "have 4 trajectories .* num_generations is 2"),
+        ({"temperature": 0.7}, "spec.generation.sampling.temperature: 1, and TRL divides logits by temperature=0.7"),
+    ],
+)
+def test_settings_that_disagree_are_named(
+    written: WrittenRun, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BatchUnfit, match=message):
+        trainer_for(Rollouts.open(str(written.path)), tmp_path / "out", **changes).train()
+
+
+def test_a_trainer_that_asks_for_more_than_the_run_has_is_told(written: WrittenRun, tmp_path: Path) -> None:
+    from kuberoll.trainer.adapters.trl import RunEnded
+
+    with pytest.raises(RunEnded, match=f"has delivered its {GROUPS} prompt groups"):
+        trainer_for(Rollouts.open(str(written.path)), tmp_path / "out", max_steps=4).train()
+
+
+def test_samples_of_the_asynchronous_trainer() -> None:
+    from kuberoll.trainer.adapters.trl_async import VersionNumbers
+
+    versions = VersionNumbers()
+    assert [versions.count_of(version) for version in (0, 3)] == [0, 3]
+    for version, count in ((4, 1), (5, 2), (9, 3)):
+        versions.published(version)
+        versions.counted(count)
+    assert [versions.count_of(version) for version in (0, 3, 4, 5, 8, 9)] == [0, 0, 1, 2, 2, 3]
+    assert versions.count_of(-1) == 3
