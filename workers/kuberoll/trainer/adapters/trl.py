@@ -187,7 +187,7 @@ _EXTRA: Final = ("env_mask", "environment_reward", "task_name", "task_index", "r
 def _append(columns: dict[str, Column], batch: Batch, row: Row, *, counts: bool) -> None:
     # One token stands for a completion that is missing.
     end = None if counts else 1
-    group = batch.groups[batch.group[row.number]]
+    group = batch.groups[int(batch.group[row.number])]
     values: dict[str, Any] = {
         "prompt_ids": row.prompt_ids.tolist(),
         "completion_ids": row.completion_ids[:end].tolist(),
