@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from kuberoll.trainer import Rollouts
-from kuberoll.trainer.adapters.trl import RolloutFunction, RolloutsState, environment_reward, stand_in_dataset
+from kuberoll.trainer.adapters.trl import RolloutFunction, environment_reward, stand_in_dataset, state_callback
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny-policy"
 
@@ -67,7 +67,7 @@ def make_trainer(
         train_dataset=stand_in_dataset(steps * groups),
         reward_funcs=environment_reward,
         rollout_func=RolloutFunction(rollouts, publish=Publisher(engine, output / "weights"), timeout=600),
-        callbacks=[RolloutsState(rollouts)],
+        callbacks=[state_callback(rollouts)],
     )
 
 

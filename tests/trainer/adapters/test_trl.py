@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -53,7 +57,7 @@ def trainer_for(run: Any, path: Path, **changes: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from kuberoll.trainer.adapters.trl import RolloutFunction, RolloutsState, environment_reward, stand_in_dataset
+    from kuberoll.trainer.adapters.trl import RolloutFunction, environment_reward, stand_in_dataset, state_callback
 
     settings: dict[str, Any] = {
         "num_generations": REPEATS,
@@ -76,7 +80,7 @@ def trainer_for(run: Any, path: Path, **changes: Any) -> Any:
         train_dataset=stand_in_dataset(2 * settings["max_steps"]),
         reward_funcs=environment_reward,
         rollout_func=RolloutFunction(run, publish=lambda model: published.append(trainer.state.global_step)),
-        callbacks=[RolloutsState(run)],
+        callbacks=[state_callback(run)],
     )
     trainer.published = published
     return trainer
@@ -159,6 +163,30 @@ def test_a_trainer_that_asks_for_more_than_the_run_has_is_told(written: WrittenR
 
     with pytest.raises(RunEnded, match=f"has delivered its {GROUPS} prompt groups"):
         trainer_for(Rollouts.open(str(written.path)), tmp_path / "out", max_steps=4).train()
+
+
+@pytest.mark.parametrize("steps", [GROUPS // 2, GROUPS])
+def test_processes_share_what_the_main_one_reads(written: WrittenRun, tmp_path: Path, steps: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+         "tests.trainer.adapters.trl_process", str(written.path), str(tmp_path), str(steps)],
+        capture_output=True, text=True, check=False, timeout=500, cwd=Path(__file__).parents[3],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    # Two groups for each step, one for each process.
+    assert [len(rank["given"]) for rank in ranks] == [GROUPS // 2] * 2
+    for tasks, _ in (call for rank in ranks for call in rank["given"]):
+        assert len(tasks) == REPEATS
+        assert len({*tasks}) == 1
+    assert {tasks[0] for rank in ranks for tasks, _ in rank["given"]} == {*range(GROUPS)}
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert [rank["published"] for rank in ranks] == [[*range(1, steps if steps < GROUPS else GROUPS // 2 + 1)], []]
+    # When there is nothing left, all of them are told.
+    for rank in ranks:
+        assert rank["error"].startswith("RunEnded: " if steps == GROUPS else "")
+        assert bool(rank["error"]) == (steps == GROUPS)
 
 
 def test_samples_of_the_asynchronous_trainer() -> None:

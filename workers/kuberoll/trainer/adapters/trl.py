@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
-
-from accelerate.utils import broadcast_object_list
-from datasets import Dataset
-from transformers import TrainerCallback
+from typing import TYPE_CHECKING, Any, Final
 
 from kuberoll.trainer.adapters.rows import BatchUnfit, Row, require_one_path, rows_of
 from kuberoll.trainer.batch import Batch
 from kuberoll.trainer.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import TrainerCallback
 
 STATE_FILE: Final = "kuberoll_rollouts.json"
 """Name of the consumer's state in a checkpoint's directory."""
@@ -90,6 +90,8 @@ class RolloutFunction:
                     raise
                 outcome[0] = error
         if accelerator.num_processes > 1:
+            from accelerate.utils import broadcast_object_list
+
             broadcast_object_list(outcome, from_process=0)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
@@ -225,43 +227,43 @@ def stand_in_dataset(groups: int) -> Dataset:
     Args:
         groups: Number of prompt groups of an epoch.
     """
+    from datasets import Dataset
+
     return Dataset.from_dict({"prompt": [""] * groups})
 
 
-class RolloutsState(TrainerCallback):  # type: ignore[misc]
-    """The consumer's state in TRL's checkpoints: a resumed trainer continues with the groups that it has not had.
+def state_callback(rollouts: Rollouts) -> TrainerCallback:
+    """A callback with which TRL's checkpoints have the consumer's state: a resumed trainer gets what it has not had.
 
-    It is saved with each checkpoint, and loaded when training resumes from a checkpoint of `output_dir`. TRL trains on
-    the completions of one call for `steps_per_generation` times `num_iterations` passes; a checkpoint in between
-    counts all of them as trained on.
+    It is saved with each checkpoint, and loaded when training resumes from a checkpoint of `output_dir`; one without a
+    state is a FileNotFoundError. TRL trains on the completions of one call for `steps_per_generation` times
+    `num_iterations` passes; a checkpoint in between counts all of them as trained on.
+
+    Args:
+        rollouts: The one that the trainer's `RolloutFunction` has.
     """
+    from transformers import TrainerCallback
 
-    def __init__(self, rollouts: Rollouts) -> None:
-        """`rollouts` is the one that the trainer's `RolloutFunction` has."""
-        self._rollouts = rollouts
+    class SavedState(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.is_world_process_zero:
+                _state_file(args, state).write_text(json.dumps(rollouts.state_dict()))
 
-    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Write the state beside the trainer's."""
-        if state.is_world_process_zero:
-            path = _state_file(args, state)
-            path.write_text(json.dumps(self._rollouts.state_dict()))
+        def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.is_world_process_zero and state.global_step > 0:
+                rollouts.load_state_dict(_read_state(_state_file(args, state), state.global_step))
 
-    def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Continue after the groups that the checkpoint has.
+    return SavedState()
 
-        Raises:
-            FileNotFoundError: The checkpoint has no state.
-        """
-        if state.global_step == 0 or not state.is_world_process_zero:
-            return
-        path = _state_file(args, state)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}: training resumes at step {state.global_step}, and nothing says which groups were had: "
-                "resume from a checkpoint of output_dir, or load the state with rollouts.load_state_dict and leave "
-                "RolloutsState out"
-            )
-        self._rollouts.load_state_dict(json.loads(path.read_text()))
+
+def _read_state(path: Path, step: int) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: training resumes at step {step}, and nothing says which groups were had: resume from a "
+            "checkpoint of output_dir, or load the state with rollouts.load_state_dict and leave state_callback out"
+        )
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state
 
 
 def _state_file(args: Any, state: Any) -> Path:

@@ -7,10 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from kuberoll.trainer.adapters.rows import rows_of
 from kuberoll.trainer.adapters.trl import RunEnded
@@ -19,6 +18,9 @@ from kuberoll.trainer.batch import NO_VERSION, Batch
 from kuberoll.trainer.rollouts import Rollouts
 from kuberoll_workers.data.messages import is_response
 from kuberoll_workers.data.record import TrajectoryRecord
+
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 _LOOK_SECONDS: Final = 0.5
 _METRICS: Final = 4096
@@ -182,6 +184,8 @@ def samples_of(batch: Batch, *, group_id: int, count_of: Callable[[int], int]) -
     Raises:
         BatchUnfit: Versions of weights are not whole numbers.
     """
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
     assert batch.advantages is not None
     trajectories = {trajectory.rollout_index: trajectory for trajectory in batch.groups[0].trajectories}
     rewards = [trajectory.total_reward for trajectory in trajectories.values()]
