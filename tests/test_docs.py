@@ -232,7 +232,7 @@ async def test_the_loop_can_be_used_as_the_docs_show() -> None:
 
 
 def test_the_imports_for_users_of_nemo_rl_are_there() -> None:
-    before, after = blocks("docs/nemo-rl.md", "python")
+    before, after = blocks("docs/nemo-rl.md", "python")[:2]
     names: dict[str, Any] = {}
     exec(after, names)
     imported = [alias.name for line in ast.parse(before).body for alias in getattr(line, "names", ())]

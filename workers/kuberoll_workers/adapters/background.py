@@ -21,10 +21,17 @@ class BackgroundLoop:
 
     async def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine there; cancelled if the caller is."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._running()))
+
+    def wait(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine there, and block the caller's thread until it has ended."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="kuberoll-connections", daemon=True).start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return self._loop
 
     def stop(self) -> None:
         """End the thread after what runs now; another call starts a new one."""

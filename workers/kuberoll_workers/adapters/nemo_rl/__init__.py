@@ -25,12 +25,15 @@ from kuberoll_workers.adapters.nemo_rl.rollout import (
     run_multi_turn_rollout,
     run_sample_multi_turn_rollout,
 )
+from kuberoll_workers.adapters.nemo_rl.served import PublishedWeights, ServedGeneration
 
 __all__ = [
     "BatchedDataDict",
     "NemoGymRolloutResult",
+    "PublishedWeights",
     "RolloutFailed",
     "RolloutLimits",
+    "ServedGeneration",
     "async_generate_response_for_sample_turn",
     "batched_message_log_to_flat_message",
     "calculate_rewards",
