@@ -41,7 +41,8 @@ class ServedGeneration:
     Attributes:
         cfg: NeMo RL's `policy.generation`, with an asynchronous `vllm` as backend, which says to NeMo RL that
             `generate_async` may be called.
-        weight_synchronizer: What NeMo RL calls to bring its policy's weights here; None: weights stay as they are.
+        weight_synchronizer: What NeMo RL calls to bring its policy's weights here; None: it may evaluate, but not
+            train.
     """
 
     def __init__(
