@@ -20,7 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from kuberoll.trainer import Rollouts
-from kuberoll.trainer.adapters.trl import RolloutFunction, environment_reward, stand_in_dataset, state_callback
+from kuberoll.trainer.adapters.trl import (
+    RolloutFunction,
+    environment_reward,
+    off_policy,
+    stand_in_dataset,
+    state_callback,
+)
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny-policy"
 
@@ -46,7 +52,8 @@ def make_trainer(
     """The trainer of this example."""
     rollouts = Rollouts.open(run, consumer="trl", timeout=600)
     generations = rollouts.manifest.identity["dataset.repeats"]
-    return trainer_class(
+    # The run goes on while a step is made, so its samples may be of older weights.
+    return off_policy(trainer_class)(
         model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(MODEL),
         args=GRPOConfig(

@@ -51,7 +51,7 @@ def written(tmp_path: Path) -> WrittenRun:
     return run
 
 
-def trainer_for(run: Any, path: Path, **changes: Any) -> Any:
+def trainer_for(run: Any, path: Path, *, trainer_class: Any = None, **changes: Any) -> Any:
     """TRL's trainer of the run's groups, two for each step."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,7 +71,7 @@ def trainer_for(run: Any, path: Path, **changes: Any) -> Any:
         **changes,
     }
     published: list[int] = []
-    trainer = GRPOTrainer(
+    trainer = (trainer_class or GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(MODEL),
         args=GRPOConfig(
@@ -163,6 +163,35 @@ def test_a_trainer_that_asks_for_more_than_the_run_has_is_told(written: WrittenR
 
     with pytest.raises(RunEnded, match=f"has delivered its {GROUPS} prompt groups"):
         trainer_for(Rollouts.open(str(written.path)), tmp_path / "out", max_steps=4).train()
+
+
+def test_the_ratio_to_what_was_sampled(written: WrittenRun, tmp_path: Path) -> None:
+    import torch
+    from trl import GRPOTrainer
+
+    from kuberoll.trainer.adapters.trl import off_policy
+
+    clipped = {}
+    for trainer_class in (GRPOTrainer, off_policy(GRPOTrainer)):
+        rollouts = Rollouts.open(str(written.path))
+        trainer = trainer_for(rollouts, tmp_path / trainer_class.__name__, trainer_class=trainer_class, max_steps=1)
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.train()
+        (log,) = [entry for entry in trainer.state.log_history if "reward" in entry]
+        assert math.isfinite(log["loss"])
+        clipped[trainer_class.__name__] = log["clip_ratio/region_mean"]
+        assert any((before[name] != value).any() for name, value in trainer.model.state_dict().items())
+    # Nobody sampled these tokens with the log-probabilities that the run says, and only one of them looks.
+    assert clipped["GRPOTrainer"] == 0
+    model = trainer_for(Rollouts.open(str(written.path)), tmp_path / "again").model
+    row = next(Rollouts.open(str(written.path)).batches(2)).torch()
+    with torch.no_grad():
+        own = model(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits[:, :-1].log_softmax(-1)
+    ratio = (own.gather(-1, row["input_ids"][:, 1:, None])[..., 0] - row["logprobs"][:, 1:]).exp()
+    outside = ((ratio < 0.8) & (row["advantages"][:, None] < 0)) | ((ratio > 1.2) & (row["advantages"][:, None] > 0))
+    sampled = row["loss_mask"][:, 1:]
+    assert clipped["OffPolicy"] > 0
+    assert clipped["OffPolicy"] == pytest.approx(outside[sampled].float().mean().item())
 
 
 @pytest.mark.parametrize("steps", [GROUPS // 2, GROUPS])

@@ -205,6 +205,24 @@ def _append(columns: dict[str, Column], batch: Batch, row: Row, *, counts: bool)
         columns[name].append(value)
 
 
+def off_policy(trainer_class: type[Any]) -> type[Any]:
+    """A subclass of `GRPOTrainer` whose ratio compares the model with the weights that sampled each token.
+
+    TRL itself takes completions of a `rollout_func` for those of its present weights, and begins with a ratio of 1,
+    whatever weights they are of. Here the ratio is that to the stored log-probabilities, as in AsyncGRPOTrainer, so
+    that clipping bounds how far a step goes from what was sampled.
+
+    Args:
+        trainer_class: TRL's `GRPOTrainer`, or a subclass.
+    """
+
+    class OffPolicy(trainer_class):  # type: ignore[misc]
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            return super()._compute_loss(model, {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]})
+
+    return OffPolicy
+
+
 def environment_reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """The reward that each trajectory's environment gave: a reward function for `GRPOTrainer`.
 
