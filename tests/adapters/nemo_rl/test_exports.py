@@ -59,7 +59,8 @@ def test_arguments(name: str) -> None:
 
 
 def test_every_exported_name_is_there() -> None:
-    classes = {"BatchedDataDict", "NemoGymRolloutResult", "RolloutFailed", "RolloutLimits"}
+    classes = {"BatchedDataDict", "NemoGymRolloutResult", "PublishedWeights", "RolloutFailed", "RolloutLimits"}
+    classes |= {"ServedGeneration"}
     assert set(nemo_rl.__all__) == {*ARGUMENTS, *classes}
     for name in nemo_rl.__all__:
         assert getattr(nemo_rl, name).__name__ == name

@@ -39,9 +39,6 @@ class RolloutFunction:
     steps an epoch has. Before it takes groups for a new step, the trainer's weights are published.
 
     With several processes the main one consumes and publishes, and each gets its part, in TRL's order.
-
-    Attributes:
-        taken: Number of calls so far that returned rollouts.
     """
 
     def __init__(self, rollouts: Rollouts, *, publish: Publish | None = None, timeout: float | None = None) -> None:
@@ -53,7 +50,6 @@ class RolloutFunction:
                 its weights.
             timeout: Seconds without a new group after which to give up; None: never.
         """
-        self.taken = 0
         self._rollouts = rollouts
         self._publish = publish
         self._timeout = timeout
@@ -95,7 +91,6 @@ class RolloutFunction:
             broadcast_object_list(outcome, from_process=0)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        self.taken += 1
         begin = accelerator.process_index * len(prompts)
         return {name: column[begin : begin + len(prompts)] for name, column in outcome[0].items()}
 

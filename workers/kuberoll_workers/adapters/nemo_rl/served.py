@@ -154,27 +154,26 @@ class ServedGeneration:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _continue(self, prompt: array[int], stop: Sequence[str], greedy: bool) -> GenerationResult:
-        request = GenerationRequest(
-            request_id=(name := uuid.uuid4().hex),
-            session_id=name,
-            token_ids=prompt,
-            sampling=self._sampling(len(prompt), stop, greedy),
-        )
+        session, sampling = uuid.uuid4().hex, self._sampling(len(prompt), stop, greedy)
         policy = await self._open()
-        deadline = asyncio.get_running_loop().time() + self._patience
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._patience
         try:
             while True:
+                request = GenerationRequest(
+                    request_id=uuid.uuid4().hex, session_id=session, token_ids=prompt, sampling=sampling
+                )
                 try:
                     async with asyncio.timeout_at(deadline):
                         return await policy.generate(request)
                 except TimeoutError as error:
                     raise PolicyUnavailable(f"{self._url}: no response within {self._patience:g} s") from error
                 except PolicyUnavailable:
-                    if asyncio.get_running_loop().time() + _PAUSE_SECONDS >= deadline:
+                    if now() + _PAUSE_SECONDS >= deadline:
                         raise
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
-            policy.end_session(name)
+            policy.end_session(session)
 
     def _sampling(self, prompt: int, stop: Sequence[str], greedy: bool) -> SamplingParameters:
         cfg, window = self.cfg, self.cfg["vllm_cfg"]["max_model_len"]
