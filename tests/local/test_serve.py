@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
+import stat
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from kuberoll.trainer import PolicyEndpoint, run_endpoint
+from kuberoll_workers.output.policy_file import POLICY_FILE
 from tests.local.support import (
     TINY,
     Run,
@@ -128,6 +131,9 @@ def test_the_end_of_the_engine_ends_runs_at_once_and_leaves_nothing_that_a_run_w
         run_id = engine.run_id()
         with running(job, "--output", output, "--metrics-port", "0") as run:
             wait_for_trajectories(run, output, 20)
+            # A trainer of the run publishes there.
+            assert run_endpoint(output) == PolicyEndpoint(url, description(engine)["tokens"]["weights"])
+            assert stat.S_IMODE((output / POLICY_FILE).stat().st_mode) == 0o600
             children = psutil.Process(engine.process.pid).children(recursive=True)
             engine.process.send_signal(number)
             if number == signal.SIGKILL:
@@ -140,6 +146,7 @@ def test_the_end_of_the_engine_ends_runs_at_once_and_leaves_nothing_that_a_run_w
     text = "\n".join(run.lines)
     assert f"the engine at {url} (kuberoll serve, process {engine.process.pid}) has ended" in text
     assert f"see {tmp_path}/state/kuberoll/serve/test.log" in text
+    assert not (output / POLICY_FILE).exists()
     stored = len(trajectories(output))
     assert 20 < stored < 400
     assert f"{stored} of 400 trajectories are stored; continue with --resume --output {output}" in text
