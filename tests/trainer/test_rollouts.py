@@ -303,8 +303,8 @@ async def test_a_run_in_an_object_store_is_read_part_by_part(s3: tuple[Any, str]
 
 
 def test_what_is_no_run_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"open its output, which `kubectl get rolloutjob"):
-        Rollouts.open("rolloutjob://namespace/name")
+    with pytest.raises(NotARun, match="expected rolloutjob://NAMESPACE/NAME"):
+        Rollouts.open("rolloutjob://name")
     with pytest.raises(ValueError, match="mount the claim, and open the directory"):
         Rollouts.open("pvc://claim/run")
     with pytest.raises(NotARun, match="nowhere://bucket"):

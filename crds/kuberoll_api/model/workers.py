@@ -48,7 +48,7 @@ class Workers(PodOptions):
     replicas: Annotated[int, OPERATION | Traits(change="AnyTime", reader="Operator")] = Field(
         default=1, ge=0, le=100_000, description="Maximum number of concurrent workers."
     )
-    shards: Annotated[int | None, OPERATION] = Field(
+    shards: Annotated[int | None, OPERATION | Traits(reader="Operator")] = Field(
         default=None,
         ge=1,
         le=100_000,

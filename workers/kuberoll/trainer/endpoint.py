@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -61,6 +61,29 @@ class ServedWeights(msgspec.Struct, kw_only=True, frozen=True):
         version, problem = self.replicas[name], self.problems.get(name)
         line = f"replica {name} serves version {version}" if version is not None else f"replica {name} does not answer"
         return line if problem is None else f"{line} ({problem})"
+
+
+class WeightsEndpoint(Protocol):
+    """Where versions of weights are asked for, and where one sees which are served."""
+
+    def weights(self) -> ServedWeights:
+        """Read which versions are served.
+
+        Raises:
+            EndpointError: It does not answer.
+        """
+        ...
+
+    def serve(self, uri: str | None, version: str) -> None:
+        """Have all replicas serve a version; they load it after this has returned.
+
+        Args:
+            uri: Directory or URI, as replicas see it; None: the model's own weights, version 0.
+
+        Raises:
+            EndpointError: It does not answer, or refuses.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

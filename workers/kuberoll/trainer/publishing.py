@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kuberoll.trainer.endpoint import EndpointError, PolicyEndpoint, ServedWeights
+from kuberoll.trainer.endpoint import EndpointError, ServedWeights, WeightsEndpoint
 from kuberoll.trainer.locations import open_location
 from kuberoll.trainer.transports import Adapters, Deltas, Files, Transport, describe
 from kuberoll_workers.data.weights.manifest import (
@@ -90,7 +90,7 @@ class Publisher:
     def __init__(
         self,
         *,
-        endpoint: PolicyEndpoint,
+        endpoint: WeightsEndpoint,
         location: str | Path,
         transport: TransportName | Transport = "files",
         keep: int = 3,
@@ -101,7 +101,7 @@ class Publisher:
     ) -> None:
         """
         Args:
-            endpoint: Of the policy.
+            endpoint: Of the policy, or a job's `JobWeights`.
             location: Directory or object store's URI, of this policy alone.
             transport: `files`, `deltas`, `adapters`, or an object such as `Deltas(anchor_every=50)`.
             keep: Number of the newest versions to keep. Older ones are removed, but not what a replica serves, nor what

@@ -15,6 +15,7 @@ from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName, advant
 from kuberoll.trainer.batch import Batch, is_exact, make_batch, require_exact
 from kuberoll.trainer.endpoint import run_endpoint
 from kuberoll.trainer.groups import Group, GroupTracker, group_rules
+from kuberoll.trainer.jobs import SCHEME, find_job, output_of
 from kuberoll.trainer.journals import JournalReader, Line, Place, open_place
 from kuberoll.trainer.pace_control import PaceControl, PacedByAnother
 from kuberoll.trainer.pacing import pace_rules, versions_of
@@ -125,11 +126,13 @@ class Rollouts:
         pace: bool = True,
         groups_per_version: int | None = None,
         publisher: Publisher | None = None,
+        directory: str | None = None,
     ) -> Rollouts:
         """Open a run, whether it goes on or has ended.
 
         Args:
-            location: Its output: a directory, or an object store's URI such as `s3://bucket/run-1`.
+            location: Its output: a directory, or an object store's URI such as `s3://bucket/run-1`; or a job of a
+                cluster, `rolloutjob://NAMESPACE/NAME`.
             consumer: Name of this consumer, which its state has: a state is loaded by the consumer that saved it.
             inexact: What to do with trajectories whose token ids are not those that were sampled, or that have no
                 log-probabilities: raise an error, leave them out, or keep them.
@@ -142,8 +145,9 @@ class Rollouts:
             pace: Set the pace of a run with `rollout.onPolicy`, or with passes without end, of which one consumer does:
                 the trainer. False: read it beside that one, whatever the age of its trajectories.
             groups_per_version: Number of groups that are taken between two publications of weights; None: one batch.
-            publisher: What `publish` uses; None: whole files in the directory `LOCATION-weights`, for the policy of a
-                `kuberoll run` on this machine.
+            publisher: What `publish` uses; None: whole files at `LOCATION-weights`, beside the output, for the policy
+                of a `kuberoll run` on this machine, or for the job.
+            directory: The run's directory here, of a job whose output is a volume; None: it is an object store.
 
         Raises:
             NotARun: There is no run, or what is there is none that can be consumed.
@@ -158,6 +162,11 @@ class Rollouts:
             raise ValueError(f"groups_per_version: found {groups_per_version}, expected a number of groups from 1")
         if not consumer:
             raise ValueError("consumer: found an empty name; name the consumer, such as 'grpo'")
+        if location.startswith(SCHEME):
+            job = find_job(location)
+            location = output_of(job, directory)
+            if publisher is None:
+                publisher = Publisher(endpoint=job, location=f"{location.rstrip('/')}-weights")
         try:
             place = open_place(_checked_location(location), seconds=poll_seconds)
         except StorageError as error:
@@ -610,14 +619,7 @@ _STORED_COUNTS = ("groups", "trajectories", "short_groups", "inexact_trajectorie
 
 
 def _checked_location(location: str) -> str:
-    scheme = location.partition("://")[0] if "://" in location else ""
-    if scheme == "rolloutjob":
-        raise ValueError(
-            f"{location}: a job of a cluster cannot be opened by its name: open its output, which "
-            "`kubectl get rolloutjob NAME -o jsonpath={.spec.output.uri}` shows: a URI as it is, of pvc://CLAIM/path "
-            "the directory where the claim is mounted"
-        )
-    if scheme == "pvc":
+    if location.startswith("pvc:"):
         raise ValueError(f"{location}: this is a volume of a cluster: mount the claim, and open the directory")
     return location
 

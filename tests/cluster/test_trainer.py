@@ -1,0 +1,80 @@
+"""A trainer and its RolloutJob: opened by its name, weights by `spec.weights`, and Complete when the trainer stops."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy
+import pytest
+
+from kuberoll.trainer import Deltas, NotARun, Publisher, Rollouts
+from kuberoll.trainer.jobs import JobWeights, find_job
+from tests.cluster.api import is_true
+from tests.cluster.control_plane import ApiServer
+from tests.cluster.jobs import rollout_job
+from tests.cluster.test_lifecycle import Cluster, cluster, complete, installed, message
+
+__all__ = ["cluster", "installed"]
+
+pytestmark = pytest.mark.timeout(400, func_only=True)
+
+
+@pytest.fixture
+def kubeconfig(control_plane: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(control_plane.kubeconfig))
+
+
+def test_a_job_that_is_not_there(kubeconfig: None, cluster: Cluster) -> None:
+    with pytest.raises(NotARun, match="cannot read it: Not Found"):
+        Rollouts.open(f"rolloutjob://{cluster.namespace}/nothing")
+
+
+async def test_a_trainer_of_a_job(kubeconfig: None, cluster: Cluster, ray_pods: None, tmp_path: Path) -> None:
+    cluster.operator()
+    job = rollout_job(
+        cluster.namespace,
+        light=False,
+        count=8,
+        repeats=2,
+        seconds=0.01,
+        rollout={"onPolicy": {"maxLag": 1, "maxAhead": 16}},
+    )
+    job["spec"]["dataset"]["epochs"] = None
+    await cluster.create(job)
+    location = f"rolloutjob://{cluster.namespace}/puzzles"
+    # Nobody takes anything yet: the job says whom it waits for.
+    held = await cluster.job(lambda item: is_true(item, "HeldBack"), seconds=200)
+    assert "no trainer has opened the run" in message(held, "HeldBack")
+    with pytest.raises(NotARun, match="mount the claim here, and open the job with directory="):
+        Rollouts.open(location)
+    publisher = Publisher(
+        endpoint=find_job(location), location=tmp_path / "weights", transport=Deltas(anchor_every=3), timeout=120
+    )
+    rollouts = await asyncio.to_thread(
+        lambda: Rollouts.open(
+            location, directory=str(cluster.output()), allow_simulated=True, timeout=60, publisher=publisher
+        )
+    )
+    lags: list[int] = []
+    weights = numpy.zeros((8, 8), dtype="float32")
+    async for batch in rollouts.batches_async(4, timeout=120):
+        newest = rollouts.version
+        lags += [newest - int(version) for version in batch.policy_version[batch.loss_mask]]
+        if newest == 3:
+            break
+        weights[newest, newest] = 1.0
+        assert (await rollouts.publish_async({"weight": weights.copy()})).version == newest + 1
+    assert max(lags) <= 1
+    assert rollouts.counts.groups >= 16
+    item = await cluster.api.get("RolloutJob", cluster.namespace, "puzzles")
+    assert item["spec"]["weights"]["version"] == "3"
+    assert item["status"]["generation"]["policyVersion"] == "3"
+    assert not is_true(item, "HeldBack") or "no trainer" not in message(item, "HeldBack")
+    rollouts.stop()
+    done = await cluster.job(complete, seconds=200)
+    assert is_true(done, "Complete"), cluster.said()
+    assert done["status"]["progress"]["completed"] >= 32
+    assert done["status"]["progress"]["percentage"] == 100
+    with pytest.raises(Exception, match="it is over"):
+        JobWeights(publisher.endpoint.api, cluster.namespace, "puzzles").weights()  # type: ignore[attr-defined]
