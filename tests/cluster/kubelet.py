@@ -29,6 +29,7 @@ from tests.containers.runtime import ContainerExecution, ContainerRuntime
 T = TypeVar("T")
 
 NODE = "test-node"
+_REFRESH_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 _LONGEST_BACKOFF_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
@@ -109,9 +110,20 @@ class PodRunner:
                 return
         self._initialized = True
         policy = self.pod["spec"].get("restartPolicy", "Always")
-        async with asyncio.TaskGroup() as tasks:
-            for container in self.containers:
-                tasks.create_task(self._keep_running(container, policy))
+        refreshing = asyncio.create_task(self._refresh_volumes(), name=f"volumes of {self.namespace}/{self.name}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for container in self.containers:
+                    tasks.create_task(self._keep_running(container, policy))
+        finally:
+            refreshing.cancel()
+
+    async def _refresh_volumes(self) -> None:
+        # A kubelet takes about a minute.
+        while True:
+            await asyncio.sleep(_REFRESH_SECONDS)
+            with contextlib.suppress(NotYet):
+                await self.home.make_volumes(self._find)
 
     async def _find(self, kind: str, name: str) -> Object | None:
         return await self._node.find(kind, self.namespace, name)

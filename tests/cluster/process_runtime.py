@@ -91,6 +91,7 @@ class ProcessPod:
         spec = self.pod["spec"]
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             self.files.fill(self.pod, container)
+        self.files.filled()
 
     def update(self, pod: Object) -> None:
         self.pod = pod

@@ -35,9 +35,11 @@ class PodFiles:
     claims: Path
     resolve: Callable[[str], str]
     volumes: dict[str, Path] = field(default_factory=dict)
+    _given: dict[Path, bytes] = field(default_factory=dict)
+    _fresh: set[Path] = field(default_factory=set)
 
     async def make(self, pod: Object, find: Find) -> None:
-        """Makes the volumes' directories; contents wait for `fill`.
+        """Makes the volumes' directories, or has them show what has changed since; contents wait for `fill`.
 
         Raises:
             NotYet: A ConfigMap or Secret is not there.
@@ -51,8 +53,12 @@ class PodFiles:
         for volume in pod["spec"].get("volumes", ()):
             for name, content in (await self._contents(volume, find)).items():
                 file = self.volumes[volume["name"]] / name
+                if self._given.get(file) == content:
+                    continue
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
+                self._given[file] = content
+                self._fresh.add(file)
         self.show(pod)
 
     def show(self, pod: Object) -> None:
@@ -98,13 +104,17 @@ class PodFiles:
         return self.resolve(substitute(text, self.mounts(container)))
 
     def fill(self, pod: Object, container: Object) -> None:
-        """Translates the contents of the ConfigMaps that the container mounts."""
+        """Translates the contents of the ConfigMaps that the container mounts, as far as they are new."""
         from_maps = {volume["name"] for volume in pod["spec"].get("volumes", ()) if "configMap" in volume}
         for mount in container.get("volumeMounts", ()):
             if mount["name"] in from_maps:
                 for file in self.volumes[mount["name"]].rglob("*"):
-                    if file.is_file():
+                    if file in self._fresh:
                         file.write_text(self.translate(file.read_text(), container))
+
+    def filled(self) -> None:
+        """Note that all containers have had their contents."""
+        self._fresh.clear()
 
     def temporary(self, container: Object) -> Path:
         """The container's /tmp."""
