@@ -11,6 +11,7 @@ import torch
 from trl import GRPOTrainer
 
 from examples.train.trl_grpo import make_trainer
+from kuberoll.trainer import Rollouts
 
 
 class Recorded(GRPOTrainer):  # type: ignore[misc]
@@ -49,9 +50,11 @@ class Recorded(GRPOTrainer):  # type: ignore[misc]
         return loss
 
 
-run, engine, output, steps = sys.argv[1:]
-trainer = make_trainer(run, Path(engine), Path(output), steps=int(steps), groups=4, trainer_class=Recorded)
+run, output, steps = sys.argv[1:]
+rollouts = Rollouts.open(run, consumer="trl", timeout=300)
+trainer = make_trainer(rollouts, Path(output), steps=int(steps), groups=4, trainer_class=Recorded)
 trainer.train()
+rollouts.stop()
 (Path(output) / "steps.json").write_text(
     json.dumps({"steps": trainer.steps, "logs": [entry for entry in trainer.state.log_history if "reward" in entry]})
 )
