@@ -75,6 +75,14 @@ def test_what_is_not_there_is_refused_and_leaves_nothing(bucket: str, tmp_path: 
     assert fetch(bucket, "1", tmp_path).is_dir()
 
 
+def test_a_machine_without_room_refuses_and_breaks_nothing(bucket: str, tmp_path: Path) -> None:
+    put(bucket, model_safetensors=b"1")
+    (tmp_path / "file").write_bytes(b"")
+    # Any other error would be one of the engine: the replica would be replaced, and the weights be withdrawn.
+    with pytest.raises(WeightsRefused, match="cannot be read: FileExistsError"):
+        fetch(bucket, "1", tmp_path / "file")
+
+
 def test_local_directories_are_as_they_are(tmp_path: Path) -> None:
     assert fetch(str(tmp_path), "1") == fetch(f"file://{tmp_path}", "1") == tmp_path
 

@@ -22,7 +22,8 @@ from kuberoll.trainer import (
 from kuberoll.trainer.locations import DirectoryLocation
 from kuberoll.trainer.transports import Files
 from kuberoll_workers.data.weights.manifest import CHANGES_FILE, MANIFEST_FILE, directory_name
-from kuberoll_workers.data.weights.tensors import MODEL_FILE
+from kuberoll_workers.data.weights.tensors import MODEL_FILE, read_directory
+from kuberoll_workers.serving.engines.fetching import fetch
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.trainer.policies import Policy
 
@@ -287,6 +288,17 @@ def test_changes_that_cannot_be_applied_are_replaced_by_an_anchor(policy: Policy
     assert whole == (what in ("damaged changes", "missing link"))
     one.publish(weights(5), version=5)
     assert [replica.engine.values for replica in policy.replicas.values()] == [bits(5)] * 2
+
+
+def test_a_copy_that_was_damaged_since_is_made_anew(policy: Policy, place: Path) -> None:
+    one = publisher(policy, place, transport="deltas")
+    for step in range(1, 4):
+        one.publish(weights(step), version=step)
+    two = policy.replicas["two"].engine
+    damage(two.fetched[-1] / MODEL_FILE)
+    again = fetch(one._location.uri(3), "3", two.scratch)
+    assert again == two.fetched[-1]
+    assert {name: tensor.bits.tolist() for name, tensor in read_directory(again).items()} == bits(3)
 
 
 def test_a_damaged_anchor_is_refused(policy: Policy, place: Path) -> None:

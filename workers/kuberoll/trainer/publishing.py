@@ -65,7 +65,7 @@ class PublishFailed(Exception):
     """
 
     def __init__(self, version: int, why: str, served: ServedWeights | None) -> None:
-        now = "the policy does not answer" if served is None else _situation(served)
+        now = "the policy does not answer" if served is None else _situation(served, version)
         super().__init__(f"version {version} is not served: {why}. {now[:1].upper()}{now[1:]}")
         self.version = version
         self.served = served
@@ -359,7 +359,6 @@ def _number(version: str) -> int:
     return int(version) if version.isdecimal() else _OWN_VERSION
 
 
-def _situation(served: ServedWeights) -> str:
-    if (version := served.everywhere) is not None:
-        return f"the old version {version} is served everywhere"
-    return str(served)
+def _situation(served: ServedWeights, version: int) -> str:
+    everywhere = served.everywhere
+    return str(served) if everywhere in (None, str(version)) else f"the old version {everywhere} is served everywhere"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kuberoll_workers.data.weights.manifest import WeightsManifest
 from kuberoll_workers.serving.engines.interface import WeightsRefused
-from kuberoll_workers.serving.engines.restoring import Source, check_sizes, copy_of, restore
+from kuberoll_workers.serving.engines.restoring import Source, check_sizes, copy_of, restore, whole_copy
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -34,14 +34,30 @@ def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
     Raises:
         WeightsRefused: There are no weights, or they cannot be read.
     """
-    source = _source(uri)
     try:
-        manifest = source.manifest()
+        return _fetch(uri, version, scratch)
     except WeightsRefused:
         raise
     except Exception as error:
-        # Every object store's library raises its own exceptions.
+        # Every object store's library raises its own exceptions. Nothing has been loaded yet.
         raise WeightsRefused(f"{uri} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def is_remote(uri: str) -> bool:
+    """True if it is not a path on this machine."""
+    return "://" in uri and not uri.startswith("file://")
+
+
+def wanted_files(names: list[str]) -> list[str]:
+    """Select the files of a saved model that an engine reads, without a trainer's other files, which may be larger."""
+    tensors = [name for name in names if name.endswith(_TENSORS)]
+    weights = tensors or [name for name in names if name.endswith(_OTHERS)]
+    return weights and [*weights, *(name for name in names if name.endswith(_DESCRIPTIONS))]
+
+
+def _fetch(uri: str, version: str, scratch: Path | None) -> Path:
+    source = _source(uri)
+    manifest = source.manifest()
     if source.filesystem is None and (manifest is None or manifest.base is None):
         path = Path(source.root)
         _check(path, manifest)
@@ -58,6 +74,8 @@ def fetch(uri: str, version: str, scratch: Path | None = None) -> Path:
             name = hashlib.sha256(f"{uri}\n{version}".encode()).hexdigest()[:16]
             # The changes that come next are found a base by its digest.
             target = place / name if digest is None else copy_of(digest, place)
+            if digest is not None:
+                whole_copy(digest, place)
             if not target.is_dir():
                 part = place / f"{name}.part"
                 shutil.rmtree(part, ignore_errors=True)
@@ -99,33 +117,16 @@ def _check(path: Path, manifest: WeightsManifest | None) -> None:
             raise WeightsRefused(f"{path} is damaged: it has not the digest of version {manifest.version}")
 
 
-def is_remote(uri: str) -> bool:
-    """True if it is not a path on this machine."""
-    return "://" in uri and not uri.startswith("file://")
-
-
-def wanted_files(names: list[str]) -> list[str]:
-    """Select the files of a saved model that an engine reads, without a trainer's other files, which may be larger."""
-    tensors = [name for name in names if name.endswith(_TENSORS)]
-    weights = tensors or [name for name in names if name.endswith(_OTHERS)]
-    return weights and [*weights, *(name for name in names if name.endswith(_DESCRIPTIONS))]
-
-
 def _copy(uri: str, part: Path) -> None:
     filesystem, root = _filesystem(uri)
-    try:
-        # The directory may have been listed when it was empty.
-        filesystem.invalidate_cache()
-        entries = [entry for entry in filesystem.ls(root, detail=True) if entry["type"] == "file"]
-        files = wanted_files(sorted(str(entry["name"]) for entry in entries))
-        if not files:
-            raise WeightsRefused(f"{uri} has no weights (*{_TENSORS}); give the directory of a saved model")
-        part.mkdir(parents=True)
-        filesystem.get(files, [str(part / name.rpartition("/")[2]) for name in files])
-    except WeightsRefused:
-        raise
-    except Exception as error:
-        raise WeightsRefused(f"{uri} cannot be read: {type(error).__name__}: {error}") from error
+    # The directory may have been listed when it was empty.
+    filesystem.invalidate_cache()
+    entries = [entry for entry in filesystem.ls(root, detail=True) if entry["type"] == "file"]
+    files = wanted_files(sorted(str(entry["name"]) for entry in entries))
+    if not files:
+        raise WeightsRefused(f"{uri} has no weights (*{_TENSORS}); give the directory of a saved model")
+    part.mkdir(parents=True)
+    filesystem.get(files, [str(part / name.rpartition("/")[2]) for name in files])
 
 
 def _filesystem(uri: str) -> tuple[AbstractFileSystem, str]:

@@ -7,6 +7,7 @@ was published with, or is not used.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,9 +108,8 @@ def restore(source: Source, manifest: WeightsManifest, place: Path) -> Path:
         WeightsRefused: They cannot be made; the message says what is missing or damaged.
     """
     assert manifest.digest is not None
-    target = copy_of(manifest.digest, place)
-    if target.is_dir():
-        return target
+    if (there := whole_copy(manifest.digest, place)) is not None:
+        return there
     try:
         return _restored(source, manifest, place, cached=True)
     except LinkBroken as error:
@@ -120,6 +120,21 @@ def restore(source: Source, manifest: WeightsManifest, place: Path) -> Path:
     except LinkBroken as error:
         more = "" if str(error) == why else f"; {error}"
         raise WeightsRefused(f"{source.uri}: {why}{more}") from error
+
+
+def whole_copy(digest: str, place: Path) -> Path | None:
+    """This machine's copy of the weights with a digest; None: there is none, or it is damaged, and was removed."""
+    from kuberoll_workers.data.weights.tensors import UnusableWeights, digest_of, read_directory
+
+    path = copy_of(digest, place)
+    if not path.is_dir():
+        return None
+    # It is not synced when it is made: the machine may have lost its power since.
+    with contextlib.suppress(UnusableWeights):
+        if digest_of(read_directory(path)) == digest:
+            return path
+    shutil.rmtree(path, ignore_errors=True)
+    return None
 
 
 def check_sizes(path: Path, manifest: WeightsManifest) -> None:
