@@ -1,4 +1,4 @@
-# make install, make demo, make test: on a fresh Debian or Ubuntu with Python 3.11 or newer.
+# make install, make demo, make train, make test: on a fresh Debian or Ubuntu with Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install install-dev demo crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
+.PHONY: help install install-dev demo train crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -59,6 +59,9 @@ endef
 
 demo: install ## Play 256 sliding puzzles with a tiny policy on this machine's CPU.
 	$(BIN)/kuberoll run examples/sliding-puzzle/rolloutjob.yaml --output runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+train: install ## Watch a policy learn: a trainer beside a continuous job, on this machine's CPU.
+	$(BIN)/python examples/train/watch.py --output runs/train-$$(date +%Y%m%d-%H%M%S)
 
 crd: install-dev ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,16 @@ MANIFESTS = sorted(EXAMPLES.glob("*/rolloutjob.yaml"))
 def test_a_manifest_is_valid_and_its_environments_can_be_made(manifest: Path) -> None:
     job = RolloutJob.model_validate(YAML(typ="safe").load(manifest))
     assert (manifest.parent / job.spec.generation.model.source / "model.safetensors").is_file()
-    assert job.spec.dataset.source is not None
-    generator = job.spec.dataset.source.generator
-    assert generator is not None
+    source = job.spec.dataset.source
+    assert source is not None
     for spec in job.spec.environments:
-        assert len(create(spec).generate_dataset(generator.count, generator.seed)) == generator.count
+        environment = create(spec)
+        if (generator := source.generator) is not None:
+            assert len(environment.generate_dataset(generator.count, generator.seed)) == generator.count
+        else:
+            assert source.uri is not None
+            for line in (manifest.parent / source.uri).read_text().splitlines():
+                environment.check_row(json.loads(line)["metadata"])
 
 
 def test_the_tiny_policy_is_tiny() -> None:
@@ -38,5 +44,5 @@ def test_the_tiny_policy_knows_the_words_of_its_environments(manifest: Path) -> 
     job = RolloutJob.model_validate(YAML(typ="safe").load(manifest))
     for spec in job.spec.environments:
         (row,) = create(spec).generate_dataset(1, 0)
-        assert len(tokenizer.render_chat(row["messages"])) < 90
+        assert len(tokenizer.render_chat(row["messages"])) < 95
         assert all(len(tokenizer.encode(stop)) == 1 for stop in row["stop_strings"])
