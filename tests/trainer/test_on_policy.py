@@ -11,7 +11,10 @@ import pytest
 
 from kuberoll.trainer import Rollouts
 from kuberoll.trainer.pace_control import PacedByAnother
+from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.output.consumer_plan import PLAN, read_plan
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
+from kuberoll_workers.serving.engines.simulated import Simulated
 from tests.rollouts.fakes import until
 from tests.trainer.on_policy import PacedRun, job, train
 
@@ -189,3 +192,64 @@ def test_a_plan_that_is_torn_is_refused_with_its_name(tmp_path: Path) -> None:
     (run.output / PLAN).write_text("{")
     with pytest.raises(ValueError, match=r"consumer\.json: no plan of a consumer"):
         Rollouts.open(str(run.output), allow_simulated=True)
+
+
+@pytest.mark.parametrize("on_stale", ["Drop", "Finish"])
+@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize(
+    "groups", [{}, {"atomic": True}, {"dropEqualRewards": True}, {"oversample": 1}, {"wanted": 9}], ids=str
+)
+async def test_a_run_with_an_end_ends_by_itself(
+    tmp_path: Path, groups: dict[str, Any], max_lag: int, on_stale: str
+) -> None:
+    """The last batch is smaller, and the shards have different numbers of groups, some of which are never delivered."""
+    given = job(
+        shards=2,
+        dataset={"source": {"generator": {"count": 7}}, "repeats": 3, "epochs": 2, "shuffleSeed": 1},
+        rollout={"onPolicy": {"maxLag": max_lag, "onStale": on_stale}, "groups": groups},
+    )
+    async with PacedRun(tmp_path / "run", given) as run:
+        rollouts = run.open()
+        played = await train(run, rollouts, groups=4, steps=100)
+        assert await run.ended()
+    counts = rollouts.counts
+    if "wanted" in groups:
+        assert counts.groups == 9
+    else:
+        assert counts.groups + counts.filtered_groups + counts.stale_groups == 14
+    assert len(set(played.keys)) == counts.groups == len(played.keys)
+    assert max(played.lags) <= max_lag
+    if on_stale == "Finish":
+        assert counts.stale_groups == 0
+
+
+class Refusing(Simulated):
+    """An engine that refuses a whole task, and one trajectory of another."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        if request.session_id.startswith(("1-", "4-0-")):
+            raise PolicyRefused("not this one")
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("on_stale", ["Drop", "Finish"])
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_groups_that_fail_hold_nobody_back(tmp_path: Path, on_stale: str, atomic: bool) -> None:
+    given = job(
+        shards=2,
+        dataset={"source": {"generator": {"count": 6}}, "repeats": 3, "epochs": 3},
+        rollout={"onPolicy": {"maxLag": 1, "onStale": on_stale, "maxAhead": 4}, "groups": {"atomic": atomic}},
+    )
+    run = PacedRun(tmp_path / "run", given)
+    run.engine = Refusing.of(ServeArgs.of(given.spec.generation))
+    async with run:
+        rollouts = run.open()
+        played = await train(run, rollouts, groups=2, steps=100)
+        assert await run.ended()
+    counts = rollouts.counts
+    # Three of the refused task, and with `atomic` the group of the refused trajectory.
+    failed = 4 if atomic else 3
+    assert (counts.failed_groups, counts.groups + counts.stale_groups) == (failed, 18 - failed)
+    assert counts.short_groups <= (0 if atomic else 1)
+    assert max(played.lags) <= 1
+    assert not {key for key in played.keys if key[0] == 1}
