@@ -11,7 +11,6 @@ it had learned since is forgotten, and those groups are delivered again.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def main() -> None:
             lag=float(lag.mean()),
             most_lag=int(lag.max()),
             tokens=int(batch.loss_mask.sum()),
-            stale_tokens=stale_tokens(directory / "run"),
+            stale_tokens=rollouts.counts.stale_tokens,
             waited=received - began,
             trained=trained - received,
             published=published - trained,
@@ -156,16 +155,6 @@ def lags(batch: Batch, version: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Versions between the oldest token of each row and the newest weights, [rows]."""
     oldest = np.where(batch.loss_mask, batch.policy_version, version).min(axis=1)
     return np.asarray(version - oldest)
-
-
-def stale_tokens(run: Path) -> int:
-    """Sampled tokens of a run that became too old to learn from."""
-    # A file for each writer while the run goes on, then one.
-    files = [*run.glob("dropped/*.jsonl"), *run.glob("dropped.jsonl")]
-    # What follows the last newline is still being written.
-    lines = [line for file in files for line in file.read_text().split("\n")[:-1]]
-    dropped = [json.loads(line) for line in lines]
-    return sum(record["tokens"]["generated"] for record in dropped if record["reason"] == "stale")
 
 
 def _arguments() -> argparse.Namespace:

@@ -111,7 +111,8 @@ async def test_what_is_too_old_is_recorded_and_never_delivered(tmp_path: Path) -
     assert keys <= {record.key for record in run.stored()}
     counts = read_plan(run.storage)
     assert counts is not None
-    assert counts.counts.stale_tokens == sum(record.tokens.generated for record in stale)
+    tokens = sum(record.tokens.generated for record in stale)
+    assert counts.counts.stale_tokens == rollouts.counts.stale_tokens == tokens
 
 
 async def test_trajectories_in_flight_are_stopped_when_they_are_too_old(tmp_path: Path) -> None:
@@ -132,6 +133,8 @@ async def test_trajectories_in_flight_are_stopped_when_they_are_too_old(tmp_path
     assert None in {record.stop_reason for record in stale}
     # Two groups as wholes: those of their trajectories that had finished, too.
     assert len({record.key for record in stale}) == 6
+    # The trainer may have stopped before it saw the last of them.
+    assert 0 < rollouts.counts.stale_tokens <= sum(record.tokens.generated for record in stale)
 
 
 async def test_a_run_that_is_killed_goes_on_with_its_trainer(tmp_path: Path) -> None:

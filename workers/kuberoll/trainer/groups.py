@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kuberoll_workers.data.intervals import IntervalSet
 from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord, RecordError, TrajectoryRecord
+from kuberoll_workers.output.key_set import KeySet
 from kuberoll_workers.output.manifest import RunManifest
 from kuberoll_workers.output.precedence import rank
 
@@ -230,6 +231,7 @@ class GroupTracker:
         closed: Groups that were delivered, filtered out, or left out by the caller.
         short: Rollout indexes of the closed groups that had fewer trajectories than they should have.
         filtered_groups, stale_groups: Number of closed groups that were filtered out, and that were too old.
+        stale_tokens: Tokens that were generated for trajectories that were too old, as far as they were seen.
         given_up: Groups that were given up, for the caller to take.
         late: Number of lines of trajectories that finished after their group was delivered without them.
     """
@@ -240,6 +242,8 @@ class GroupTracker:
         self.short: dict[GroupKey, tuple[int, ...]] = {}
         self.filtered_groups = 0
         self.stale_groups = 0
+        self.stale_tokens = 0
+        self._stale = KeySet()
         self.given_up: list[GivenUp] = []
         self.late = 0
         self._open: dict[GroupKey, _OpenGroup] = {}
@@ -315,6 +319,8 @@ class GroupTracker:
             RecordError: It belongs to another run.
         """
         key = self._key(record, where)
+        if record.reason == "stale":
+            self.count_stale(record)
         if record.reason not in WHOLE_GROUP or key in self._ready or key in self.closed:
             return
         group = self._open.get(key)
@@ -327,6 +333,12 @@ class GroupTracker:
         else:
             self.filtered_groups += 1
         self.given_up.append(GivenUp(key=key, order=record.group_order, stale=finished))
+
+    def count_stale(self, record: TrajectoryRecord | DroppedRecord) -> None:
+        """Count the tokens of a trajectory that was too old, once."""
+        if record.key not in self._stale:
+            self._stale.add(record.key)
+            self.stale_tokens += record.tokens.generated
 
     def end_pass(self, *, final: bool) -> Iterator[Group]:
         """Groups that are ready now because the rest of their trajectories failed, in the order of the dataset.

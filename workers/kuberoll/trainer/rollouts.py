@@ -52,6 +52,7 @@ class Counts:
         short_groups: Of `groups`, those with fewer trajectories than they should have, because some failed.
         filtered_groups: Groups that the run filtered out.
         stale_groups: Groups that were older than `rollout.onPolicy.maxLag` allows.
+        stale_tokens: Tokens that were generated for trajectories of such groups, as far as they have been seen.
         failed_groups: Groups that have ended without a trajectory; a resumed run may still finish them.
         inexact_trajectories: Left out with `inexact="skip"`.
         late_trajectories: Finished by a resumed run after their group was delivered without them, as far as this
@@ -63,6 +64,7 @@ class Counts:
     short_groups: int = 0
     filtered_groups: int = 0
     stale_groups: int = 0
+    stale_tokens: int = 0
     failed_groups: int = 0
     inexact_trajectories: int = 0
     late_trajectories: int = 0
@@ -203,6 +205,7 @@ class Rollouts:
                 self._counts,
                 filtered_groups=tracker.filtered_groups,
                 stale_groups=tracker.stale_groups,
+                stale_tokens=tracker.stale_tokens,
                 failed_groups=tracker.failed_groups,
                 late_trajectories=tracker.late,
             )
@@ -357,6 +360,7 @@ class Rollouts:
                     **counts,
                     "filtered_groups": tracker.filtered_groups,
                     "stale_groups": tracker.stale_groups,
+                    "stale_tokens": tracker.stale_tokens,
                 },
                 "pace": None if self._pace is None else self._pace.pacer.state.as_json(),
             }
@@ -380,6 +384,7 @@ class Rollouts:
             self._tracker.short = short
             self._tracker.filtered_groups = loaded.counts.get("filtered_groups", 0)
             self._tracker.stale_groups = loaded.counts.get("stale_groups", 0)
+            self._tracker.stale_tokens = loaded.counts.get("stale_tokens", 0)
 
     def _begin(self, loaded: ConsumerState | None) -> None:
         self._tracker = GroupTracker(self._rules)
@@ -511,6 +516,8 @@ class Rollouts:
         if (pace := self._pace) is None or not given_up:
             return
         for group in given_up:
+            for record in group.stale:
+                self._tracker.count_stale(record)
             pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
             pace.give_up(group.stale)
         pace.write()
@@ -528,6 +535,8 @@ class Rollouts:
         pace.write()
 
     def _give_up(self, pace: PaceControl, group: Group) -> None:
+        for record in group.trajectories:
+            self._tracker.count_stale(record)
         pace.give_up(group.trajectories)
         pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
         self._tracker.close(group.key, stale=True)
