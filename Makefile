@@ -30,7 +30,7 @@ BUILD = $(BUILDER) build $(BUILD_FLAGS) $(BUILD_ARGUMENTS) $(SECRETS) \
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
-.PHONY: help install install-dev demo train crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
+.PHONY: help install install-dev demo bench train crd images release-images chart release-chart wheel check test test-units test-ray test-processes test-cluster test-long lint format clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -62,6 +62,9 @@ demo: install ## Play 256 sliding puzzles with a tiny policy on this machine's C
 
 train: install ## Watch a policy learn: a trainer beside a continuous job, on this machine's CPU.
 	$(BIN)/python examples/train/watch.py --output runs/train-$$(date +%Y%m%d-%H%M%S)
+
+bench: install-dev ## Measure what the project watches, in some ten minutes; COMPARE=COMMIT: against another commit.
+	$(BIN)/python -m benchmarks.run $(if $(COMPARE),--compare $(COMPARE))
 
 crd: install-dev ## Make from the model: the CRD, the reference of its fields, the chart's schema and tables.
 	$(BIN)/kuberoll crd > crds/rolloutjobs.kuberoll.io.yaml

@@ -13,10 +13,11 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from benchmarks.figures import Figure
 from benchmarks.parts import InstantEnvironment, InstantPolicy, rollout_of, samples
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.output.turn_log import TurnLog
@@ -73,6 +74,13 @@ def measured(scheduling: Scheduling, count: int, turns: int, rounds: int, *, jou
         f"{statistics.median(times):6.1f} µs CPU per turn (median of {rounds} rounds, "
         f"{min(times):.1f} to {max(times):.1f})"
     )
+
+
+def figures(rounds: int = 7) -> Iterator[Figure]:
+    """CPU time of a turn of the loop, and with its turns journaled."""
+    for name, journaled, goal in (("loop_cpu_us_per_turn", False, 45.0), ("journaled_turn_cpu_us", True, 60.0)):
+        times = [asyncio.run(microseconds_per_turn("Concurrent", 256, 8, journaled=journaled)) for _ in range(rounds)]
+        yield Figure(name, statistics.median(times), "µs", goal=goal)
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from benchmarks.figures import Figure
+
 HERE = Path(__file__).parents[1]
 MANIFEST = "examples/sliding-puzzle/rolloutjob.yaml"
 LOOK_SECONDS = 0.005
@@ -67,6 +69,18 @@ def first_trajectory(checkout: Path, state: Path, output: Path) -> tuple[float, 
     if run.returncode:
         raise SystemExit("\n".join(lines))
     return first, end, next(line for line in lines if line.startswith("time:"))
+
+
+def figures(runs: int = 2) -> Iterator[Figure]:
+    """Seconds to the first trajectory of the demo with vLLM, and from the result to the end of the process."""
+    first, stopping = [], []
+    with tempfile.TemporaryDirectory() as temporary:
+        for number in range(runs):
+            began, end, phases = first_trajectory(HERE, Path(temporary), Path(temporary) / f"run-{number}")
+            first.append(began)
+            stopping.append(end - float(phases.rpartition("total ")[2].split()[0]))
+    yield Figure("seconds_to_first_trajectory", statistics.median(first), "s", goal=20.0)
+    yield Figure("seconds_from_result_to_prompt", statistics.median(stopping), "s", goal=2.0)
 
 
 def main() -> None:

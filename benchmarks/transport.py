@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import aiohttp
 import msgspec
 import psutil
 
+from benchmarks.figures import Figure
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.policy import wire
@@ -104,7 +106,8 @@ def cpu_seconds() -> float:
     return total
 
 
-async def measure(name: str, ask: Ask, count: int, in_flight: int) -> None:
+async def measure(name: str, ask: Ask, count: int, in_flight: int) -> tuple[float, float]:
+    """Print requests per second and CPU time; return the CPU microseconds of a request: of all, and of this process."""
     numbers = iter(range(count))
 
     async def place(session: int) -> None:
@@ -116,24 +119,30 @@ async def measure(name: str, ask: Ask, count: int, in_flight: int) -> None:
 
     for session in range(in_flight):
         await ask(request(session, 0))
-    before, began = cpu_seconds(), time.perf_counter()
+    before, own, began = cpu_seconds(), time.process_time(), time.perf_counter()
     await round_of(in_flight)
-    wall, cpu = time.perf_counter() - began, cpu_seconds() - before
+    wall, cpu, own = time.perf_counter() - began, cpu_seconds() - before, time.process_time() - own
     print(f"{name:44} {count / wall:8.0f} requests/s {cpu / count * 1e6:8.0f} µs CPU", flush=True)
+    return cpu / count * 1e6, own / count * 1e6
 
 
-async def ways(url: str, handle: Any, count: int, in_flight: int, proxy: str) -> None:
+async def ways(
+    url: str, handle: Any, count: int, in_flight: int, proxy: str, *, only_first: bool
+) -> tuple[float, float] | None:
+    """Measure all ways, or only the first, whose CPU microseconds are returned: of all processes, and of this one."""
     async with ServeClient(url, limit=in_flight) as client:
         await client.wait_ready(60)
         if proxy == "python":
             await measure("Serve's Python proxy, msgpack", client.generate, count // 8, in_flight)
-            return
+            return None
         discovery: Discovery = EndpointDiscovery(client, url)
         while len(addresses := await discovery.addresses()) < 2:
             print(f"waiting for both replicas: {addresses}", file=sys.stderr)
             await asyncio.sleep(0.5)
         async with RoutedPolicy(discovery, lambda direct: ServeClient(direct, limit=in_flight)) as policy:
-            await measure("replicas' own ports, msgpack (RoutedPolicy)", policy.generate, count, in_flight)
+            found = await measure("replicas' own ports, msgpack (RoutedPolicy)", policy.generate, count, in_flight)
+        if only_first:
+            return found
         await measure("HAProxy, msgpack", client.generate, count, in_flight)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=in_flight)) as session:
 
@@ -149,9 +158,10 @@ async def ways(url: str, handle: Any, count: int, in_flight: int, proxy: str) ->
         wire.decode_result(await handle.handled.remote(wire.encode_request(asked)), wire.MSGPACK)
 
     await measure("DeploymentHandle", by_handle, count // 4, in_flight)
+    return None
 
 
-def serve_and_measure(proxy: str, count: int, in_flight: int) -> None:
+def serve_and_measure(proxy: str, count: int, in_flight: int, written: Path | None) -> None:
     """In a process of its own: Ray reads its settings from the environment, once."""
     scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
     port, *others = free_ports(4)
@@ -173,11 +183,26 @@ def serve_and_measure(proxy: str, count: int, in_flight: int) -> None:
         options = deployment_options(args, gpus=0)
         app = serve.deployment(**options)(Handled).bind(msgspec.to_builtins(args))
         handle = serve.run(app, name=args.application, route_prefix="/")
-        asyncio.run(ways(f"http://127.0.0.1:{port}", handle, count, in_flight, proxy))
+        found = asyncio.run(
+            ways(f"http://127.0.0.1:{port}", handle, count, in_flight, proxy, only_first=written is not None)
+        )
+        if written is not None:
+            written.write_text(json.dumps(found))
         serve.shutdown()
     finally:
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def figures() -> Iterator[Figure]:
+    """CPU time of the worker's side of a turn: routing, encoding, HTTP, decoding."""
+    with tempfile.TemporaryDirectory() as directory:
+        written = Path(directory) / "figures.json"
+        command = [sys.executable, "-m", "benchmarks.transport", "--proxy", "haproxy", "--written", str(written)]
+        subprocess.run(command, check=True)
+        both, own = json.loads(written.read_text())
+    yield Figure("client_cpu_us_per_turn", own, "µs", goal=400.0)
+    yield Figure("request_cpu_us_all_processes", both, "µs")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,9 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--in-flight", type=int, default=64)
     parser.add_argument("--proxy", choices=["haproxy", "python"], help=argparse.SUPPRESS)
+    parser.add_argument("--written", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.proxy is not None:
-        serve_and_measure(given.proxy, given.requests, given.in_flight)
+        serve_and_measure(given.proxy, given.requests, given.in_flight, given.written)
         return
     for replicas in (1, 4, 32):
         print(f"the router alone, {replicas:2} replicas: {asyncio.run(router_alone(replicas, 20_000)):6.1f} µs CPU")

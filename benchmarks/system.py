@@ -1,0 +1,295 @@
+"""How much of an engine's own throughput reaches the user's trajectories: `kuberoll run` against vLLM alone.
+
+A random model of some 25 million parameters, so that a step of the engine takes about as long as on a GPU: 10 to 30 ms.
+Each way is measured from the first request to the last token, without the start. vLLM alone gets the very prompts,
+seeds and numbers of tokens of the run, in a process of its own that does nothing else:
+
+- single turn, all at once: `LLM.generate`;
+- several turns, with environments that take 0 or 200 ms: vLLM's engine stepped in a loop that sends each next turn at
+  once, or 200 ms later, which no schedule can better.
+
+    .venv/bin/python -m benchmarks.system [--trajectories 64] [--tokens 64] [--turns 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.figures import Figure
+from kuberoll_workers.data.messages import is_response
+from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.serving.engines.vllm_engine import CPU_ENVIRONMENT, engine_arguments, is_cpu_build
+
+HERE = Path(__file__).parents[1]
+TOKENIZER = HERE / "examples" / "models" / "tiny-policy"
+WINDOW = 1024
+ENGINE = {"dtype": "float32", "max_model_len": WINDOW, "max_num_seqs": 256}
+
+
+class Case(NamedTuple):
+    """What is generated.
+
+    Attributes:
+        seconds: Of each step of the environment.
+    """
+
+    name: str
+    turns: int
+    seconds: float
+
+
+class Turn(NamedTuple):
+    """A turn of a run: what was asked, as far as it was not said before, and how long the response was."""
+
+    new: list[int]
+    tokens: int
+
+
+class Alone(NamedTuple):
+    """Tokens per second of vLLM alone, and the share of the time in which it had nothing to do."""
+
+    rate: float
+    idle: float
+
+
+def make_model(directory: Path) -> None:
+    """Write a random model with the tokenizer of the tiny policy."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(TOKENIZER)
+    for name, value in {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": WINDOW,
+    }.items():
+        setattr(config, name, value)
+    if hasattr(config, "layer_types"):
+        config.layer_types = None
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(directory)
+
+
+def manifest(model: Path, case: Case, *, trajectories: int, tokens: int) -> dict[str, Any]:
+    """A job of this case."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    rows = [{"prompt": f"{number} " + " ".join(words[number % 7 :]) * 3} for number in range(trajectories)]
+    return {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "system"},
+        "spec": {
+            "generation": {
+                "model": {"source": str(model)},
+                "engineArgs": ENGINE,
+                # Every response has the same number of tokens, whatever the model says.
+                "sampling": {"maxTokens": tokens, "minTokens": tokens, "seed": 1},
+            },
+            "environments": [
+                {
+                    "name": "turns",
+                    "entrypoint": "benchmarks.system_environment:Turns",
+                    "config": {"turns": case.turns, "seconds": case.seconds},
+                }
+            ],
+            "dataset": {"source": {"rows": rows}},
+            "rollout": {"concurrency": trajectories},
+        },
+    }
+
+
+def run(document: dict[str, Any], output: Path) -> list[TrajectoryRecord]:
+    """`kuberoll run`, and its trajectories."""
+    job = output.with_suffix(".yaml")
+    job.write_text(json.dumps(document))
+    command = [
+        sys.executable,
+        "-m",
+        "kuberoll_api.cli",
+        "run",
+        str(job),
+        "--output",
+        str(output),
+        "--metrics-port",
+        "0",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "XDG_STATE_HOME": str(output.parent)}
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return [record for record in RunFiles(str(output)).trajectories() if isinstance(record, TrajectoryRecord)]
+
+
+def intervals(records: Sequence[TrajectoryRecord]) -> list[tuple[float, float]]:
+    """When each request was sent and answered, as the worker saw it."""
+    found = []
+    for record in records:
+        timing = record.timing
+        for ended, waited, stepped in zip(
+            timing.ended_at, timing.generation_seconds, timing.environment_seconds, strict=True
+        ):
+            assert ended is not None
+            answered = ended - stepped
+            found.append((answered - waited, answered))
+    return sorted(found)
+
+
+def idle_share(found: Sequence[tuple[float, float]]) -> float:
+    """Share of the time from the first request to the last answer in which no request was open."""
+    busy, until = 0.0, found[0][0]
+    for began, ended in found:
+        busy += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return 1 - busy / (until - found[0][0])
+
+
+def turns_of(record: TrajectoryRecord) -> list[Turn]:
+    """The turns of a trajectory, as vLLM alone is to repeat them."""
+    turns: list[Turn] = []
+    new: list[int] = []
+    for message in record.messages:
+        if is_response(message):
+            turns.append(Turn(new, len(message.token_ids)))
+            new = []
+        else:
+            new += list(message.token_ids)
+    return turns
+
+
+def alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float) -> Alone:
+    """vLLM in this process, as fast as it can."""
+    os.environ.update({name: value for name, value in CPU_ENVIRONMENT.items() if name not in os.environ})
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    arguments = engine_arguments(ENGINE, model=str(model), tokenizer=str(model), revision=None, cpu=is_cpu_build())
+    llm = LLM(**arguments)
+
+    def parameters(trajectory: int, tokens: int) -> Any:
+        return SamplingParams(
+            max_tokens=tokens, min_tokens=tokens, seed=trajectory, logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], parameters(0, 2), use_tqdm=False)
+    total = sum(turn.tokens for turns in given for turn in turns)
+    if all(len(turns) == 1 for turns in given):
+        prompts = [{"prompt_token_ids": turns[0].new} for turns in given]
+        asked = [parameters(number, turns[0].tokens) for number, turns in enumerate(given)]
+        began = time.perf_counter()
+        llm.generate(prompts, asked, use_tqdm=False)
+        return Alone(total / (time.perf_counter() - began), 0.0)
+    engine = llm.llm_engine
+    contexts: list[list[int]] = [[] for _ in given]
+    later: list[tuple[float, int, int]] = [(0.0, number, 0) for number in range(len(given))]
+    idle = 0.0
+    began = time.perf_counter()
+    while later or engine.has_unfinished_requests():
+        now = time.perf_counter() - began
+        while later and later[0][0] <= now:
+            _, number, turn = heapq.heappop(later)
+            contexts[number] += given[number][turn].new
+            prompt: Any = {"prompt_token_ids": list(contexts[number])}
+            engine.add_request(f"{number}-{turn}", prompt, parameters(number, given[number][turn].tokens))
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, later[0][0] - (time.perf_counter() - began)))
+            idle += time.perf_counter() - began - now
+            continue
+        for output in engine.step():
+            if output.finished:
+                number, turn = map(int, output.request_id.split("-")[:2])
+                contexts[number] += output.outputs[0].token_ids
+                if turn + 1 < len(given[number]):
+                    heapq.heappush(later, (time.perf_counter() - began + seconds, number, turn + 1))
+    whole = time.perf_counter() - began
+    return Alone(total / whole, idle / whole)
+
+
+def measure_alone(model: Path, given: Sequence[Sequence[Turn]], seconds: float, directory: Path) -> Alone:
+    """`alone` in a process of its own."""
+    asked = directory / "alone.json"
+    asked.write_text(json.dumps({"model": str(model), "seconds": seconds, "given": given}))
+    command = [sys.executable, "-m", "benchmarks.system", "--alone", str(asked)]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return Alone(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def cases(turns: int) -> tuple[Case, ...]:
+    """The cases, by the names of their figures."""
+    return (
+        Case("system_over_engine_single_turn", 1, 0.0),
+        Case("system_over_engine_multi_turn", turns, 0.0),
+        Case("system_over_engine_slow_environment", turns, 0.2),
+    )
+
+
+def figures(*, trajectories: int = 64, tokens: int = 64, turns: int = 4, rounds: int = 2) -> Iterator[Figure]:
+    """Measure all cases; the ways take turns, and the best of each counts."""
+    goals = {"system_over_engine_single_turn": 0.97, "system_over_engine_multi_turn": 0.95}
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        model = directory / "model"
+        make_model(model)
+        for case in cases(turns):
+            document = manifest(model, case, trajectories=trajectories, tokens=tokens)
+            rates, idle, bounds = [], [], []
+            for number in range(rounds):
+                records = run(document, directory / f"{case.name}-{number}")
+                found = intervals(records)
+                generated = sum(record.tokens.generated for record in records)
+                rates.append(generated / (max(end for _, end in found) - found[0][0]))
+                idle.append(idle_share(found))
+                bounds.append(measure_alone(model, list(map(turns_of, records)), case.seconds, directory))
+            bound = max(one.rate for one in bounds)
+            print(
+                f"{case.name}: {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s; vLLM alone "
+                f"{', '.join(f'{one.rate:.0f}' for one in bounds)}; without a request "
+                f"{100 * min(idle):.1f} % of the time, alone {100 * min(one.idle for one in bounds):.1f} %",
+                flush=True,
+            )
+            yield Figure(case.name, max(rates) / bound, "ratio", bound=1.0, goal=goals.get(case.name), better="higher")
+            if case.seconds:
+                yield Figure(
+                    "engine_idle_slow_environment", min(idle), "share", bound=min(one.idle for one in bounds),
+                    goal=0.03,
+                )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.alone is not None:
+        asked = json.loads(given.alone.read_text())
+        turns = [[Turn(*turn) for turn in one] for one in asked["given"]]
+        print(json.dumps(alone(Path(asked["model"]), turns, asked["seconds"])))
+        return
+    for figure in figures(trajectories=given.trajectories, tokens=given.tokens, turns=given.turns, rounds=given.rounds):
+        print(figure)
+
+
+if __name__ == "__main__":
+    main()
