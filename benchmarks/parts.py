@@ -95,7 +95,12 @@ class InstantTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "text"
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> array[int]:
+    def decode_with_special_tokens(self, ids: Sequence[int]) -> str:
+        return "text"
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> array[int]:
         return self._ids[:]
 
 

@@ -1,0 +1,130 @@
+"""What a turn costs in things that can be counted: calls, bytes, objects. Times are in benchmarks/."""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import gc
+import pstats
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.parts import InstantEnvironment, InstantPolicy, rollout_of, samples
+from kuberoll_workers.data.messages import Message, token_array
+from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord, encode_line
+from kuberoll_workers.output.turn_log import TurnLog
+from kuberoll_workers.policy import wire
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
+from kuberoll_workers.rollouts.scheduling import run_rollout
+from tests.output.support import Observed
+from tests.trainer.support import trajectory
+
+TRAJECTORIES, TURNS = 64, 8
+
+
+async def play(journal: TurnLog | None) -> None:
+    async def sink(result: TrajectoryRecord | FailureRecord) -> None:
+        assert result.turn_count == TURNS
+
+    async with rollout_of(
+        InstantPolicy(64), InstantEnvironment(), scheduling="Concurrent", max_turns=TURNS, concurrency=TRAJECTORIES
+    ) as rollout:
+        if journal is not None:
+            rollout.turn_sink = journal.append
+        await run_rollout(rollout, samples(TRAJECTORIES, TURNS), sink)
+
+
+def calls_per_turn(work: Callable[[], None]) -> float:
+    """Calls of Python and C functions in this thread, for each turn."""
+    profile = cProfile.Profile()
+    profile.enable()
+    work()
+    profile.disable()
+    stats: Any = pstats.Stats(profile)
+    return float(stats.total_calls) / (TRAJECTORIES * TURNS)
+
+
+@pytest.mark.parametrize(("journaled", "most"), [(False, 210), (True, 310)])
+def test_calls_of_a_turn(tmp_path: Path, journaled: bool, most: int) -> None:
+    """198 calls, and 270 to 292 with the turns journaled, which depends on how many are written together."""
+
+    async def work() -> None:
+        log = TurnLog(tmp_path, 0, seconds=Observed()) if journaled else None
+        await play(log)
+        if log is not None:
+            await log.close()
+
+    asyncio.run(work())
+    assert calls_per_turn(lambda: asyncio.run(work())) <= most
+
+
+def request(tokens: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="1-0-0-1-0",
+        session_id="1-0-0",
+        token_ids=token_array(range(tokens)),
+        sampling=SamplingParameters(max_tokens=256, seed=1),
+    )
+
+
+def result(tokens: int) -> GenerationResult:
+    return GenerationResult(
+        token_ids=token_array(range(tokens)),
+        logprobs=array("f", [-0.5] * tokens),
+        finish_reason="stop",
+        policy_versions=(("3", 0, tokens),),
+    )
+
+
+def test_bytes_of_a_turn_on_the_wire() -> None:
+    """Four bytes for each id, four for each log-probability, and less than 200 around them."""
+    for tokens in (0, 1000, 100_000):
+        assert len(wire.encode_request(request(tokens))) <= 4 * tokens + 200
+        assert len(wire.encode_result(result(tokens), wire.MSGPACK)) <= 8 * tokens + 200
+
+
+def blocks(work: Callable[[], object]) -> int:
+    """Blocks of memory that the result of some work holds."""
+    work()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sys.getallocatedblocks()
+        kept = work()
+        found = sys.getallocatedblocks() - before
+        del kept
+    finally:
+        gc.enable()
+    return found
+
+
+def test_no_object_for_each_token() -> None:
+    """Ids and log-probabilities stay arrays from the wire to the record: what is held does not grow with them."""
+
+    def held(tokens: int) -> int:
+        body = wire.encode_result(result(tokens), wire.MSGPACK)
+        return blocks(lambda: wire.decode_result(body, wire.MSGPACK))
+
+    def sent(tokens: int) -> int:
+        asked = request(tokens)
+        return blocks(lambda: wire.encode_request(asked))
+
+    for measure in (held, sent):
+        assert measure(10_000) - measure(10) <= 5, measure
+
+
+def test_bytes_of_a_token_in_the_journal() -> None:
+    """An id, and a log-probability in its shortest form."""
+
+    def size(tokens: int) -> int:
+        said = Message(
+            "assistant", "x", token_array([999] * tokens), array("f", [-0.123456] * tokens), 1, [("3", 0, tokens)]
+        )
+        return len(encode_line(trajectory(0, 0, reward=1.0, messages=[said])))
+
+    assert (size(10_000) - size(1_000)) / 9_000 <= 16
