@@ -23,6 +23,7 @@ from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.output.turn_log import TurnLog
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import Scheduling
+from kuberoll_workers.worker import tune_garbage_collector
 
 TOKENS = 64
 
@@ -77,7 +78,8 @@ def measured(scheduling: Scheduling, count: int, turns: int, rounds: int, *, jou
 
 
 def figures(rounds: int = 7) -> Iterator[Figure]:
-    """CPU time of a turn of the loop, and with its turns journaled."""
+    """CPU time of a turn of the loop, and with its turns journaled; garbage is collected as in a worker."""
+    tune_garbage_collector()
     for name, journaled, goal in (("loop_cpu_us_per_turn", False, 45.0), ("journaled_turn_cpu_us", True, 60.0)):
         times = [asyncio.run(microseconds_per_turn("Concurrent", 256, 8, journaled=journaled)) for _ in range(rounds)]
         yield Figure(name, statistics.median(times), "µs", goal=goal)

@@ -234,7 +234,9 @@ async def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "turns").mkdir()
     (tmp_path / "turns" / "shard-00000-000001.jsonl").symlink_to("/dev/full")
     await first.append(turn(4, 1))
-    await until(lambda: first._pending == 0)
+    journal = first._journal
+    assert journal is not None
+    await until(lambda: journal.unwritten == 0)
     with pytest.raises(OSError, match=r"shard-00000-000001.*No space left"):
         await first.append(turn(4, 2))
 

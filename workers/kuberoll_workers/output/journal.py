@@ -63,7 +63,11 @@ class Journal(Protocol):
 
 
 class BatchJournal(abc.ABC):
-    """Writes the records that arrived in the meantime as one batch. A failed write fails all waiting records."""
+    """Writes the records that arrived in the meantime as one batch. A failed write fails all waiting records.
+
+    Attributes:
+        unwritten: Bytes of the lines that are not durable yet.
+    """
 
     def __init__(self, where: str, *, seconds: WriteObserver) -> None:
         """
@@ -75,6 +79,7 @@ class BatchJournal(abc.ABC):
         self._seconds = seconds
         self._closing = False
         self._size = 0
+        self.unwritten = 0
         self._broken: BaseException | None = None
         self._pending: list[bytes] = []
         self._written: asyncio.Future[None] | None = None
@@ -92,6 +97,7 @@ class BatchJournal(abc.ABC):
         line = encode_line(record)
         self._pending.append(line)
         self._size += len(line)
+        self.unwritten += len(line)
         if self._written is None:
             self._written = asyncio.get_running_loop().create_future()
             # The error is also kept for the next record; possibly nobody waits for this future.
@@ -122,6 +128,7 @@ class BatchJournal(abc.ABC):
                 data, written = b"".join(self._pending), self._written
                 self._pending, self._written, self._size = [], None, 0
                 await self._store(data)
+                self.unwritten -= len(data)
                 written.set_result(None)
         except BaseException as error:
             self._broken = error
@@ -129,7 +136,7 @@ class BatchJournal(abc.ABC):
             for waiting in (written, self._written):
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(self._error())
-            self._pending, self._written, self._size = [], None, 0
+            self._pending, self._written, self._size, self.unwritten = [], None, 0, 0
             raise
 
     def _error(self) -> JournalBroken:

@@ -52,7 +52,6 @@ class TurnLog:
         self._segments: list[_Segment] = []
         self._journal: FileJournal | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._pending = 0
         self.partials: dict[TrajectoryKey, Partial] = {}
         for path in self._files():
             self._read(path)
@@ -85,9 +84,7 @@ class TurnLog:
         written, size = journal.add(turn)
         segment.keys.add(turn.key)
         segment.size += size
-        self._pending += size
-        written.add_done_callback(lambda _: self._wrote(size))
-        if self._pending > _PENDING_BYTES:
+        if journal.unwritten > _PENDING_BYTES:
             await asyncio.shield(written)
 
     def trajectories(self) -> set[TrajectoryKey]:
@@ -147,9 +144,6 @@ class TurnLog:
         await journal.close()
         segment.written = True
         self._sweep()
-
-    def _wrote(self, size: int) -> None:
-        self._pending -= size
 
 
 def _turns(path: Path) -> Iterator[TurnRecord]:
