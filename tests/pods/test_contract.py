@@ -207,4 +207,4 @@ def test_what_is_not_beside_a_manifest_is_left_to_the_dataset(uri: str, tmp_path
 
 def test_passes_without_end_have_no_number_of_trajectories() -> None:
     assert planned_trajectories(job(source={"uri": "x"}), None, wanted=None) is None
-    assert planned_trajectories(job(source={"uri": "x"}), None, wanted=3) == 3
+    assert planned_trajectories(job(source={"uri": "x"}), None, wanted=3) == 3 * 2

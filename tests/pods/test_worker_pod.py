@@ -156,6 +156,8 @@ async def test_a_pod_under_way_answers(place: Place, endpoint: Endpoint) -> None
             "policy_version",
             "failure",
             "waiting",
+            "held",
+            "starved",
         }
         assert (progress["shard"], progress["planned"]) == (0, 9)
         assert (progress["generating"], progress["policy_version"]) == (len(endpoint.waiting), "0")
