@@ -118,17 +118,8 @@ def run(document: dict[str, Any], output: Path) -> list[TrajectoryRecord]:
     """`kuberoll run`, and its trajectories."""
     job = output.with_suffix(".yaml")
     job.write_text(json.dumps(document))
-    command = [
-        sys.executable,
-        "-m",
-        "kuberoll_api.cli",
-        "run",
-        str(job),
-        "--output",
-        str(output),
-        "--metrics-port",
-        "0",
-    ]
+    kuberoll = Path(sys.executable).with_name("kuberoll")
+    command = [str(kuberoll), "run", str(job), "--output", str(output), "--metrics-port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "XDG_STATE_HOME": str(output.parent)}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

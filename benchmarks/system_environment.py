@@ -28,3 +28,6 @@ class Turns(EnvironmentInterface[dict[str, int]]):
             rewards=[1.0] * len(messages),
             terminateds=[number >= self._turns for number in numbers],
         )
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
+        return batch, {}
