@@ -32,7 +32,7 @@ API_NEEDS = {
 
 # Dataclasses that are filled or changed after they are made; all others are values, which tasks and threads share.
 STATE = {
-    "Branch", "DroppedRecord", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses",
+    "Branch", "DroppedRecord", "EngineTally", "EnvironmentSummary", "ExtendedMessage", "FailureCause", "FailureCauses",
     "FailureRecord", "GroupResult", "GymRollout", "Message", "PaceState", "Pacer", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
     "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",

@@ -1,0 +1,1 @@
+"""Deterministic replay: virtual time, real scheduling, admission and routing, modelled engines."""
