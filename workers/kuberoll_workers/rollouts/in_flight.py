@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
@@ -26,7 +25,7 @@ class InFlight:
         lost: The episode's state is unknown.
         losses: Number of times that its episode was lost through no fault of its own.
         faults: Number of failed steps by turn, if a failed step makes it start over.
-        waiting_since: Start of its wait for the next generation or step, as `time.perf_counter` has it.
+        waiting_since: Start of its wait for the next generation or step, by the event loop's clock.
         waiting_seconds: Seconds that it waited before the generation of this turn.
         deferred: Its record waits for its group.
         deadline: Time of the event loop at which it fails; None: no limit.
@@ -82,10 +81,11 @@ class InFlight:
         self.metrics = metrics
         self._seconds = seconds
         self._ended = ended
-        self.started = self.waiting_since = time.perf_counter()
+        now = asyncio.get_running_loop().time()
+        self.started = self.waiting_since = now
         self.waiting_seconds = 0.0
         self.session: str | None = None
-        self.deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        self.deadline = None if seconds is None else now + seconds
         self.failure: TrajectoryFailed | None = None
         self.drop_reason: DropReason | None = None
         self._timeout: asyncio.Timeout | None = None
@@ -166,5 +166,5 @@ class InFlight:
                 stop_reason=result.stop_reason,
                 reward=result.total_reward,
                 turns=result.turn_count,
-                seconds=time.perf_counter() - self.started,
+                seconds=asyncio.get_running_loop().time() - self.started,
             )

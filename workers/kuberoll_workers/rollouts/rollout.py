@@ -69,6 +69,7 @@ class Rollout:
         observations: ObservationTemplate | None = None,
         turn_sink: TurnSink | None = None,
         agents: Mapping[str, AgentSettings] = MappingProxyType({}),
+        jitter_seed: int | None = None,
     ) -> None:
         """Set the parts of the loop.
 
@@ -78,6 +79,7 @@ class Rollout:
             turn_sink: Awaited with each complete turn after which its trajectory continues or waits for its group; an
                 exception from it fails the trajectory.
             agents: By task name, the environments that are agents.
+            jitter_seed: Seed of the jitter of backoff; None: random.
         """
         self._agents = agents
         self.settings = settings
@@ -93,7 +95,7 @@ class Rollout:
         # Sessions of agents that are being closed.
         self._closing: set[asyncio.Future[None]] = set()
         # For the jitter of backoff only; trajectories do not depend on it.
-        self._draw = random.Random()
+        self._draw = random.Random(jitter_seed)
         self.episodes = Episodes(environments, tokenizer=tokenizer, settings=settings, journaled=turn_sink is not None)
 
     def admit(self, sample: Sample, *, deferred: bool = False) -> InFlight:
@@ -148,7 +150,8 @@ class Rollout:
         trajectory = flight.trajectory
         trajectory.check_prefix()
         prompt_tokens = len(trajectory.context)
-        started = time.perf_counter()
+        now = asyncio.get_running_loop().time
+        started = now()
         flight.waiting_seconds = started - flight.waiting_since
 
         async def attempt(tries: int) -> GenerationResult:
@@ -178,7 +181,7 @@ class Rollout:
             result = await self._within_turn("generation", 0.0, operation)
         finally:
             flight.metrics.generating -= 1
-        flight.waiting_since = ended = time.perf_counter()
+        flight.waiting_since = ended = now()
         text = self._tokenizer.decode(result.token_ids)
         trajectory.add_response(result, text, ended - started, fields=self._calls(trajectory, result))
         flight.metrics.record_response(
@@ -205,7 +208,8 @@ class Rollout:
         """
         trajectory = flight.trajectory
         environment = self._environments[trajectory.task_name]
-        started = time.perf_counter()
+        now = asyncio.get_running_loop().time
+        started = now()
         waited = flight.waiting_seconds + started - flight.waiting_since
         hung = False
 
@@ -226,7 +230,7 @@ class Rollout:
             return
         finally:
             flight.metrics.stepping -= 1
-        flight.waiting_since = ended = time.perf_counter()
+        flight.waiting_since = ended = now()
         seconds, ended_at = ended - started, round(time.time(), 3)
         try:
             trajectory.check_step(outcome)
@@ -292,7 +296,7 @@ class Rollout:
             flight.lost = False
 
         await self._retrying(flight, "environment", self.settings.retries.environment_attempts, attempt)
-        flight.waiting_since = time.perf_counter()
+        flight.waiting_since = asyncio.get_running_loop().time()
 
     async def _observed(self, trajectory: Trajectory, outcome: StepOutcome) -> array[int]:
         before, goes_on = trajectory.messages[-1].token_ids, trajectory.continues_after(outcome)

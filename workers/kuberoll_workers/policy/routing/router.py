@@ -63,18 +63,20 @@ class RoutedPolicy:
         sticky: bool = True,
         share: float = 1.0,
         metrics: RoutingMetrics | None = None,
+        jitter_seed: int | None = None,
     ) -> None:
         """Store the parts; nothing is sent before the context is entered.
 
         Args:
             sticky: Keep the turns of a trajectory on one replica, and a prompt group too, as far as load allows.
             share: Fraction of each replica's key-value cache for the trajectories of this process; 0: no limit.
+            jitter_seed: Seed of the jitter of pauses; None: random.
         """
         self._discovery = discovery
         self._connect = connect
         self._share = share
         self._metrics = metrics if metrics is not None else RoutingMetrics("")
-        self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.record_move)
+        self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.record_move, seed=jitter_seed)
         self._clients: dict[str, ReplicaClient] = {}
         self._urls: dict[str, str] = {}
         self._connections: dict[str, AsyncExitStack] = {}
