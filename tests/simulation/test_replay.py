@@ -1,0 +1,168 @@
+"""Replays: the same bytes twice, nothing lost, no better than the bounds, and idle time by its cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kuberoll_workers.simulation.engine_model import EngineLimits
+from kuberoll_workers.simulation.idle import cause_of_idleness
+from kuberoll_workers.simulation.replay import ReplayRefused, ReplaySettings, replay
+from kuberoll_workers.simulation.report import longest_seconds, report_of
+from kuberoll_workers.simulation.synthesis import Distribution, Recipe, synthesize
+from kuberoll_workers.simulation.trace import TraceTrajectory, Turn
+from tests.examples import examples
+
+
+def synthetic(trajectories: int = 48, **changes: Any) -> list[TraceTrajectory]:
+    values: dict[str, Any] = {
+        "group_size": 4,
+        "turns": Distribution.parse("lognormal:3:0.8"),
+        "prompt": Distribution.parse("lognormal:200:0.5"),
+        "generated": Distribution.parse("lognormal:100:1"),
+        "observed": Distribution.parse("lognormal:40:1"),
+        "environment_seconds": Distribution.parse("lognormal:0.3:1"),
+        "most_tokens": 4000,
+    }
+    return synthesize(Recipe(trajectories=trajectories, **{**values, **changes}))
+
+
+def report(
+    trajectories: list[TraceTrajectory], *, engine: EngineLimits | None = None, **changes: Any
+) -> dict[str, Any]:
+    values: dict[str, Any] = {"replicas": 2, "workers": 2, "concurrency": 8, **changes}
+    chosen = ReplaySettings(engine=engine or EngineLimits(max_num_seqs=16, kv_cache_tokens=16_384), **values)
+    return report_of(trajectories, chosen, replay(trajectories, chosen))
+
+
+FLEETS: list[dict[str, Any]] = [
+    {},
+    {"routing": "LeastLoaded"},
+    {"scheduling": "Lockstep"},
+    {"window": 3, "concurrency": 12},
+    {"replicas": 3, "deaths_per_hour": 250.0, "cold_start_seconds": 5.0, "seed": 7},
+    {"weights_every": 10.0, "weights_seconds": 2.0},
+    {"engine": EngineLimits(max_num_seqs=16, kv_cache_tokens=4096), "workers": 4},
+]
+
+
+@pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: "-".join(fleet) or "usual")
+def test_every_trajectory_ends_no_sooner_than_possible(fleet: dict[str, Any]) -> None:
+    trajectories = synthetic()
+    found = report(trajectories, **fleet)
+    assert found["trajectories"] == 48
+    assert found["failures"] == {}
+    assert found["turns"] == sum(len(item.turns) for item in trajectories)
+    assert found["generated_tokens"] == sum(item.generated for item in trajectories)
+    assert found["makespan_over_bound"] >= 1
+    assert found["busy_share"] + sum(found["idle_share"].values()) == pytest.approx(1, abs=1e-4)
+    # A request that died with its replica may find more there the second time.
+    assert found["deaths"] or found["hit_rate"] <= found["best_hit_rate"]
+
+
+@pytest.mark.parametrize("fleet", [FLEETS[0], FLEETS[3], FLEETS[4]], ids=["usual", "overload", "deaths"])
+def test_a_replay_gives_the_same_bytes_in_every_process(fleet: dict[str, Any]) -> None:
+    code = f"from tests.simulation.test_replay import *; print(json.dumps(report(synthetic(), **{fleet!r})))"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=True,
+            # The order of sets of texts is another one.
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert printed == {json.dumps(report(synthetic(), **fleet)).encode() + b"\n"}
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
+def test_any_fleet_plays_any_trace(seed: int, replicas: int, workers: int, concurrency: int) -> None:
+    trajectories = synthetic(12, seed=seed)
+    found = report(trajectories, replicas=replicas, workers=workers, concurrency=concurrency)
+    assert found["makespan_over_bound"] >= 1
+    assert found["hit_rate"] <= found["best_hit_rate"]
+    assert found == report(trajectories, replicas=replicas, workers=workers, concurrency=concurrency)
+
+
+def alone(*turns: tuple[int, int, float]) -> list[TraceTrajectory]:
+    recorded = tuple(Turn(generated, observed, 0.0, seconds) for generated, observed, seconds in turns)
+    return [TraceTrajectory(group=0, sample=0, environment="math", prompt=64, turns=recorded)]
+
+
+def test_a_trajectory_alone_takes_the_time_of_its_equations() -> None:
+    limits = EngineLimits(step_seconds=0.01, decode_seconds=0.001, prefill_seconds=0.0001, block_tokens=16)
+    found = report(alone((11, 20, 3.0), (6, 0, 1.0)), engine=limits, replicas=1, workers=1)
+    # 74 tokens of the first turn are computed, of which 64 are whole blocks; 95 - 64 are left for the second one.
+    first = 0.01 + 64 * 0.0001 + 10 * 0.011
+    second = 0.01 + (95 - 64) * 0.0001 + 5 * 0.011
+    assert found["makespan_seconds"] == pytest.approx(first + 3.0 + second + 1.0, abs=1e-5)
+    assert found["cached_tokens"] == 64
+    assert found["best_hit_rate"] == found["hit_rate"]
+    assert found["generation_seconds"]["max"] == pytest.approx(max(first, second), abs=1e-5)
+
+
+def test_what_is_cached_shortens_no_bound_too_much() -> None:
+    trajectories = alone((11, 20, 3.0), (6, 0, 1.0))
+    limits = EngineLimits(block_tokens=1)
+    whole = report(trajectories, engine=limits, replicas=1, workers=1)
+    # All but the first prompt itself, which only another member of its group could have computed.
+    assert whole["makespan_seconds"] - longest_seconds(trajectories, limits) == pytest.approx(
+        64 * limits.prefill_seconds, abs=1e-5
+    )
+
+
+def test_idle_time_has_the_cause_that_was_made() -> None:
+    trajectories = synthetic()
+    late = report(trajectories, cold_start_seconds=20.0)
+    assert late["idle_share"]["cold start"] == pytest.approx(20 / late["makespan_seconds"], rel=1e-3)
+    paused = report(trajectories, weights_every=10.0, weights_seconds=2.0)
+    assert paused["idle_share"]["weights"] > 0
+    assert paused["makespan_seconds"] > report(trajectories)["makespan_seconds"]
+    slow = report(synthetic(environment_seconds=Distribution.parse("30")), concurrency=1)
+    assert slow["idle_share"]["environment"] > 0.5
+    died = report(trajectories, replicas=3, deaths_per_hour=250.0, cold_start_seconds=5.0, seed=7)
+    assert died["deaths"] > 0
+    assert died["idle_share"]["dead"] > 0
+
+
+def test_failed_trajectories_are_counted_with_their_cause() -> None:
+    # So many die that the router takes a long trajectory for the cause.
+    found = report(synthetic(), replicas=3, deaths_per_hour=400.0, cold_start_seconds=5.0)
+    assert found["failures"] == {"generation: data": sum(found["failures"].values())}
+    assert "in flight when the engine died" in found["first_failure"]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "stepping", "unbegun", "cause"),
+    [(1, 1, 1, "admission"), (0, 1, 1, "environment"), (0, 0, 1, "no work"), (0, 1, 0, "tail"), (0, 0, 0, "tail")],
+)
+def test_the_cause_of_idleness(waiting: int, stepping: int, unbegun: int, cause: str) -> None:
+    assert cause_of_idleness(waiting=waiting, stepping=stepping, unbegun=unbegun) == cause
+
+
+def test_sessions_find_more_of_their_prefixes_than_the_least_loaded_replicas() -> None:
+    trajectories = synthetic(96)
+    sticky, spread = (report(trajectories, routing=routing, replicas=4) for routing in ("Session", "LeastLoaded"))
+    assert sticky["hit_rate"] > spread["hit_rate"]
+
+
+def test_a_trajectory_that_fits_no_cache_is_an_error() -> None:
+    with pytest.raises(ReplayRefused, match="do not fit into kv_cache_tokens"):
+        report(alone((900, 0, 0.0)), engine=EngineLimits(kv_cache_tokens=512))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("replicas", 0), ("workers", 0), ("deaths_per_hour", -1.0), ("weights_seconds", 60.0)]
+)
+def test_settings_that_make_no_fleet_are_named(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        ReplaySettings(engine=EngineLimits(), **{"weights_every": 60.0, name: value})  # type: ignore[arg-type]
