@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "aggregate": "Compute the numbers of a run again.",
     "apply": "Apply a manifest to a cluster, with the files beside it.",
+    "bench": "Record runs, and replay them in virtual time.",
     "crd": "Print the CustomResourceDefinition of the RolloutJob.",
     "env": "List, write, test and play environments.",
     "export": "Write a run in a format of a trainer's library.",

@@ -1,0 +1,74 @@
+"""`kuberoll bench`, as it is typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kuberoll_workers.commands.bench import bench
+from kuberoll_workers.data.record import encode_line
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.simulation.trace import read_trace
+from tests.simulation.test_trace import record
+
+
+def typed(*arguments: object) -> Result:
+    return CliRunner().invoke(bench, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    assert typed("synthesize", "--trajectories", 16, "--response", "lognormal:30:1", "-o", path).exit_code == 0
+    return path
+
+
+def test_a_recorded_run_is_replayed(tmp_path: Path) -> None:
+    run, path = tmp_path / "run", tmp_path / "trace.jsonl.zst"
+    run.mkdir()
+    (run / "shard-0.jsonl").write_bytes(b"".join(encode_line(record(sample)) for sample in range(3)))
+    assert len(list(RunFiles(str(run)).trajectories())) == 3
+    recorded = typed("record", run, "-o", path)
+    assert (recorded.exit_code, recorded.output) == (0, f"{path}: 3 trajectories, 6 turns\n")
+    played = typed("replay", path, "--json")
+    assert played.exit_code == 0, played.output
+    report = json.loads(played.stdout)
+    assert (report["trajectories"], report["turns"], report["generated_tokens"]) == (3, 6, 9)
+
+
+def test_the_report_has_the_same_bytes_twice(trace: Path) -> None:
+    first, second = (typed("replay", trace, "--replicas", 2, "--workers", 2, "--json") for _ in range(2))
+    assert first.stdout == second.stdout
+    assert json.loads(first.stdout)["trajectories"] == 16
+
+
+def test_the_table_names_bound_and_causes(trace: Path) -> None:
+    shown = typed("replay", trace, "--replicas", 2)
+    assert shown.exit_code == 0
+    for text in ("makespan over bound", "best hit rate", "cold start", "preemptions"):
+        assert text in shown.stdout
+
+
+def test_nothing_is_overwritten(trace: Path) -> None:
+    before = trace.read_bytes()
+    refused = typed("synthesize", "--trajectories", 3, "-o", trace)
+    assert refused.exit_code == 2
+    assert "exists" in refused.output
+    assert trace.read_bytes() == before
+    assert len(read_trace(trace).trajectories) == 16
+
+
+def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (("record", tmp_path / "none"), "none"),
+        (("replay", tmp_path / "none.jsonl"), "none.jsonl"),
+        (("replay", trace, "--replicas", 0), "replicas: found 0"),
+        (("replay", trace, "--kv-cache-tokens", 64), "do not fit into kv_cache_tokens"),
+        (("synthesize", "--trajectories", 3, "--turns", "normal:3"), "--turns"),
+    ):
+        refused = typed(*arguments)
+        assert refused.exit_code == 2, refused.output
+        assert message in refused.output
