@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -131,7 +132,16 @@ def test_idle_time_has_the_cause_that_was_made() -> None:
     assert slow["idle_share"]["environment"] > 0.5
     died = report(trajectories, replicas=3, deaths_per_hour=250.0, cold_start_seconds=5.0, seed=7)
     assert died["deaths"] > 0
-    assert died["idle_share"]["dead"] > 0
+    # Each is dead until another one has replaced it.
+    dead_seconds = died["idle_share"]["dead"] * 3 * died["makespan_seconds"]
+    assert 0 < dead_seconds <= died["deaths"] * 5.0 + 0.01
+
+
+def test_replicas_that_leave_before_their_probe_raise_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    found = report(synthetic(200), replicas=3, concurrency=40, deaths_per_hour=400.0, cold_start_seconds=20.0)
+    gc.collect()
+    assert found["deaths"] > 5
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_failed_trajectories_are_counted_with_their_cause() -> None:

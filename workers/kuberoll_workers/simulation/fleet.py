@@ -131,6 +131,10 @@ class ModelledReplica:
             if not answer.done():
                 answer.set_exception(PolicyUnavailable(f"{self.id}: connection reset by peer"))
 
+    def leave(self) -> None:
+        """End for good after its death, when another one has replaced it."""
+        self._ledger.remove(self._state, self._loop.time())
+
     def pause(self, seconds: float, *, clear: bool) -> None:
         """Load weights: take no steps for so long, from the end of the present one on."""
         if self.alive:

@@ -56,6 +56,11 @@ class IdleLedger:
         self._settle(now)
         self._engines[state] += 1
 
+    def remove(self, state: EngineState, now: float) -> None:
+        """Remove an engine that another one has replaced."""
+        self._settle(now)
+        self._engines[state] -= 1
+
     def change(self, before: EngineState, after: EngineState, now: float) -> None:
         """Move an engine to another state."""
         if before != after:

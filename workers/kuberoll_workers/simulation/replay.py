@@ -291,12 +291,13 @@ class _Replay:
                 alive = [replica for replica in self._fleet.replicas if replica.alive]
                 if alive:
                     self._deaths += 1
-                    self._draw.choice(alive).die()
+                    (dead := self._draw.choice(alive)).die()
                     self._fleet.list_alive()
-                    successors.create_task(self._replace())
+                    successors.create_task(self._replace(dead))
 
-    async def _replace(self) -> None:
+    async def _replace(self, dead: ModelledReplica) -> None:
         await asyncio.sleep(self._settings.cold_start_seconds)
+        dead.leave()
         self._add_replica().start()
         self._fleet.list_alive()
 

@@ -319,8 +319,11 @@ class RoutedPolicy:
         try:
             while self._admission.replicas.get(replica.id) is replica and not breaker.closed:
                 await asyncio.sleep(max(0.0, breaker.retry_at - time()) + _TIMER_SLACK_SECONDS)
+                if (client := self._clients.get(replica.id)) is None:
+                    # It has left the list meanwhile, and nothing of ours was there.
+                    return
                 if breaker.begin_probe(time()):
-                    if (problem := await _problem_of(self._clients[replica.id])) is None:
+                    if (problem := await _problem_of(client)) is None:
                         self._outages.record_recovery(replica.id)
                     else:
                         self._outages.record_trouble(replica.id, problem, time())
