@@ -102,7 +102,7 @@ class Sequence:
         self.finish_step = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class EngineTally:
     """What an engine has done.
 
