@@ -41,6 +41,7 @@ SUSPICIOUS_DEATHS: Final = 2
 
 _SEARCH_SECONDS = 0.25
 _CALM_SECONDS = 0.1
+_OPENING_SECONDS = 0.5
 _TIMER_SLACK_SECONDS = 0.001
 _CLOSING_SECONDS = 60.0
 _CLOSING_PAUSES = (0.2, 1.0)
@@ -396,13 +397,23 @@ class RoutedPolicy:
         listed = {address.id for address in addresses}
         self._admission.set_listed(listed, self._loop.time())
         self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
-        for address in addresses:
-            if address.id not in self._admission.replicas and address.id not in self._joining:
-                self._joining.add(address.id)
-                self._start(self._join(address))
+        new = [
+            address
+            for address in addresses
+            if address.id not in self._admission.replicas and address.id not in self._joining
+        ]
+        opening = None if self._admission.replicas else _Opening(len(new))
+        for address in new:
+            self._joining.add(address.id)
+            self._start(self._join(address, opening))
 
-    async def _join(self, address: Address) -> None:
-        """Add a replica if it responds; else the next refresh tries again."""
+    async def _join(self, address: Address, opening: _Opening | None) -> None:
+        """Add a replica if it responds; else the next refresh tries again.
+
+        Args:
+            opening: The first replicas, with which it is added; None: there are others.
+        """
+        ready = False
         stack = AsyncExitStack()
         try:
             client = await stack.enter_async_context(self._connect(address.url))
@@ -420,14 +431,20 @@ class RoutedPolicy:
                 budget, window = 0, WINDOW
             # A replica that left and came back may still have old connections.
             await self._disconnect(address.id)
+            if opening is not None:
+                ready = True
+                await opening.arrive()
             self._clients[address.id] = client
             self._urls[address.id] = address.url
             self._connections[address.id] = stack.pop_all()
-            self._admission.add_replica(Replica(address.id, budget=budget, window=window), self._loop.time())
+            last = opening is None or opening.pass_one()
+            self._admission.add_replica(Replica(address.id, budget=budget, window=window), self._loop.time(), last=last)
             self._troubles.pop(address.id, None)
             _log.info("replica %s at %s", address.id, address.url)
         finally:
             self._joining.discard(address.id)
+            if opening is not None and not ready:
+                opening.leave()
             await stack.aclose()
 
     async def _close_unused(self) -> None:
@@ -459,6 +476,41 @@ class RoutedPolicy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+class _Opening:
+    """The first replicas, which are added together: else all that waits would go to the one that answers first."""
+
+    def __init__(self, coming: int) -> None:
+        """`coming` is the number of replicas that are asked."""
+        self._coming = coming
+        self._ready = 0
+        self._open = asyncio.Event()
+
+    async def arrive(self) -> None:
+        """Wait for the others, but not long for those that do not answer."""
+        self._ready += 1
+        self._open_if_all()
+        try:
+            async with asyncio.timeout(_OPENING_SECONDS):
+                await self._open.wait()
+        except TimeoutError:
+            self._open.set()
+
+    def leave(self) -> None:
+        """Count a replica that is not added now."""
+        self._coming -= 1
+        self._open_if_all()
+
+    def pass_one(self) -> bool:
+        """Count a replica that is added; True if no other one waits to be."""
+        self._ready -= 1
+        self._coming -= 1
+        return not self._ready
+
+    def _open_if_all(self) -> None:
+        if self._ready >= self._coming:
+            self._open.set()
 
 
 async def _problem_of(client: ReplicaClient) -> str | None:

@@ -213,11 +213,16 @@ class RequestScheduler:
             self._remove_if_unused(home)
             self._dispatch_new(now)
 
-    def add_replica(self, replica: Replica, now: float) -> None:
-        """Add a replica, which may get requests from now on."""
+    def add_replica(self, replica: Replica, now: float, *, last: bool = True) -> None:
+        """Add a replica, which may get requests from now on.
+
+        Args:
+            last: False if another one is added at once: what waits is sent then, to all of them.
+        """
         self.replicas[replica.id] = replica
         self._refresh()
-        self.dispatch(replica, now)
+        if last:
+            self.dispatch(replica, now)
 
     def set_listed(self, names: Iterable[str], now: float) -> None:
         """Set the ids of the replicas that discovery lists; no others get new requests."""
