@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -186,8 +187,6 @@ def replay(
     from kuberoll_workers.simulation.report import report_of
     from kuberoll_workers.simulation.trace import read_trace
 
-    # What happens to a fleet by order is no news.
-    logging.getLogger("kuberoll_workers").setLevel(logging.ERROR)
     try:
         settings = ReplaySettings(
             engine=EngineLimits(
@@ -214,7 +213,8 @@ def replay(
         )
         trajectories = read_trace(trace).trajectories
         began = time.perf_counter()
-        found = play(trajectories, settings)
+        with _quiet():
+            found = play(trajectories, settings)
         took = time.perf_counter() - began
     except (OSError, ValueError) as error:
         _end(error)
@@ -258,6 +258,18 @@ def _turns(trajectories: Any) -> int:
 
 def _say(text: str) -> None:
     click.echo(visible(text))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log errors only: what happens to a fleet by order is no news."""
+    log = logging.getLogger("kuberoll_workers")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _end(error: Exception) -> NoReturn:
