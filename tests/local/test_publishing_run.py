@@ -17,7 +17,7 @@ from kuberoll.trainer import Deltas, EndpointError, Publisher, PublishFailed, ru
 from kuberoll_workers.data.weights.manifest import CHANGES_FILE, directory_name
 from tests.local.support import TINY, manifest, running, trajectories, wait_for_trajectories
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PROMPT = list(range(5, 25))
 TOKENS = 24
