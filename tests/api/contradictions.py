@@ -75,6 +75,10 @@ REFUSED: dict[str, Contradiction] = {
     "onPolicy without a bound": Contradiction(
         {"spec.rollout.onPolicy": {"onStale": "Drop"}}, "set maxLag, maxAhead or both"
     ),
+    "a number of groups beside a trainer": Contradiction(
+        {"spec.rollout.onPolicy": {"maxAhead": 4}, "spec.rollout.groups": {"wanted": 8}},
+        "spec.rollout.groups.wanted: Invalid value: the trainer of a run with rollout.onPolicy decides",
+    ),
     "Finish without maxLag": Contradiction(
         {"spec.rollout.onPolicy": {"onStale": "Finish", "maxAhead": 4}},
         "spec.rollout.onPolicy.onStale: Invalid value: Finish is for maxLag",

@@ -79,7 +79,7 @@ class Groups(Model):
         ge=1,
         le=MAX_COUNT,
         description="Number of kept groups at which to stop; each dropped group is replaced by the dataset's next. "
-        "Absent: the whole dataset.",
+        "Absent: the whole dataset. Not with onPolicy, whose trainer decides when it has enough.",
     )
 
     @model_validator(mode="after")
@@ -170,4 +170,10 @@ class Rollout(Model):
                     f"groups.{name} needs it: results that wait for their group are stored there; remove one of the two"
                 )
                 raise contradiction(message, "journalTurns")
+        if self.on_policy is not None and self.groups.wanted is not None:
+            raise contradiction(
+                "the trainer of a run with rollout.onPolicy decides when it has enough, with Rollouts.stop(); remove "
+                "one of the two",
+                *("groups", "wanted"),
+            )
         return self

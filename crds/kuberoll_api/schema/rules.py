@@ -168,6 +168,12 @@ _RULES: Final[dict[str, tuple[CelRule, ...]]] = {
             "workers.shards",
         ),
         CelRule(
+            "!has(self.rollout.onPolicy) || !has(self.rollout.groups.wanted)",
+            "the trainer of a run with rollout.onPolicy decides when it has enough, with Rollouts.stop(); remove one "
+            "of the two",
+            "rollout.groups.wanted",
+        ),
+        CelRule(
             "!has(self.rollout.onPolicy) || !has(self.rollout.onPolicy.maxLag) || !has(self.generation.external) || "
             "self.generation.external.api != 'OpenAI'",
             "OpenAI endpoints do not name the weights that sampled a token; set api: KubeRoll, or remove maxLag",

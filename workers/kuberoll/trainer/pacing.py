@@ -14,7 +14,6 @@ from typing import Any
 
 from kuberoll_workers.data.intervals import IntervalSet
 from kuberoll_workers.data.record import TrajectoryRecord
-from kuberoll_workers.data.shards import share
 from kuberoll_workers.output.manifest import RunManifest
 
 
@@ -44,9 +43,6 @@ def pace_rules(manifest: RunManifest) -> PaceRules | None:
     epochs = identity.get("dataset.epochs", 1)
     rows: list[int] | None = manifest.inputs.get("rows_of_shards")
     groups = None if epochs is None or rows is None else [count * epochs for count in rows]
-    wanted = identity.get("rollout.groups.wanted")
-    if wanted is not None and groups is None:
-        groups = [share(wanted, shard, manifest.shards) for shard in range(manifest.shards)]
     return PaceRules(
         max_lag=max_lag,
         in_order=identity.get("rollout.onPolicy.onStale") == "Finish",
