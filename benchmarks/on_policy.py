@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kuberoll.trainer import Batch, Rollouts
-from tests.trainer.on_policy import PacedRun, job
+from kuberoll.trainer import Rollouts
+from tests.trainer.on_policy import PacedRun, job, lags_of
 
 REPEATS = 4
 ENGINE = {"firstTokenSeconds": 0.05, "tokenSeconds": 0.0, "sigma": 1.0, "maxBatch": 4096}
@@ -82,15 +82,6 @@ async def measure(
             await run.kill()
             generated, wasted = tokens_of(run, rollouts)
     return Measured(name, taken / seconds, waited / seconds, wasted / max(1, generated), lags)
-
-
-def lags_of(batch: Batch, version: int) -> list[int]:
-    """Versions between the oldest token of each trajectory and the newest weights."""
-    return [
-        version - min(int(name) for message in record.messages for name, *_ in message.policy_versions or ())
-        for group in batch.groups
-        for record in group.trajectories
-    ]
 
 
 def tokens_of(run: PacedRun, rollouts: Rollouts) -> tuple[int, int]:

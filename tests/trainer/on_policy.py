@@ -66,10 +66,16 @@ class Played:
         """Take a batch at a version of the weights."""
         for group in batch.groups:
             self.keys.append((group.key.task_index, group.key.number))
-            self.lags += [
-                version - min(int(name) for message in record.messages for name, *_ in message.policy_versions or ())
-                for record in group.trajectories
-            ]
+        self.lags += lags_of(batch, version)
+
+
+def lags_of(batch: Batch, version: int) -> list[int]:
+    """Versions between the oldest token of each trajectory and the newest weights."""
+    return [
+        version - min(int(name) for message in record.messages for name, *_ in message.policy_versions or ())
+        for group in batch.groups
+        for record in group.trajectories
+    ]
 
 
 class PacedRun:

@@ -21,8 +21,8 @@ from kuberoll.trainer import (
 )
 from kuberoll.trainer.locations import DirectoryLocation
 from kuberoll.trainer.transports import Files
-from kuberoll_workers.data.weights.manifest import CHANGES_FILE, MANIFEST_FILE, directory_name
-from kuberoll_workers.data.weights.tensors import MODEL_FILE, read_directory
+from kuberoll_workers.data.weights.manifest import CHANGES_FILE, MANIFEST_FILE, MODEL_FILE, directory_name
+from kuberoll_workers.data.weights.tensors import read_directory
 from kuberoll_workers.serving.engines.fetching import fetch
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.trainer.policies import Policy

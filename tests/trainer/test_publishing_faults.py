@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kuberoll.trainer import Deltas, Publisher, PublishFailed
-from kuberoll_workers.data.weights.manifest import CHANGES_FILE, directory_name
-from kuberoll_workers.data.weights.tensors import MODEL_FILE
+from kuberoll_workers.data.weights.manifest import CHANGES_FILE, MODEL_FILE, directory_name
 from tests.trainer.policies import Policy
 from tests.trainer.test_publishing import bits, damage, weights
 

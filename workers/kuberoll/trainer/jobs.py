@@ -5,7 +5,6 @@ It needs the package `kubernetes`: `pip install 'kuberoll[trainer,cluster]'`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,6 +164,4 @@ def output_of(job: JobWeights, directory: str | None) -> str:
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    with contextlib.suppress(StopIteration):
-        return next(item for item in status.get("conditions") or () if item.get("type") == kind)
-    return {}
+    return next((item for item in status.get("conditions") or () if item.get("type") == kind), {})

@@ -19,12 +19,12 @@ from kuberoll.trainer.locations import open_location
 from kuberoll.trainer.transports import Adapters, Deltas, Files, Transport, describe
 from kuberoll_workers.data.weights.manifest import (
     MANIFEST_FILE,
+    MODEL_FILE,
     ManifestRefused,
     WeightsManifest,
     decode_manifest,
     directory_name,
 )
-from kuberoll_workers.data.weights.tensors import MODEL_FILE
 
 TransportName = Literal["files", "deltas", "adapters"]
 

@@ -15,13 +15,13 @@ from kuberoll.trainer.model_weights import model_tensors
 from kuberoll_workers.data.weights.manifest import (
     CHANGES_FILE,
     MANIFEST_FILE,
+    MODEL_FILE,
     Base,
     WeightsManifest,
     directory_name,
     encode_manifest,
 )
 from kuberoll_workers.data.weights.tensors import (
-    MODEL_FILE,
     Tensor,
     UnusableWeights,
     digest_of,

@@ -16,6 +16,7 @@ import msgspec
 
 MANIFEST_FILE: Final = "kuberoll-weights.json"
 CHANGES_FILE: Final = "changes.msgpack"
+MODEL_FILE: Final = "model.safetensors"
 _FORMAT = 1
 _PREFIX = "version-"
 

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 Bits = NDArray[Any]
 """[elements], unsigned integers as wide as an element."""
 
-MODEL_FILE: Final = "model.safetensors"
-
 # The format's names of types, with those of frameworks and the bytes of an element. Types of less than a byte are not
 # among them.
 _TYPES: Final[Mapping[str, tuple[str, int]]] = {

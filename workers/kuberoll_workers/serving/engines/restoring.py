@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kuberoll_workers.data.weights.manifest import (
     CHANGES_FILE,
     MANIFEST_FILE,
+    MODEL_FILE,
     ManifestRefused,
     WeightsManifest,
     decode_manifest,
@@ -26,7 +27,6 @@ from kuberoll_workers.serving.engines.interface import WeightsRefused
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_MODEL_FILE = "model.safetensors"
 _PREFIX = "restored-"
 # Publishers write an anchor far more often.
 _LONGEST_CHAIN = 1000
@@ -165,15 +165,15 @@ def _restored(source: Source, manifest: WeightsManifest, place: Path, *, cached:
     part = place / f"{_PREFIX}part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    file = part / _MODEL_FILE
+    file = part / MODEL_FILE
     try:
         if isinstance(start, Path):
-            shutil.copyfile(start / _MODEL_FILE, file)
+            shutil.copyfile(start / MODEL_FILE, file)
         else:
-            start.source.copy(_MODEL_FILE, file)
+            start.source.copy(MODEL_FILE, file)
         tensors = read_file(file, writable=True)
         if not isinstance(start, Path) and links and digest_of(tensors) != start.manifest.digest:
-            raise LinkBroken(f"{start.source.uri}/{_MODEL_FILE} is damaged: it has not the digest of its version")
+            raise LinkBroken(f"{start.source.uri}/{MODEL_FILE} is damaged: it has not the digest of its version")
         for link in links:
             data = link.source.read(CHANGES_FILE)
             if data is None or len(data) != link.manifest.files.get(CHANGES_FILE):
@@ -214,10 +214,10 @@ def _chain(
         base = manifest.base
         if base is not None and cached and copy_of(base.digest, place).is_dir():
             return copy_of(base.digest, place), [_Link(source, manifest), *links]
-        if source.has(_MODEL_FILE):
+        if source.has(MODEL_FILE):
             return _Link(source, manifest), links
         if base is None:
-            raise LinkBroken(f"{source.uri} has no {_MODEL_FILE}")
+            raise LinkBroken(f"{source.uri} has no {MODEL_FILE}")
         links.insert(0, _Link(source, manifest))
         if len(links) > _LONGEST_CHAIN:
             raise LinkBroken(f"more than {_LONGEST_CHAIN} versions back there is none that is whole")
