@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kuberoll.trainer import Rollouts
 from kuberoll.trainer.pace_control import PacedByAnother
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.output.consumer_plan import PLAN, read_plan
+from kuberoll_workers.output.manifest import AGGREGATES
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
 from kuberoll_workers.serving.engines.simulated import Simulated
 from tests.rollouts.fakes import until
@@ -59,7 +62,7 @@ async def test_finish_delivers_in_the_order_of_the_dataset(tmp_path: Path) -> No
 async def test_nothing_begins_before_a_trainer_takes(tmp_path: Path) -> None:
     async with paced(tmp_path, maxLag=0) as run:
         rollouts = run.open()
-        assert read_plan(run.storage) is None
+        assert read_plan(run.storage, shards=1) is None
         batches = rollouts.batches_async(2, timeout=30)
         batch = await anext(batches)
         assert len(batch.groups) == 2
@@ -109,7 +112,7 @@ async def test_what_is_too_old_is_recorded_and_never_delivered(tmp_path: Path) -
     # Its line in the shard stays; the one in dropped.jsonl counts.
     keys = {record.key for record in stale}
     assert keys <= {record.key for record in run.stored()}
-    counts = read_plan(run.storage)
+    counts = read_plan(run.storage, shards=1)
     assert counts is not None
     tokens = sum(record.tokens.generated for record in stale)
     assert counts.counts.stale_tokens == rollouts.counts.stale_tokens == tokens
@@ -199,9 +202,7 @@ def test_a_plan_that_is_torn_is_refused_with_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_stale", ["Drop", "Finish"])
 @pytest.mark.parametrize("max_lag", [0, 2])
-@pytest.mark.parametrize(
-    "groups", [{}, {"atomic": True}, {"dropEqualRewards": True}, {"oversample": 1}, {"wanted": 9}], ids=str
-)
+@pytest.mark.parametrize("groups", [{}, {"atomic": True}, {"dropEqualRewards": True}, {"oversample": 1}], ids=str)
 async def test_a_run_with_an_end_ends_by_itself(
     tmp_path: Path, groups: dict[str, Any], max_lag: int, on_stale: str
 ) -> None:
@@ -216,10 +217,7 @@ async def test_a_run_with_an_end_ends_by_itself(
         played = await train(run, rollouts, groups=4, steps=100)
         assert await run.ended()
     counts = rollouts.counts
-    if "wanted" in groups:
-        assert counts.groups == 9
-    else:
-        assert counts.groups + counts.filtered_groups + counts.stale_groups == 14
+    assert counts.groups + counts.filtered_groups + counts.stale_groups == 14
     assert len(set(played.keys)) == counts.groups == len(played.keys)
     assert max(played.lags) <= max_lag
     if on_stale == "Finish":
@@ -256,3 +254,68 @@ async def test_groups_that_fail_hold_nobody_back(tmp_path: Path, on_stale: str, 
     assert counts.short_groups <= (0 if atomic else 1)
     assert max(played.lags) <= 1
     assert not {key for key in played.keys if key[0] == 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: b"{",
+        lambda plan: msgspec.json.encode({**plan, "settled": []}),
+        lambda plan: msgspec.json.encode({**plan, "room": [1, 2]}),
+        lambda plan: msgspec.json.encode({**plan, "settled": [[3, 1]]}),
+    ],
+    ids=["torn", "no shards", "another run's shards", "intervals that are none"],
+)
+async def test_a_plan_that_is_nonsense_holds_back_and_is_mended_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[dict[str, Any]], bytes]
+) -> None:
+    async with paced(tmp_path, maxLag=0) as run:
+        rollouts = run.open()
+        batches = rollouts.batches_async(2, timeout=30)
+        await anext(batches)
+        plan = run.output / PLAN
+        plan.write_bytes(change(msgspec.json.decode(plan.read_bytes())))
+        await until(lambda: "the plan of the run's consumer cannot be read" in caplog.text)
+        await run.engine.load_weights(None, "1")
+        rollouts.published()
+        assert len((await anext(batches)).groups) == 2
+        rollouts.stop()
+        assert await run.ended()
+
+
+async def test_an_interrupted_run_without_an_end_is_waited_for(tmp_path: Path) -> None:
+    """Its aggregates are written as at the end of a run, and it goes on later."""
+    run = PacedRun(tmp_path / "run", job())
+    async with run:
+        rollouts = run.open()
+        batches = rollouts.batches_async(4, timeout=30)
+        await anext(batches)
+    (run.output / AGGREGATES).write_text("{}")
+    with pytest.raises(TimeoutError):
+        async for _ in rollouts.batches_async(4, timeout=0.2):
+            pass
+    async with run:
+        assert len((await anext(rollouts.batches_async(4, timeout=30))).groups) == 4
+        rollouts.stop()
+        assert await run.ended()
+    (run.output / AGGREGATES).write_text("{}")
+    for consumer in (rollouts, run.open(pace=False)):
+        async for _ in consumer.batches_async(4, timeout=30):
+            pass
+
+
+@pytest.mark.parametrize("on_stale", ["Drop", "Finish"])
+async def test_groups_with_equal_rewards_hold_nobody_back(tmp_path: Path, on_stale: str) -> None:
+    """Two that move at random mostly fail both: several groups are filtered out for each that a trainer has."""
+    given = job(
+        shards=3,
+        dataset={"source": {"generator": {"count": 12}}, "repeats": 2, "epochs": None, "shuffleSeed": 1},
+        rollout={"onPolicy": {"maxLag": 1, "onStale": on_stale}, "groups": {"dropEqualRewards": True}},
+    )
+    async with PacedRun(tmp_path / "run", given) as run:
+        rollouts = run.open()
+        played = await train(run, rollouts, groups=3, steps=3)
+        rollouts.stop()
+        assert await run.ended()
+    assert len(played.keys) == 9
+    assert rollouts.counts.filtered_groups > 0

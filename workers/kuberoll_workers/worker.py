@@ -546,7 +546,13 @@ async def run_worker(
         if pace is not None:
             held = job.spec.rollout.on_policy is not None
             follower = PlanFollower(
-                storage, pace, shard=only_shard(config), held=held, metrics=metrics.consumer, report=pace_report
+                storage,
+                pace,
+                shard=only_shard(config),
+                shards=config.shard_count,
+                held=held,
+                metrics=metrics.consumer,
+                report=pace_report,
             )
             await stack.enter_async_context(in_background(follower.follow()))
         work = run_groups(

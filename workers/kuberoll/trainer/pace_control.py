@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kuberoll.trainer.groups import Group
+from kuberoll.trainer.groups import Group, GroupKey
 from kuberoll.trainer.pacing import Pacer, PaceRules, PaceState
 from kuberoll_workers.data.consumer_counts import ConsumerCounts
 from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
@@ -55,14 +55,14 @@ class PaceControl:
         self._counts = ConsumerCounts()
         self._waiting_since: float | None = None
         self._waiting = False
-        self.stopped = False
         self._plan: ConsumerPlan | None = None
-        found = read_plan(storage)
+        found = read_plan(storage, shards=shards)
         if found is not None and found.consumer != consumer:
             raise PacedByAnother(
                 f"{storage.location}: consumer {found.consumer!r} sets the pace of this run: open it with "
                 f"pace=False to read beside it, or with consumer={found.consumer!r} to go on as that one"
             )
+        self.stopped = found is not None and found.stopped
         state = PaceState.new(shards)
         if found is not None:
             # Weights that were published before a restart are newer than those of the checkpoint.
@@ -98,9 +98,9 @@ class PaceControl:
             self.pacer.groups_per_version = groups
         self.write()
 
-    def settle(self, key_shard: int, order: int | None) -> None:
+    def settle(self, key: GroupKey, order: int | None) -> None:
         """Note a group that nobody will take; it is written with the next plan."""
-        self.pacer.state.settle(key_shard, order, delivered=False)
+        self.pacer.state.settle(self.shard(key), order, delivered=False)
 
     def take(self, groups: Sequence[Group], *, ready: int) -> None:
         """Note that groups were taken.
@@ -112,7 +112,7 @@ class PaceControl:
         for group in groups:
             versions = self.pacer.lag(group.trajectories)
             lag[versions] = lag.get(versions, 0) + len(group.trajectories)
-            self.pacer.state.settle(self._shard(group), group.order, delivered=True)
+            self.pacer.state.settle(self.shard(group.key), group.order, delivered=True)
         self._count(taken_groups=self._counts.taken_groups + len(groups), ready_groups=ready, lag=lag)
         self.end_wait()
         self.write()
@@ -130,6 +130,18 @@ class PaceControl:
             stale_tokens=self._counts.stale_tokens + sum(record.tokens.generated for record in records),
         )
 
+    def check_version(self, version: int) -> None:
+        """Check the number of the next weights.
+
+        Raises:
+            ValueError: It is not greater than the newest one.
+        """
+        if version <= self.version:
+            raise ValueError(
+                f"version: found {version}, but {self.version} was published before: versions grow for as long as a "
+                "run lasts, also after a trainer's restart; leave it out, and the next one is taken"
+            )
+
     def published(self, version: int, *, seconds: Mapping[str, float] | None = None) -> None:
         """Note that every replica serves new weights.
 
@@ -139,11 +151,7 @@ class PaceControl:
         Raises:
             ValueError: The version is not greater than the newest one.
         """
-        if version <= self.version:
-            raise ValueError(
-                f"version: found {version}, but {self.version} was published before: versions grow for as long as a "
-                "run lasts, also after a trainer's restart; leave it out, and the next one is taken"
-            )
+        self.check_version(version)
         self.pacer.state.publish(version)
         phases = dict(self._counts.publish_seconds)
         for name, amount in (seconds or {}).items():
@@ -156,8 +164,12 @@ class PaceControl:
         if version > self.version:
             self.pacer.state.publish(version)
 
+    def shard(self, key: GroupKey) -> int:
+        """The shard of a group."""
+        return shard_of(key.task_index, self._shards)
+
     def stop(self) -> None:
-        """Let the run end: no more groups begin."""
+        """Let the run end: no more groups begin, ever."""
         self.stopped = True
         self.write()
 
@@ -196,9 +208,6 @@ class PaceControl:
         if plan != self._plan:
             write_plan(self._storage, plan)
             self._plan = plan
-
-    def _shard(self, group: Group) -> int:
-        return shard_of(group.key.task_index, self._shards)
 
     def _count(self, **changes: object) -> None:
         values = {name: getattr(self._counts, name) for name in self._counts.__struct_fields__}

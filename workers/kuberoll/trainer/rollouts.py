@@ -30,7 +30,7 @@ from kuberoll_workers.data.record import (
     decode_line,
     key_of,
 )
-from kuberoll_workers.data.shards import shard_of
+from kuberoll_workers.output.consumer_plan import read_plan
 from kuberoll_workers.output.manifest import MANIFEST, RunManifest, RunRefused
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
@@ -101,6 +101,7 @@ class Rollouts:
         self.consumer = consumer
         self.manifest = manifest
         self._place = place
+        self._storage = open_storage(location)
         self._inexact = inexact
         self._pad_id = pad_id
         self._rules = group_rules(manifest, where=f"{location}/{MANIFEST}")
@@ -109,8 +110,7 @@ class Rollouts:
         self._pace: PaceControl | None = None
         held = pace_rules(manifest)
         if pace and (held is not None or self._rules.groups is None):
-            storage = open_storage(location)
-            self._pace = PaceControl(storage, consumer=consumer, shards=manifest.shards, rules=held)
+            self._pace = PaceControl(self._storage, consumer=consumer, shards=manifest.shards, rules=held)
         self._lock = threading.RLock()
         self._begin(None)
 
@@ -229,8 +229,8 @@ class Rollouts:
         if self._publisher is None:
             self._publisher = Publisher(endpoint=run_endpoint(self.location), location=f"{self.location}-weights")
         number = max(self.version + 1, self._publisher.next_version()) if version is None else version
-        if self._pace is not None and number <= self.version:
-            raise ValueError(f"version: found {number}, but {self.version} was published before: leave it out")
+        if self._pace is not None:
+            self._pace.check_version(number)
         publication = self._publisher.publish(weights, version=number)
         if (pace := self._pace) is not None:
             with self._lock:
@@ -263,7 +263,7 @@ class Rollouts:
             return number
 
     def stop(self) -> None:
-        """Let the run end: workers finish what is in flight, and begin no more.
+        """Let the run end: workers finish what is in flight, and begin no more, also if the run is resumed.
 
         Raises:
             RuntimeError: This consumer does not set the pace of the run.
@@ -450,13 +450,12 @@ class Rollouts:
     def _take(self, batch: Batch) -> bool:
         """Take the groups of a batch; False if another thread has taken one of them."""
         with self._lock:
-            count = len(batch.groups)
-            mine = list(batch.groups)
-            there = set(map(id, self._queue))
-            if not all(id(group) in there for group in mine):
+            mine = batch.groups
+            places = set(map(id, mine))
+            left = deque(group for group in self._queue if id(group) not in places)
+            if len(self._queue) - len(left) < len(mine):
                 return False
-            gone = set(map(id, mine))
-            self._queue = deque(group for group in self._queue if id(group) not in gone)
+            self._queue = left
             for group in mine:
                 self._tracker.close(group.key)
             if self._pace is not None:
@@ -464,7 +463,7 @@ class Rollouts:
             counts = self._counts
             self._counts = replace(
                 counts,
-                groups=counts.groups + count,
+                groups=counts.groups + len(mine),
                 trajectories=counts.trajectories + sum(len(group.trajectories) for group in mine),
                 short_groups=counts.short_groups + sum(len(group.trajectories) < group.wanted for group in mine),
             )
@@ -488,7 +487,13 @@ class Rollouts:
     @property
     def _run_ended(self) -> bool:
         """True if the run will have no more groups."""
-        return self._tracker.run_ended or (self._rules.groups is None and self._reader.ended)
+        if self._tracker.run_ended or self._rules.groups is not None or not self._reader.ended:
+            return self._tracker.run_ended
+        # Aggregates alone may be those of an interrupted run, which goes on later.
+        if self._pace is not None:
+            return self._pace.stopped
+        plan = read_plan(self._storage, shards=self.manifest.shards)
+        return plan is not None and plan.stopped
 
     def _deliverable(self, count: int) -> list[Group]:
         """At most so many ready groups, in the order in which they are delivered."""
@@ -499,7 +504,7 @@ class Rollouts:
         ready: dict[tuple[int, int | None], Group] = {}
         found: list[Group] = []
         for group in self._queue:
-            shard = shard_of(group.key.task_index, self._rules.shards)
+            shard = pace.shard(group.key)
             # It was given up, and a resumed run has finished it: nothing waits for it.
             if group.order is None or group.order in settled[shard]:
                 found.append(group)
@@ -518,7 +523,7 @@ class Rollouts:
         for group in given_up:
             for record in group.stale:
                 self._tracker.count_stale(record)
-            pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
+            pace.settle(group.key, group.order)
             pace.give_up(group.stale)
         pace.write()
 
@@ -538,7 +543,7 @@ class Rollouts:
         for record in group.trajectories:
             self._tracker.count_stale(record)
         pace.give_up(group.trajectories)
-        pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
+        pace.settle(group.key, group.order)
         self._tracker.close(group.key, stale=True)
 
     def _ready_groups(self) -> Iterator[Group]:
@@ -599,7 +604,7 @@ class Rollouts:
         else:
             self._tracker.close(group.key)
             if pace is not None:
-                pace.settle(shard_of(group.key.task_index, self._rules.shards), group.order)
+                pace.settle(group.key, group.order)
         counts = self._counts
         self._counts = replace(counts, inexact_trajectories=counts.inexact_trajectories + left_out)
 

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from kuberoll_workers.data.consumer_counts import ConsumerCounts
+from kuberoll_workers.data.intervals import IntervalSet
 from kuberoll_workers.output.storage import Storage
 
 PLAN: Final = "consumer.json"
@@ -52,11 +53,11 @@ def write_plan(storage: Storage, plan: ConsumerPlan) -> None:
     storage.write(PLAN, msgspec.json.encode(plan))
 
 
-def read_plan(storage: Storage) -> ConsumerPlan | None:
-    """The plan of a run; None if it has none yet.
+def read_plan(storage: Storage, *, shards: int) -> ConsumerPlan | None:
+    """The plan of a run of so many shards; None if it has none yet.
 
     Raises:
-        PlanUnreadable: The file is no plan, or one of another version of KubeRoll.
+        PlanUnreadable: The file is no plan, or one of another version of KubeRoll, or of another run.
     """
     contents = storage.read(PLAN)
     if contents is None:
@@ -69,5 +70,16 @@ def read_plan(storage: Storage) -> ConsumerPlan | None:
         raise PlanUnreadable(
             f"{storage.where(PLAN)}: format {plan.format}: this KubeRoll knows format {_FORMAT}; use one version for "
             "trainer and workers"
+        )
+    try:
+        for bounds in plan.settled:
+            IntervalSet.of(bounds)
+    except ValueError as error:
+        raise PlanUnreadable(f"{storage.where(PLAN)}: settled: {error}; remove it") from error
+    rooms = shards if plan.room is None else len(plan.room)
+    if not len(plan.settled) == rooms == shards:
+        raise PlanUnreadable(
+            f"{storage.where(PLAN)}: found {len(plan.settled)} shards with {rooms} rooms, and the run has {shards} "
+            "shards: it is of another run; remove it"
         )
     return plan

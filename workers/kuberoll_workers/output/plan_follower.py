@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kuberoll_workers.data.intervals import IntervalSet
-from kuberoll_workers.output.consumer_plan import ConsumerPlan, PlanUnreadable, read_plan
+from kuberoll_workers.output.consumer_plan import ConsumerPlan, read_plan
 from kuberoll_workers.output.storage import DirectoryStorage, Storage
 from kuberoll_workers.rollouts.admission import SampleAdmission
 from kuberoll_workers.rollouts.pace import Pace
@@ -45,6 +45,7 @@ class PlanFollower:
         pace: Pace,
         *,
         shard: int,
+        shards: int,
         held: bool,
         metrics: ConsumerMetrics,
         report: Callable[[PaceReport], None],
@@ -52,12 +53,14 @@ class PlanFollower:
         """
         Args:
             shard: The only shard of this worker.
+            shards: Number of shards of the run.
             held: True if nothing begins before there is a plan.
             report: Called whenever who waits for whom has changed.
         """
         self._storage = storage
         self._pace = pace
         self._shard = shard
+        self._shards = shards
         self._held = held
         self._metrics = metrics
         self._report = report
@@ -90,9 +93,9 @@ class PlanFollower:
     async def _look(self) -> None:
         first, self._first = self._first, False
         try:
-            plan = await asyncio.to_thread(read_plan, self._storage)
-        except (PlanUnreadable, OSError) as error:
-            # The next look may succeed; until then what was allowed stays allowed.
+            plan = await asyncio.to_thread(read_plan, self._storage, shards=self._shards)
+        except Exception as error:
+            # Stores have exceptions of their own. The next look may succeed; until then what was allowed stays allowed.
             if str(error) != self._unreadable:
                 self._unreadable = str(error)
                 _log.warning("the plan of the run's consumer cannot be read: %s", error)

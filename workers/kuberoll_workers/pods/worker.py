@@ -153,8 +153,8 @@ class ShardPod:
             policy_version=self._metrics.routing.policy_version,
             failure="" if failure is None else failure.headline(FAILURE_CHARACTERS),
             waiting=self._waiting[:FAILURE_CHARACTERS],
-            held=self._pace.held,
-            starved=self._pace.starved,
+            held=self._pace.held[:FAILURE_CHARACTERS],
+            starved=self._pace.starved[:FAILURE_CHARACTERS],
         )
 
     def message(self, cause: str) -> bytes:
