@@ -400,6 +400,21 @@ ROLLOUTS: Final = Page(
                     unit="short",
                 ),
                 Panel(
+                    title="Idle replicas by cause",
+                    about="Share of the replicas' time without a request. Tail: fewer replicas at the end, or shorter "
+                    "limits; environment and no work: more trajectories in flight; admission: more replicas; trainer: see "
+                    "the row Trainer.",
+                    queries=[
+                        (
+                            "{{cause}}",
+                            f"sum by (cause) (rate(kuberoll_replica_idle_seconds_total{{{JOB}}}{RATE})) / ignoring (cause) "
+                            f"group_left sum (rate(kuberoll_replica_seconds_total{{{JOB}}}{RATE}))",
+                        )
+                    ],
+                    unit="percentunit",
+                    kind="stacked",
+                ),
+                Panel(
                     title="Event loop lag",
                     about="How late the workers' event loops run. Above some ten milliseconds the worker, not the GPU, is "
                     "the limit: more workers, or Process isolation for a busy environment.",

@@ -172,6 +172,26 @@ async def test_turns_stay_together_and_trajectories_are_spread() -> None:
         assert len(policy._admission.sessions) == 0
 
 
+async def test_a_replica_is_idle_without_requests_of_anybody() -> None:
+    async with replicas(2) as made, routed(static(made)) as policy:
+        await until(lambda: policy.state().replicas.get("closed") == 2)
+        assert policy.state().idle == 2
+        go_on = asyncio.Event()
+
+        async def hold(_: web.Request, __: GenerationRequest) -> None:
+            await go_on.wait()
+
+        for replica in made:
+            replica.behave, replica.others = hold, 3
+        asking = asyncio.ensure_future(answer(policy, "a"))
+        await until(lambda: any(replica.requests for replica in made))
+        assert policy.state().idle == 1
+        go_on.set()
+        await asking
+        # It said that others' requests are there.
+        assert policy.state().idle == 1
+
+
 async def test_a_storm_of_refusals_costs_time_and_nothing_else() -> None:
     async with replicas(2) as made, routed(static(made)) as policy:
         made[0].behave = refusing(503, 8)

@@ -62,7 +62,7 @@ from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.policy.interface import Policy, PolicyUnavailable, SamplingParameters
 from kuberoll_workers.policy.outage import RemotePolicy
 from kuberoll_workers.policy.readiness import OutageLimit, answering_text, waiting_text, while_answering
-from kuberoll_workers.rollouts.admission import Drain
+from kuberoll_workers.rollouts.admission import Drain, SampleAdmission
 from kuberoll_workers.rollouts.agents import AgentSettings
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
@@ -73,6 +73,7 @@ from kuberoll_workers.rollouts.seeds import job_seed
 from kuberoll_workers.rollouts.settings import RetryPolicy, RolloutSettings, sampling_of
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import Activity, RolloutMetrics, TrajectoryCounts
+from kuberoll_workers.telemetry.idle import AdmissionState
 
 if TYPE_CHECKING:
     from kuberoll_workers.environments.remote.proxy import RemoteEnvironment
@@ -555,6 +556,12 @@ async def run_worker(
                 report=pace_report,
             )
             await stack.enter_async_context(in_background(follower.follow()))
+
+        def admitted(admission: SampleAdmission) -> None:
+            metrics.idle.read_admission = lambda: AdmissionState(admission.held_back, admission.all_begun)
+            if follower is not None:
+                follower.watch(admission)
+
         work = run_groups(
             rollout,
             groups,
@@ -562,7 +569,7 @@ async def run_worker(
             policy=group_policy(config, store.state),
             drain=drain,
             pace=pace,
-            admitted=None if follower is None else follower.watch,
+            admitted=admitted,
         )
         await _unless_gone(policy, settings, work, trouble)
     _check_stored(results, progress, before=before)

@@ -106,6 +106,11 @@ class SampleAdmission:
         self._ended.set()
 
     @property
+    def all_begun(self) -> bool:
+        """True if there is nothing left to start."""
+        return self.exhausted and self._unstarted() is None
+
+    @property
     def held_back(self) -> bool:
         """True if a group is ready to begin, and the run's consumer does not allow it yet."""
         return self._held is not None and self._pace is not None and not self._allows(self._pace, self._held)

@@ -221,6 +221,21 @@ POLICY_WINDOW_REQUESTS: Final = Gauge(
     labels=_JOB,
     help="Maximum number of concurrent requests from the worker to all replicas, learned from their refusals.",
 )
+REPLICA_SECONDS: Final = Counter(
+    name="kuberoll_replica_seconds_total",
+    unit="seconds",
+    labels=_JOB,
+    help="Seconds of all replicas that this worker uses, or waits for.",
+)
+REPLICA_IDLE_SECONDS: Final = Counter(
+    name="kuberoll_replica_idle_seconds_total",
+    unit="seconds",
+    labels=(*_JOB, "cause"),
+    help="Of kuberoll_replica_seconds_total, those without a request, sampled four times a second. Causes: cold start "
+    "and unreachable (it does not answer), admission (requests wait in the worker), trainer (it lets nothing begin), "
+    "tail (all trajectories have begun), environment, and no work (few are in flight). Every worker counts an idle "
+    "replica, so use the ratio of the two.",
+)
 SESSIONS_MOVED: Final = Counter(
     name="kuberoll_sessions_moved_total",
     unit="sessions",
@@ -328,7 +343,15 @@ GROUPS: Final = (
     ),
     MetricGroup(
         "Request routing",
-        (POLICY_REQUESTS, POLICY_REPLICAS, POLICY_WAITING_REQUESTS, POLICY_WINDOW_REQUESTS, SESSIONS_MOVED),
+        (
+            POLICY_REQUESTS,
+            POLICY_REPLICAS,
+            POLICY_WAITING_REQUESTS,
+            POLICY_WINDOW_REQUESTS,
+            REPLICA_SECONDS,
+            REPLICA_IDLE_SECONDS,
+            SESSIONS_MOVED,
+        ),
     ),
     MetricGroup("The worker itself", (JOURNAL_SYNC_SECONDS, JOURNAL_ERRORS, EVENT_LOOP_LAG_SECONDS)),
 )

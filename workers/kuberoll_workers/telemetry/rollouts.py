@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.consumer import ConsumerMetrics
+from kuberoll_workers.telemetry.idle import IdleMetrics
 from kuberoll_workers.telemetry.routing import RoutingMetrics
 from kuberoll_workers.telemetry.tallies import HistogramTally, counter, gauge, histogram
 
@@ -109,6 +110,7 @@ class RolloutMetrics:
         self.journal_seconds = JournalMetrics(job, registry)
         self._environments: dict[str, EnvironmentMetrics] = {}
         self.routing = RoutingMetrics(job, registry)
+        self.idle = IdleMetrics(job, registry)
         self._registry = registry
         self._consumer: ConsumerMetrics | None = None
 
@@ -127,11 +129,24 @@ class RolloutMetrics:
 
     async def watch_event_loop(self, interval: float = 0.25) -> None:
         """Observe the lag of the running event loop and publish the counts each `interval` seconds until cancelled."""
+        sampled = time.perf_counter()
         while True:
             before = time.perf_counter()
             await asyncio.sleep(interval)
-            self._lag.observe(max(0.0, time.perf_counter() - before - interval))
+            now = time.perf_counter()
+            self._lag.observe(max(0.0, now - before - interval))
+            self._sample_idleness(now - sampled)
+            sampled = now
             self.flush()
+
+    def _sample_idleness(self, seconds: float) -> None:
+        activity, read_state = self.activity(), self.routing.read_state
+        self.idle.sample(
+            seconds,
+            routing=None if read_state is None else read_state(),
+            generating=activity.generating,
+            stepping=activity.stepping,
+        )
 
     def flush(self) -> None:
         """Publish the counts."""

@@ -26,11 +26,13 @@ class RoutingState(NamedTuple):
         waiting: Number of requests that wait for a replica.
         window: Number of concurrent requests that the replicas take, as far as known.
         replicas: Number of replicas by the state of their circuit breaker; `leaving`: no longer listed.
+        idle: Number of usable replicas without a request, of this worker or another, as far as known.
     """
 
     waiting: int
     window: int
     replicas: Mapping[str, int]
+    idle: int = 0
 
 
 class RoutingMetrics:

@@ -123,6 +123,7 @@ class RoutedPolicy:
             waiting=self._admission.waiting,
             window=sum(replica.window.limit for replica in replicas if replica.usable),
             replicas=dict(states),
+            idle=sum(replica.usable and not (replica.window.in_flight or replica.outside) for replica in replicas),
         )
 
     def outage(self) -> Outage | None:
