@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.analysis.aggregation.aggregates import Aggregates, aggregate
+from kuberoll_workers.analysis.report.distance import Distance, distance
 from kuberoll_workers.analysis.report.make import PAGE, make_report, report_observer
 from kuberoll_workers.analysis.report.observer import ReportObserver
 from kuberoll_workers.analysis.report.token_texts import TokenTexts, stored_tokenizer
@@ -28,6 +29,7 @@ class RunEnd:
         wanted: Number of prompt groups to keep; None: all of the dataset.
         aggregates: The aggregates; None if they could not be computed.
         files: Files of the aggregates and the report.
+        distance: Of the run from its bound; None if no times are known.
         failed_steps: The error of each step, `aggregation` or `report`, that failed.
         seconds: Wall seconds of each step.
     """
@@ -36,6 +38,7 @@ class RunEnd:
     wanted: int | None
     aggregates: Aggregates | None = None
     files: list[str] = field(default_factory=list)
+    distance: Distance | None = None
     failed_steps: dict[str, Exception] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -107,7 +110,9 @@ def end_run(
         end.failed_steps["report"] = end.failed_steps["aggregation"]
         return end
     with end._step("report"):
-        page = make_report(end.aggregates, report.complete(), location=run.location).page
+        observer = report.complete()
+        end.distance = distance(observer.throughput)
+        page = make_report(end.aggregates, observer, location=run.location).page
         end.files.append(run.write(PAGE, page))
     if job.spec.output.tracking is not None:
         began = time.perf_counter()

@@ -291,7 +291,7 @@ def test_the_page_has_what_its_script_reads() -> None:
     assert document["browsed"] == {"count": 4, "offered": 4, "starts": [0]}
     assert set(document["numbers"]["all"]) == {
         "name", "finished", "outcomes", "causes", "other_causes", "reward", "turns", "prompt", "generated", "observed",
-        "generation_seconds", "environment_seconds", "groups", "throughput", "versions",
+        "generation_seconds", "environment_seconds", "groups", "throughput", "distance", "versions",
     }  # fmt: skip
     assert unpacked(parts["index"]) == {
         "environments": ["math", "puzzle"],

@@ -315,6 +315,9 @@ def test_throughput_over_time_and_policy_versions(opened: Open) -> None:
     card = page.locator("#charts figure", has=page.get_by_role("heading", name="Throughput over time"))
     expect(card.locator("path.area")).to_have_count(3)
     expect(card.locator("figcaption")).to_contain_text("up to 4 trajectories in flight")
+    expect(card.locator("figcaption")).to_contain_text(
+        re.compile(r"\d\.\d\d × the bound: .* at full speed, longest trajectory")
+    )
     card.locator("rect.hit").nth(10).hover()
     expect(page.locator("#tip")).to_contain_text("tokens/s")
     expect(page.locator("#tip")).to_contain_text("in flight")

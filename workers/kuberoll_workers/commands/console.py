@@ -19,6 +19,7 @@ from kuberoll_workers.rollouts.drop_report import DropReport
 
 if TYPE_CHECKING:
     from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
+    from kuberoll_workers.analysis.report.distance import Distance
 
 LOG_SECONDS = 5.0
 START_LOG_SECONDS = 10.0
@@ -165,6 +166,21 @@ def dropped_text(tail: DropReport) -> str:
     return f"dropped: {reasons} ({tail.unfinished} stopped before they ended). On average {means}"
 
 
+def distance_text(distance: Distance) -> str:
+    """How far the run was from its bound, and where that time went."""
+    lost = {
+        "tail": distance.tail_seconds,
+        "environments": distance.environment_seconds,
+        "other causes": distance.other_seconds,
+    }
+    causes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in lost.items() if seconds >= 0.05)
+    return (
+        f"schedule: {duration(distance.seconds)}, {distance.over_bound:.2f} × the bound: at full speed "
+        f"{duration(distance.work_seconds)}, the longest trajectory {duration(distance.longest_seconds)}"
+        f"{f'; lost: {causes}' if causes else ''}"
+    )
+
+
 def duration(seconds: float) -> str:
     """A short time: milliseconds below a second, else seconds."""
     return f"{seconds * 1000:.1f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
@@ -177,6 +193,8 @@ def _print_result(console: Console, result: RunResult) -> None:
         print_metrics_failures(result.summaries, result.location, console)
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"time: {times}"), soft_wrap=True)
+    if result.distance is not None:
+        console.print(Text(distance_text(result.distance)), soft_wrap=True)
     if result.tail.dropped:
         console.print(Text(dropped_text(result.tail)), soft_wrap=True)
     if result.totals is not None and result.totals.progress.turns:

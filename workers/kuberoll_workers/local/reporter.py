@@ -12,6 +12,7 @@ from kuberoll_workers.worker import Progress
 
 if TYPE_CHECKING:
     from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary
+    from kuberoll_workers.analysis.report.distance import Distance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class RunResult:
         location: The run's directory or URI.
         causes: Distinct causes of failures, the most frequent first.
         tail: Comparison of kept and dropped trajectories.
+        distance: Of the run from its bound; None if it is unknown.
         seconds: Wall seconds of the run's phases, in their order.
         files: Files and directories of the run.
     """
@@ -70,6 +72,7 @@ class RunResult:
     causes: Sequence[FailureCause] = ()
     totals: RunProgress | None = None
     tail: DropReport = field(default_factory=DropReport)
+    distance: Distance | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 

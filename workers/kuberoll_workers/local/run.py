@@ -470,6 +470,7 @@ class _LocalRun:
         if end.aggregates is not None:
             result.summaries, result.tail = end.aggregates.summaries, end.aggregates.tail
             result.causes = end.aggregates.contents.causes.by_count()
+            result.distance = end.distance
         failed_steps = [
             f"{step}: {describe_error(error)}; run `kuberoll {_COMMANDS[step]} {self._options.output}` to make it again"
             for step, error in end.failed_steps.items()

@@ -13,6 +13,7 @@ from kuberoll_workers.analysis.aggregation.aggregates import Aggregates
 from kuberoll_workers.analysis.aggregation.environments import statistics_of
 from kuberoll_workers.analysis.aggregation.sources import Failure
 from kuberoll_workers.analysis.aggregation.table import REWARD, SECONDS, TOKENS, TURNS
+from kuberoll_workers.analysis.report.distance import distance
 from kuberoll_workers.analysis.report.histogram import bars
 from kuberoll_workers.analysis.report.observer import ReportObserver
 from kuberoll_workers.analysis.report.spread import spread
@@ -38,7 +39,7 @@ def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, A
     """`{"all": …, "environments": [{"name": …}, …]}`: numbers of all environments together, and of each one.
 
     Each entry has `finished`, `outcomes` by name, `causes` of failures, a histogram for each of seven fields,
-    `groups`, `throughput` over time, and policy `versions`.
+    `groups`, `throughput` over time, and policy `versions`; the first one also the `distance` from the bound.
 
     Args:
         observer: It was offered all trajectories of the run.
@@ -47,6 +48,8 @@ def run_numbers(aggregates: Aggregates, observer: ReportObserver) -> dict[str, A
     names = [name for name, summary in summaries if summary.trajectories or summary.failed or summary.dropped]
     listed = [_numbers(aggregates, observer, name, [name]) for name in names]
     everything = {**listed[0], "name": ""} if len(listed) == 1 else _numbers(aggregates, observer, "", names)
+    found = distance(observer.throughput)
+    everything["distance"] = None if found is None else found.as_json()
     return {"all": everything, "environments": listed}
 
 

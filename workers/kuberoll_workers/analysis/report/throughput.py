@@ -22,9 +22,10 @@ _BUFFER = 1 << 15
 _SHORTEST = 1e-3
 """Least duration of a generation in seconds, so that its rate is finite."""
 
-# Columns of a bin. The first four describe functions of time by their changes of slope: the sum of the changes, and
+# Columns of a bin. All but the last describe functions of time by their changes of slope: the sum of the changes, and
 # the sum of the changes times their moments, from which the integral at any bound follows exactly.
-_TOKENS, _TOKEN_MOMENTS, _BUSY, _BUSY_MOMENTS, _TURNS = range(5)
+_TOKENS, _TOKEN_MOMENTS, _BUSY, _BUSY_MOMENTS, _STEPPING, _STEPPING_MOMENTS, _TURNS = range(7)
+_COLUMNS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Stretch:
         seconds: Width of its intervals; the last one may be shorter.
         turns, tokens: Means per second of each interval.
         busy: Mean number of trajectories that waited for a response or for an environment.
+        stepping: Mean number of those that waited for an environment.
     """
 
     start: float
@@ -45,12 +47,17 @@ class Stretch:
     turns: Floats
     tokens: Floats
     busy: Floats
+    stepping: Floats
+
+    @property
+    def bounds(self) -> Floats:
+        """Unix times of the starts of the intervals, and of the end."""
+        return np.append(self.start + self.seconds * np.arange(len(self.tokens)), self.end)
 
     @property
     def generated(self) -> float:
         """Number of tokens."""
-        bounds = np.append(self.start + self.seconds * np.arange(len(self.tokens)), self.end)
-        return float(np.sum(self.tokens * np.diff(bounds)))
+        return float(np.sum(self.tokens * np.diff(self.bounds)))
 
     def as_json(self) -> dict[str, Any]:
         """Form in which the page has it."""
@@ -67,6 +74,10 @@ class Throughput:
 
     A response's tokens count evenly over its generation, and a turn at its end. Bins become wider as the run gets
     longer; pauses, such as between an interruption and its resumption, take no bins.
+
+    Attributes:
+        longest_seconds: Time that the slowest trajectory waited for its responses and its environment.
+        last_begin: Unix time at which the last trajectory began to generate; None if no times are known.
     """
 
     def __init__(self) -> None:
@@ -74,6 +85,8 @@ class Throughput:
         self._origin: float | None = None
         self._bins: dict[str, dict[int, Floats]] = {}
         self._buffers: dict[str, array[float]] = {}
+        self.longest_seconds = 0.0
+        self.last_begin: float | None = None
 
     def add(self, record: TrajectoryRecord) -> None:
         """Add the turns of a trajectory whose end is known."""
@@ -81,6 +94,11 @@ class Throughput:
         ends = timing.ended_at
         if not ends:
             return
+        own = sum(timing.generation_seconds) + sum(timing.environment_seconds)
+        self.longest_seconds = max(self.longest_seconds, own)
+        if ends[0] is not None:
+            began = ends[0] - timing.generation_seconds[0] - timing.environment_seconds[0]
+            self.last_begin = began if self.last_begin is None else max(began, self.last_begin)
         tokens = [0] * record.turn_count
         for message in record.messages:
             if message.role == "assistant" and 0 < message.turn <= record.turn_count:
@@ -111,9 +129,14 @@ class Throughput:
             step *= 2
         return [self._stretch(chosen, first, last, step) for first, last in active]
 
+    @property
+    def environments(self) -> list[str]:
+        """Names of the environments of the trajectories that were added."""
+        return [*{*self._bins, *self._buffers}]
+
     def tokens_per_second(self) -> float | None:
         """Mean of the whole run without pauses; None if no times are known."""
-        stretches = self.stretches([*{*self._bins, *self._buffers}])
+        stretches = self.stretches(self.environments)
         seconds = sum(stretch.end - stretch.start for stretch in stretches)
         return sum(stretch.generated for stretch in stretches) / seconds if seconds else None
 
@@ -122,20 +145,23 @@ class Throughput:
         bounds = np.append(np.arange(first, last, step), last)
         seconds = np.diff(bounds) * self._width
         indexes = np.array(sorted(bins), dtype=np.int64)
-        columns = np.array([bins[int(index)] for index in indexes]).reshape(-1, 5)
+        columns = np.array([bins[int(index)] for index in indexes]).reshape(-1, _COLUMNS)
         before = np.searchsorted(indexes, bounds)
-        sums = np.vstack([np.zeros(5), np.cumsum(columns, axis=0)])[before]
+        sums = np.vstack([np.zeros(_COLUMNS), np.cumsum(columns, axis=0)])[before]
         moments = bounds * self._width
-        tokens = np.diff(moments * sums[:, _TOKENS] - sums[:, _TOKEN_MOMENTS]) / seconds
-        busy = np.diff(moments * sums[:, _BUSY] - sums[:, _BUSY_MOMENTS]) / seconds
+
+        def mean(slopes: int, moment_sums: int) -> Floats:
+            # Rounding may leave a little below zero.
+            return np.maximum(np.diff(moments * sums[:, slopes] - sums[:, moment_sums]) / seconds, 0.0)
+
         return Stretch(
             start=self._origin + first * self._width,
             end=self._origin + last * self._width,
             seconds=step * self._width,
             turns=np.diff(sums[:, _TURNS]) / seconds,
-            # Rounding may leave a little below zero.
-            tokens=np.maximum(tokens, 0.0),
-            busy=np.maximum(busy, 0.0),
+            tokens=mean(_TOKENS, _TOKEN_MOMENTS),
+            busy=mean(_BUSY, _BUSY_MOMENTS),
+            stepping=mean(_STEPPING, _STEPPING_MOMENTS),
         )
 
     def _flush(self, environment: str) -> None:
@@ -145,18 +171,23 @@ class Throughput:
         began = generated - np.maximum(generation, _SHORTEST)
         rate = tokens / (generated - began)
         bins = self._bins.setdefault(environment, {})
-        ones = np.ones(len(ended))
-        self._count(bins, began, rate, ones, 0)
-        self._count(bins, generated, -rate, 0 * ones, 0)
-        self._count(bins, ended, 0 * rate, -ones, 1)
+        one, none = np.ones(len(ended)), np.zeros(len(ended))
+        self._count(bins, began, rate, one, none, 0)
+        self._count(bins, generated, -rate, none, one, 0)
+        self._count(bins, ended, none, -one, -one, 1)
         while len(bins) > _MOST_BINS:
             self._widen()
             bins = self._bins[environment]
 
-    def _count(self, bins: dict[int, Floats], moments: Floats, tokens: Floats, busy: Floats, turns: int) -> None:
+    def _count(
+        self, bins: dict[int, Floats], moments: Floats, tokens: Floats, busy: Floats, stepping: Floats, turns: int
+    ) -> None:
         indexes: Integers = np.floor(moments / self._width).astype(np.int64)
         places, of = np.unique(indexes, return_inverse=True)
-        columns = (tokens, tokens * moments, busy, busy * moments, np.full(len(moments), turns))
+        columns = (
+            *(column for slopes in (tokens, busy, stepping) for column in (slopes, slopes * moments)),
+            np.full(len(moments), turns),
+        )
         sums = np.stack([np.bincount(of, weights=column, minlength=len(places)) for column in columns], axis=1)
         for place, values in zip(places.tolist(), sums, strict=True):
             bins[place] = bins[place] + values if place in bins else values

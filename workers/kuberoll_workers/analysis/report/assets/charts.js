@@ -215,11 +215,19 @@ function failures(numbers) {
 }
 
 // Tokens and turns a second, and trajectories in flight, over the time in which the run was at work.
-function throughput(stretches) {
-  return stretches.length ? { span: 6, draw: (span) => throughputCard(stretches, span) } : null;
+function throughput(stretches, distance) {
+  return stretches.length ? { span: 6, draw: (span) => throughputCard(stretches, distance, span) } : null;
 }
 
-function throughputCard(stretches, span) {
+// How far the run was from what no schedule could better, and where that time went.
+function distanceText(distance) {
+  const lost = [["tail", "tail"], ["environment", "environments"], ["other", "other causes"]].map(([name, label]) => [distance[`${name}_seconds`], label])
+    .filter(([seconds]) => seconds >= 0.05).map(([seconds, label]) => `${elapsed(seconds)} ${label}`);
+  return `${distance.over_bound.toFixed(2)} × the bound: ${elapsed(distance.work_seconds)} at full speed, longest trajectory ${elapsed(distance.longest_seconds)}`
+    + (lost.length ? `; lost: ${lost.join(", ")}` : "");
+}
+
+function throughputCard(stretches, distance, span) {
   const title = "Throughput over time", width = room(span), pause = 22;
   const worked = stretches.reduce((sum, stretch) => sum + stretch.end - stretch.start, 0);
   const space = width - MARGIN.left - MARGIN.right - pause * (stretches.length - 1);
@@ -235,7 +243,8 @@ function throughputCard(stretches, span) {
   const most = Math.max(...points.map((point) => point.busy));
   const caption = `mean ${big(total("tokens") / worked)} tokens/s and ${number(total("turns") / worked)} turns/s over ${elapsed(worked)}; `
     + `up to ${number(Math.round(most))} trajectories in flight: waiting for a response or an environment. Finished trajectories only`
-    + (stretches.length > 1 ? `; ${number(stretches.length - 1)} ${stretches.length > 2 ? "pauses" : "pause"} left out` : "");
+    + (stretches.length > 1 ? `; ${number(stretches.length - 1)} ${stretches.length > 2 ? "pauses" : "pause"} left out` : "")
+    + (distance ? `. ${distanceText(distance)}` : "");
   const panels = [["tokens", "tokens/s"], ["turns", "turns/s"], ["busy", "in flight"]];
   const panel = 92, height = panels.length * panel + 26;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${caption}` });

@@ -33,7 +33,7 @@ function charts(numbers, environments) {
   const ended = Object.keys(outcomeNames).filter((name) => numbers.outcomes[name])
     .map((name) => ({ name: outcomeNames[name], value: numbers.outcomes[name], style: name === "failed" ? "bad" : ["oversampled", "filtered", "stale"].includes(name) ? "quiet" : "bar" }));
   return [
-    throughput(numbers.throughput),
+    throughput(numbers.throughput, numbers.name === "" || environments.length === 1 ? report.numbers.all.distance : null),
     histogram("Reward", numbers.reward, { unit: "total reward", span: 3 }),
     signal(numbers.groups),
     histogram("Turns", numbers.turns, { unit: "turns" }),
