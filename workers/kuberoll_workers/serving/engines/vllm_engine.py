@@ -14,6 +14,7 @@ import os
 import sys
 from array import array
 from collections.abc import Coroutine, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -253,7 +255,7 @@ class VLLMEngine:
         extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
         self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
         # Keep them: when one dies vLLM drops them, and with them their exit codes.
-        with started_children() as self._processes:
+        with started_children() as self._processes, _buffered(settings):
             try:
                 self._engine = AsyncLLM.from_vllm_config(
                     settings, stat_loggers=_stat_loggers(), disable_log_stats=arguments["disable_log_stats"]
@@ -465,6 +467,16 @@ class VLLMEngine:
         if self._engine is None:
             raise PolicyUnavailable("the engine is not started")
         return self._engine
+
+
+def _buffered(settings: VllmConfig) -> AbstractContextManager[None]:
+    """The context in which the engine's process is started."""
+    if settings.parallel_config.data_parallel_size > 1:
+        # Its processes tell each other by these messages who has work.
+        return contextlib.nullcontext()
+    from kuberoll_workers.serving.engines.core_process import buffered_outputs
+
+    return buffered_outputs()
 
 
 def _directory_of(model: str, revision: str | None) -> Path | None:
