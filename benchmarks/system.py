@@ -1,6 +1,6 @@
 """How much of an engine's own throughput reaches the user's trajectories: `kuberoll run` against vLLM alone.
 
-A random model of some 25 million parameters, so that a step of the engine takes about as long as on a GPU: 10 to 30 ms.
+A random model of some 4 million parameters, so that a step of the engine takes about as long as on a GPU: 10 to 30 ms.
 Each way is measured from the first request to the last token, without the start. vLLM alone gets the very prompts,
 seeds and numbers of tokens of the run, in a process of its own that does nothing else:
 
@@ -8,7 +8,10 @@ seeds and numbers of tokens of the run, in a process of its own that does nothin
 - several turns, with environments that take 0 or 200 ms: vLLM's engine stepped in a loop that sends each next turn at
   once, or 200 ms later, which no schedule can better.
 
-    .venv/bin/python -m benchmarks.system [--trajectories 64] [--tokens 64] [--turns 4]
+The CPU time of the run's processes between its first request and its last token says what is lost where: on a machine
+with two cores all that is not the engine slows it down.
+
+    .venv/bin/python -m benchmarks.system [--trajectories 64] [--tokens 256] [--turns 4]
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.figures import Figure
+from benchmarks.process_times import OTHERS, PARTS, ProcessTimes
 from kuberoll_workers.data.messages import is_response
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.output.run_files import RunFiles
@@ -33,7 +37,7 @@ from kuberoll_workers.serving.engines.vllm_engine import CPU_ENVIRONMENT, engine
 
 HERE = Path(__file__).parents[1]
 TOKENIZER = HERE / "examples" / "models" / "tiny-policy"
-WINDOW = 1024
+WINDOW = 2048
 ENGINE = {"dtype": "float32", "max_model_len": WINDOW, "max_num_seqs": 256}
 
 
@@ -71,11 +75,11 @@ def make_model(directory: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(TOKENIZER)
     for name, value in {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "head_dim": 64,
         "max_position_embeddings": WINDOW,
     }.items():
@@ -114,17 +118,18 @@ def manifest(model: Path, case: Case, *, trajectories: int, tokens: int) -> dict
     }
 
 
-def run(document: dict[str, Any], output: Path) -> list[TrajectoryRecord]:
-    """`kuberoll run`, and its trajectories."""
+def run(document: dict[str, Any], output: Path) -> tuple[list[TrajectoryRecord], ProcessTimes]:
+    """`kuberoll run`: its trajectories, and the CPU times of its processes."""
     job = output.with_suffix(".yaml")
     job.write_text(json.dumps(document))
     kuberoll = Path(sys.executable).with_name("kuberoll")
     command = [str(kuberoll), "run", str(job), "--output", str(output), "--metrics-port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "XDG_STATE_HOME": str(output.parent)}
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+    with ProcessTimes() as times:
+        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return [record for record in RunFiles(str(output)).trajectories() if isinstance(record, TrajectoryRecord)]
+    return [record for record in RunFiles(str(output)).trajectories() if isinstance(record, TrajectoryRecord)], times
 
 
 def intervals(records: Sequence[TrajectoryRecord]) -> list[tuple[float, float]]:
@@ -233,7 +238,7 @@ def cases(turns: int) -> tuple[Case, ...]:
     )
 
 
-def figures(*, trajectories: int = 64, tokens: int = 64, turns: int = 4, rounds: int = 2) -> Iterator[Figure]:
+def figures(*, trajectories: int = 64, tokens: int = 256, turns: int = 4, rounds: int = 2) -> Iterator[Figure]:
     """Measure all cases; the ways take turns, and the best of each counts."""
     goals = {"system_over_engine_single_turn": 0.97, "system_over_engine_multi_turn": 0.95}
     with tempfile.TemporaryDirectory() as temporary:
@@ -242,12 +247,14 @@ def figures(*, trajectories: int = 64, tokens: int = 64, turns: int = 4, rounds:
         make_model(model)
         for case in cases(turns):
             document = manifest(model, case, trajectories=trajectories, tokens=tokens)
-            rates, idle, bounds = [], [], []
+            rates, idle, bounds, spent = [], [], [], []
             for number in range(rounds):
-                records = run(document, directory / f"{case.name}-{number}")
+                records, times = run(document, directory / f"{case.name}-{number}")
                 found = intervals(records)
                 generated = sum(record.tokens.generated for record in records)
-                rates.append(generated / (max(end for _, end in found) - found[0][0]))
+                begin, end = found[0][0], max(end for _, end in found)
+                rates.append(generated / (end - begin))
+                spent.append({part: 1e6 * value / generated for part, value in times.between(begin, end).items()})
                 idle.append(idle_share(found))
                 bounds.append(measure_alone(model, list(map(turns_of, records)), case.seconds, directory))
             bound = max(one.rate for one in bounds)
@@ -257,7 +264,12 @@ def figures(*, trajectories: int = 64, tokens: int = 64, turns: int = 4, rounds:
                 f"{100 * min(idle):.1f} % of the time, alone {100 * min(one.idle for one in bounds):.1f} %",
                 flush=True,
             )
+            parts = {part: min(one.get(part, 0.0) for one in spent) for part in (*PARTS, OTHERS)}
+            print(f"  CPU, µs a token: {', '.join(f'{part} {value:.1f}' for part, value in parts.items())}", flush=True)
             yield Figure(case.name, max(rates) / bound, "ratio", bound=1.0, goal=goals.get(case.name), better="higher")
+            if case.turns == 1:
+                yield Figure("replica_cpu_us_per_token", parts["replica"], "µs")
+                yield Figure("ray_cpu_us_per_token", parts[OTHERS], "µs")
             if case.seconds:
                 yield Figure(
                     "engine_idle_slow_environment", min(idle), "share", bound=min(one.idle for one in bounds),
@@ -268,7 +280,7 @@ def figures(*, trajectories: int = 64, tokens: int = 64, turns: int = 4, rounds:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)

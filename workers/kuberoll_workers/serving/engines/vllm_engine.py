@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import itertools
 import math
@@ -158,6 +159,12 @@ def is_cpu_build() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+# Replicas say it with each answer to a look at their load, and metadata is parsed from files.
+@functools.cache
+def _engine_name() -> str:
+    return f"vllm {importlib.metadata.version(CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}"
 
 
 def missing_library() -> str | None:
@@ -411,7 +418,7 @@ class VLLMEngine:
     def info(self) -> EngineInfo:
         return EngineInfo(
             model=self._model,
-            engine=f"vllm {importlib.metadata.version(CPU_DISTRIBUTION if is_cpu_build() else 'vllm')}",
+            engine=_engine_name(),
             max_model_len=self._window,
             vocab_size=self._vocabulary,
             policy_version=self._version,
