@@ -21,6 +21,8 @@ from kuberoll_workers.serving.engines.simulated import Simulated
 from tests.rollouts.fakes import until
 from tests.trainer.on_policy import PacedRun, job, train
 
+pytestmark = pytest.mark.slow
+
 
 def paced(tmp_path: Path, *, shards: int = 1, **on_policy: Any) -> PacedRun:
     return PacedRun(tmp_path / "run", job(shards=shards, rollout={"onPolicy": on_policy}))
