@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.core import EngineCoreProc
 
 from kuberoll_workers.serving.engines.output_buffer import OutputBuffer
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
 
-_PROCESS: Any = EngineCoreProc
-# A forked process has the class as its parent changed it.
-_RUN = EngineCoreProc.run_engine_core
-_BUSY_LOOP = EngineCoreProc.run_busy_loop
+# vLLM's own function, while its class has `run` in its place: a forked process has the class as its parent changed it.
+_replaced: Callable[..., None] | None = None
 
 
 class BufferedQueue:
@@ -28,8 +23,11 @@ class BufferedQueue:
 
     def __init__(self, following: queue.Queue[Any], requests: Mapping[str, Request]) -> None:
         """`requests` are those that the engine has, by id."""
+        from vllm.sampling_params import RequestOutputKind
+
         self._following = following
         self._requests = requests
+        self._whole = RequestOutputKind.FINAL_ONLY
         self._buffers: dict[int, OutputBuffer] = {}
         # vLLM's thread of requests puts some errors itself.
         self._lock = threading.Lock()
@@ -58,7 +56,7 @@ class BufferedQueue:
         parameters = None if request is None else request.sampling_params
         return (
             parameters is not None
-            and parameters.output_kind == RequestOutputKind.FINAL_ONLY
+            and parameters.output_kind == self._whole
             # They are looked for where the outputs arrive.
             and not parameters.stop
         )
@@ -66,20 +64,30 @@ class BufferedQueue:
 
 def run(*arguments: Any, **options: Any) -> None:
     """Run the engine's process, instead of `EngineCoreProc.run_engine_core`."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    process: Any = EngineCoreProc
+    busy_loop = process.run_busy_loop
 
     def run_busy_loop(engine: Any) -> None:
         engine.output_queue = BufferedQueue(engine.output_queue, engine.scheduler.requests)
-        _BUSY_LOOP(engine)
+        busy_loop(engine)
 
-    _PROCESS.run_busy_loop = run_busy_loop
-    _RUN(*arguments, **options)
+    process.run_busy_loop = run_busy_loop
+    (_replaced or process.run_engine_core)(*arguments, **options)
 
 
 @contextmanager
 def buffered_outputs() -> Iterator[None]:
     """Start engines' processes with a buffer while the context lasts."""
-    _PROCESS.run_engine_core = staticmethod(run)
+    from vllm.v1.engine.core import EngineCoreProc
+
+    global _replaced
+    process: Any = EngineCoreProc
+    _replaced = original = process.run_engine_core
+    process.run_engine_core = staticmethod(run)
     try:
         yield
     finally:
-        _PROCESS.run_engine_core = staticmethod(_RUN)
+        process.run_engine_core = staticmethod(original)
+        _replaced = None
