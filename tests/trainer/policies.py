@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class ReadingEngine(Simulated):
 class Replica:
     """An engine that follows what is published."""
 
-    def __init__(self, publications: Publications, scratch: Path) -> None:
-        self.engine = ReadingEngine(scratch)
+    def __init__(self, publications: Publications, engine: ReadingEngine) -> None:
+        self.engine = engine
         self.live = LiveWeights(self.engine, first_wait=0.05)
         self.follower = WeightsFollower(publications, self.live, {})
 
@@ -72,8 +72,9 @@ class Replica:
 class Policy:
     """The policy's `/v1/weights`, with the replicas behind it."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, engine: Callable[[Path], ReadingEngine] = ReadingEngine) -> None:
         self._scratch = scratch
+        self._engine = engine
         self._publications = Publications(Dictionary())
         self._portal: Any = None
         self.replicas: dict[str, Replica] = {}
@@ -109,7 +110,7 @@ class Policy:
     async def _start(self, name: str) -> Replica:
         scratch = self._scratch / name
         scratch.mkdir(parents=True, exist_ok=True)
-        replica = Replica(self._publications, scratch)
+        replica = Replica(self._publications, self._engine(scratch))
         await replica.follower.start(None)
         self.replicas[name] = replica
         return replica

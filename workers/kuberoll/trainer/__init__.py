@@ -7,6 +7,7 @@ docs/training.md is the guide.
 
 from kuberoll.trainer.advantages import dr_grpo, grpo, rloo
 from kuberoll.trainer.batch import Batch, InexactTrajectory, RowTooLong
+from kuberoll.trainer.broadcast import Broadcast
 from kuberoll.trainer.endpoint import EndpointError, PolicyEndpoint, ServedWeights, run_endpoint
 from kuberoll.trainer.groups import Group, GroupKey
 from kuberoll.trainer.locations import LocationError
@@ -22,6 +23,7 @@ from kuberoll_workers.output.run_files import NotARun
 __all__ = [
     "Adapters",
     "Batch",
+    "Broadcast",
     "Counts",
     "Deltas",
     "EndpointError",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from kuberoll.trainer.broadcast import Broadcast
 from kuberoll.trainer.endpoint import EndpointError, ServedWeights, WeightsEndpoint
 from kuberoll.trainer.locations import open_location
 from kuberoll.trainer.transports import Adapters, Deltas, Files, Transport, describe
@@ -26,11 +27,16 @@ from kuberoll_workers.data.weights.manifest import (
     directory_name,
 )
 
-TransportName = Literal["files", "deltas", "adapters"]
+TransportName = Literal["files", "deltas", "adapters", "broadcast"]
 
 _log = logging.getLogger(__name__)
 
-_TRANSPORTS: Final[Mapping[str, Callable[[], Transport]]] = {"adapters": Adapters, "deltas": Deltas, "files": Files}
+_TRANSPORTS: Final[Mapping[str, Callable[[], Transport]]] = {
+    "adapters": Adapters,
+    "broadcast": Broadcast,
+    "deltas": Deltas,
+    "files": Files,
+}
 _OWN_VERSION = 0
 _LOOK_SECONDS: Final = 0.05
 _LONGEST_LOOK_SECONDS: Final = 1.0
@@ -43,9 +49,10 @@ class Publication:
 
     Attributes:
         uri: Where it is, as replicas see it.
-        bytes: Of the files that were written for it.
-        seconds: Wall seconds by phase: `write` (reading the weights, comparing, writing the files), `store` (making
-            them a version: sync, or upload), `serve` (until every replica served it; absent with `wait=False`).
+        bytes: Of the files that were written for it; with `broadcast` of the tensors that each replica receives.
+        seconds: Wall seconds by phase: `write` (reading the weights, comparing, writing the files, or copying them),
+            `store` (making them a version: sync, or upload), `serve` (until every replica served it; absent with
+            `wait=False`), `files` (writing them afterwards, with `Broadcast(files=True)`).
         replicas: Replicas that served it in the end; empty with `wait=False`.
     """
 
@@ -103,7 +110,7 @@ class Publisher:
         Args:
             endpoint: Of the policy, or a job's `JobWeights`.
             location: Directory or object store's URI, of this policy alone.
-            transport: `files`, `deltas`, `adapters`, or an object such as `Deltas(anchor_every=50)`.
+            transport: `files`, `deltas`, `adapters`, `broadcast`, or an object such as `Deltas(anchor_every=50)`.
             keep: Number of the newest versions to keep. Older ones are removed, but not what a replica serves, nor what
                 later changes build on.
             dtype: Type to which floating-point torch tensors are converted, such as `bfloat16`; None: none.
@@ -125,6 +132,7 @@ class Publisher:
         self._location = open_location(location)
         self._replica_location = None if replica_location is None else replica_location.rstrip("/")
         self._transport: Transport = _TRANSPORTS[transport]() if isinstance(transport, str) else transport
+        self._transport.reach(getattr(endpoint, "url", None))
         self._keep = keep
         self._dtype = dtype
         self._timeout = timeout
@@ -173,10 +181,10 @@ class Publisher:
                 with clock.phase("write"):
                     manifest = self._transport.write(weights, version=version, dtype=self._dtype, target=target)
                     manifest = describe(manifest, target)
-                size = sum(manifest.files.values())
+                size = sum(manifest.files.values()) + self._transport.direct_bytes()
                 with clock.phase("store"):
                     self._location.commit(version, target)
-                self._announce(version)
+                self._announce(version, replicas=len(before.replicas))
             except BaseException:
                 self._transport.forget()
                 raise
@@ -187,6 +195,9 @@ class Publisher:
             return publication
         with clock.phase("serve"):
             served = self._until_served(version)
+        if self._transport.leaves_files:
+            with clock.phase("files"):
+                self._add_anchor(version)
         self._remove_old(served)
         return Publication(
             version=version,
@@ -206,6 +217,16 @@ class Publisher:
         self._remove_old(served)
         return served
 
+    def close(self) -> None:
+        """Stop what runs for the transport: with `broadcast`, later replicas then find no weights but the files."""
+        self._transport.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _check_version(self, version: int, before: ServedWeights) -> None:
         newest = max(self.newest, _number(before.wanted))
         if isinstance(version, bool) or not isinstance(version, int) or version <= newest:
@@ -219,9 +240,9 @@ class Publisher:
             return self._location.uri(version)
         return f"{self._replica_location}/{directory_name(version)}"
 
-    def _announce(self, version: int) -> None:
+    def _announce(self, version: int, *, replicas: int) -> None:
         try:
-            self.endpoint.serve(self._uri(version), str(version))
+            self.endpoint.serve(self._transport.address(version, self._uri(version), replicas=replicas), str(version))
         except EndpointError as error:
             # Without an answer it may have been heard.
             served = None if error.status is not None else self._look()
@@ -282,7 +303,8 @@ class Publisher:
             return PublishFailed(version, why, self._look())
         # Without an answer replicas go on trying; what they serve is in the message.
         with contextlib.suppress(EndpointError):
-            self.endpoint.serve(None if own else self._uri(int(before)), before)
+            uri = None if own else self._transport.address(int(before), self._uri(int(before)), replicas=1)
+            self.endpoint.serve(uri, before)
         return PublishFailed(version, why, self._until_everywhere(before))
 
     def _until_everywhere(self, version: str) -> ServedWeights | None:

@@ -1,4 +1,7 @@
-"""Ways in which weights get from a trainer to the replicas: whole files, or changes since the version before."""
+"""Ways in which weights get from a trainer to the replicas by files: whole ones, or changes since the version before.
+
+`broadcast` has the way without files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 class Transport(Protocol):
-    """A way of weights to the replicas, by files at a location."""
+    """A way of weights to the replicas. The methods with a body are for ways that need no files."""
 
     def write(self, weights: Any, *, version: int, dtype: str | None, target: Path) -> WeightsManifest:
         """Write the files of a version into an empty directory, without its description.
@@ -44,17 +47,43 @@ class Transport(Protocol):
         """
         ...
 
-    def write_anchor(self, version: int, target: Path) -> str | None:
+    def write_anchor(self, version: int, target: Path) -> str | None:  # noqa: ARG002 - they are whole already
         """Write the whole weights of the version that was written last; return the file's name.
 
         Returns:
             None: They are whole already, or no longer known.
         """
-        ...
+        return None
 
     def forget(self) -> None:
-        """Forget what was written: it may not be there, or not be served."""
-        ...
+        """Forget what was written last: it may not be there, or not be served."""
+        return None
+
+    def reach(self, url: str | None) -> None:  # noqa: ARG002 - files need no way back
+        """Learn the policy's URL, before anything is written; None: it has none."""
+        return None
+
+    def address(self, version: int, uri: str, *, replicas: int) -> str:  # noqa: ARG002 - they read the files
+        """The URI by which replicas get a version.
+
+        Args:
+            uri: That of its files, as replicas see it.
+            replicas: Number of those that will come for it.
+        """
+        return uri
+
+    def direct_bytes(self) -> int:
+        """Bytes of the version that was written last which each replica gets without files."""
+        return 0
+
+    @property
+    def leaves_files(self) -> bool:
+        """Whether `write_anchor` is to be called for each version that is served."""
+        return False
+
+    def close(self) -> None:
+        """Stop what runs for it."""
+        return None
 
 
 def describe(manifest: WeightsManifest, target: Path) -> WeightsManifest:
@@ -65,7 +94,7 @@ def describe(manifest: WeightsManifest, target: Path) -> WeightsManifest:
     return manifest
 
 
-class Files:
+class Files(Transport):
     """Whole files: for one machine, or a file system that trainer and replicas share."""
 
     def write(self, weights: Any, *, version: int, dtype: str | None, target: Path) -> WeightsManifest:
@@ -81,14 +110,8 @@ class Files:
             write_file(target / MODEL_FILE, model_tensors(weights, dtype=dtype))
         return WeightsManifest(version=version, files={})
 
-    def write_anchor(self, version: int, target: Path) -> str | None:  # noqa: ARG002 - they are whole already
-        return None
 
-    def forget(self) -> None:
-        return None
-
-
-class Deltas:
+class Deltas(Transport):
     """Changes since the version before, without loss; now and then, and where a replica needs it, whole weights.
 
     The trainer's process keeps a copy of the weights that it published last. Without one, after a restart, whole
@@ -146,7 +169,7 @@ class Deltas:
         self._held = None
 
 
-class Adapters:
+class Adapters(Transport):
     """LoRA adapters, for replicas with `engineArgs.enable_lora: true`: megabytes in place of a model."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -174,12 +197,6 @@ class Adapters:
             write_file(target / _ADAPTER_FILE, model_tensors(weights, dtype=dtype))
             (target / _ADAPTER_CONFIG).write_bytes(orjson.dumps(self._config))
         return WeightsManifest(version=version, files={})
-
-    def write_anchor(self, version: int, target: Path) -> str | None:  # noqa: ARG002 - they are whole already
-        return None
-
-    def forget(self) -> None:
-        return None
 
 
 def _copied(tensors: dict[str, Tensor], *, into: dict[str, Tensor] | None) -> dict[str, Tensor]:

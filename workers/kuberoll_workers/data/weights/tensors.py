@@ -86,6 +86,11 @@ def dtype_named(framework_name: str, *, where: str) -> str:
         ) from None
 
 
+def framework_name(dtype: str) -> str:
+    """PyTorch's name of a type of the format, such as bfloat16."""
+    return _TYPES[dtype][0]
+
+
 def bits_type(dtype: str) -> numpy.dtype[Any]:
     """The unsigned type that is as wide as elements of a type."""
     return numpy.dtype(f"<u{_TYPES[dtype][1]}")

@@ -14,8 +14,8 @@ import math
 import os
 import sys
 from array import array
-from collections.abc import Coroutine, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ import msgspec
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from kuberoll_workers.data.weights.offers import Offer, OfferRefused, offer_of
 from kuberoll_workers.policy.interface import (
     EngineInfo,
     GenerationRequest,
@@ -32,11 +33,13 @@ from kuberoll_workers.policy.interface import (
     SamplingParameters,
 )
 from kuberoll_workers.serving.engines.adapters import ENABLING_ARGUMENT, SLOTS, AdaptedClient, is_adapter
-from kuberoll_workers.serving.engines.checkpoint import check_fit
+from kuberoll_workers.serving.engines.checkpoint import Shapes, check_fit, mismatch, read_shapes
 from kuberoll_workers.serving.engines.children import exit_codes, started_children
 from kuberoll_workers.serving.engines.fetching import fetch, is_remote
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
+from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
+from kuberoll_workers.serving.engines.transfer_worker import BACKEND as GLOO
 from kuberoll_workers.serving.root_cause import death_by_signal
 
 if TYPE_CHECKING:
@@ -75,6 +78,8 @@ _ENGINE_MODULES = (
 _CPU_WORKER = "vllm.v1.worker.cpu_worker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker"
 _CPU_EXTENSION = "kuberoll_workers.serving.engines.cpu_worker.CPUWorkerExtension"
+_TRANSFER_EXTENSION = "kuberoll_workers.serving.engines.transfer_worker.TransferWorkerExtension"
+_TRANSFER_ARGUMENT = "weight_transfer_config"
 
 _CPU_ARGUMENTS = {
     "worker_extension_cls": _CPU_EXTENSION,
@@ -101,6 +106,8 @@ _PROBE_SECONDS = 60.0
 _IDLE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
+# An engine that waits for a trainer that is gone answers no call.
+_ABORT_SECONDS = 10.0
 
 
 def engine_arguments(
@@ -110,6 +117,8 @@ def engine_arguments(
     arguments = {"model": model, "tokenizer": tokenizer, "revision": revision, **_ARGUMENTS}
     if cpu:
         arguments.update(_CPU_ARGUMENTS)
+    elif (given.get(_TRANSFER_ARGUMENT) or {}).get("backend") == GLOO:
+        arguments["worker_extension_cls"] = _TRANSFER_EXTENSION
     if given.get(ENABLING_ARGUMENT):
         arguments.update(SLOTS)
     if world_size(given) > 1:
@@ -203,6 +212,8 @@ class VLLMEngine:
         self._engine: AsyncLLM | None = None
         # None: adapters are not enabled.
         self._adapted: AdaptedClient | None = None
+        # None: `weight_transfer_config` is not set.
+        self._receiver: WeightsReceiver | None = None
         self._base_version = OWN_VERSION
         self._numbers = itertools.count()
         self._last_result = 0.0
@@ -274,6 +285,12 @@ class VLLMEngine:
                 raise
         if self._arguments.get(ENABLING_ARGUMENT):
             self._adapted = AdaptedClient(self._engine)
+        if settings.weight_transfer_config is not None:
+            self._receiver = WeightsReceiver(
+                VLLMTransfers(self._engine),
+                backend=settings.weight_transfer_config.backend,
+                workers=settings.parallel_config.world_size_across_dp,
+            )
         await self._engine.update_weight_version(OWN_VERSION)
         config = self._engine.vllm_config.model_config
         self._window = int(config.max_model_len)
@@ -329,11 +346,57 @@ class VLLMEngine:
         return self._texts.decode_with_special_tokens(output.token_ids[:-1] if ended else output.token_ids)
 
     async def load_weights(self, uri: str | None, version: str) -> None:
+        try:
+            offer = None if uri is None else offer_of(uri)
+        except OfferRefused as error:
+            raise WeightsRefused(str(error)) from error
+        if offer is None:
+            await self._load_files(uri, version)
+            return
+        try:
+            await self._receive(offer, version)
+        except NotReceived as refused:
+            if offer.files is None:
+                raise
+            try:
+                await self._load_files(offer.files, version)
+            except WeightsRefused as missing:
+                raise refused from missing
+
+    async def _load_files(self, uri: str | None, version: str) -> None:
         engine = self._started()
         path = await asyncio.to_thread(self._prepare_weights, uri, version)
         if uri is not None and is_adapter(Path(path)):
             await self._load_adapter(Path(path), version)
             return
+        async with self._switching(version):
+            await engine.collective_rpc(self._reload, kwargs={"weights_path": path})
+
+    async def _receive(self, offer: Offer, version: str) -> None:
+        if self._receiver is None:
+            raise NotReceived(
+                f"this replica cannot receive weights from a trainer: set spec.generation.engineArgs."
+                f'{_TRANSFER_ARGUMENT}: {{"backend": "{GLOO if is_cpu_build() else "nccl"}"}}, or publish files'
+            )
+        own = await asyncio.to_thread(self._own_shapes)
+        await self._receiver.receive(
+            offer,
+            misfit=lambda shapes: None if own is None else mismatch(shapes, own),
+            switching=lambda: self._switching(version),
+        )
+
+    def _own_shapes(self) -> Shapes | None:
+        own = _directory_of(self._model, self._revision)
+        return None if own is None else read_shapes(own)
+
+    @asynccontextmanager
+    async def _switching(self, version: str) -> AsyncIterator[None]:
+        """Pause the engine while its weights change to a version.
+
+        Raises:
+            PolicyUnavailable: The change failed; the engine is broken.
+        """
+        engine = self._started()
         # What was begun with an adapter is finished with the weights for which it was made.
         adapted = self._adapted is not None and self._adapted.adapted
         self._loading = True
@@ -341,7 +404,7 @@ class VLLMEngine:
             # Without clearing the cache, a prefix computed with the old weights would silently be continued with the
             # new ones: resetting it afterwards has no effect while requests are in flight.
             await engine.pause_generation(mode="wait" if adapted else "keep", clear_cache=True)
-            await engine.collective_rpc(self._reload, kwargs={"weights_path": path})
+            yield
             await engine.update_weight_version(version)
             if self._adapted is not None:
                 self._adapted.unload()
@@ -351,7 +414,8 @@ class VLLMEngine:
             self._broken = f"the weights {version} could not be loaded: {type(error).__name__}: {error}"
             # Abort the waiting requests, so that they are retried elsewhere at once.
             with contextlib.suppress(Exception):
-                await engine.pause_generation(mode="abort")
+                async with asyncio.timeout(_ABORT_SECONDS):
+                    await engine.pause_generation(mode="abort")
             if isinstance(error, Exception):
                 raise PolicyUnavailable(self._broken) from error
             raise

@@ -1,0 +1,100 @@
+"""Extension of vLLM's workers that receive weights over Gloo; vLLM mixes the class into theirs by its name.
+
+vLLM's own backends for weights that come from a trainer need GPUs. This one needs TCP.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kuberoll_workers.data.weights.offers import Tensors
+from kuberoll_workers.serving.engines.gloo_receiver import GlooInitInfo, GlooReceiver
+from kuberoll_workers.serving.engines.packed_weights import repack_output_layers
+
+BACKEND = "gloo"
+
+
+class TransferWorkerExtension:
+    """Two calls that vLLM's weight transfer lacks for weights that are received in the background."""
+
+    def kuberoll_transfer_received(self: Any) -> bool:
+        """Whether all weights are there.
+
+        Raises:
+            RuntimeError: They cannot be received.
+        """
+        return bool(self.weight_transfer_engine.received())
+
+    def kuberoll_abort_transfer(self: Any) -> None:
+        """Forget weights that are being received; the model has its old ones.
+
+        vLLM has no call for it: an update that was begun must be finished, or fail.
+        """
+        self.weight_transfer_engine.abort()
+        self._weight_update_active = False
+
+
+def register() -> None:
+    """Register the backend with vLLM, unless it is there."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+
+    class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no types
+        """Receives weights in the background, and loads them when all are there."""
+
+        init_info_cls = GlooInitInfo
+        update_info_cls = Tensors
+        supports_draft_weight_update = False
+        # A returned `update_weights` means that they are on their way.
+        defers_processing = True
+
+        def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+            super().__init__(config, vllm_config, device, model)
+            parallel = vllm_config.parallel_config
+            # As vLLM numbers workers for NCCL.
+            self._receiver = GlooReceiver(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+        def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+            self._receiver.join(init_info)
+
+        def start_weight_update(self) -> None:
+            return None
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Tensors) -> None:
+            self._receiver.update(update_info)
+
+        def finish_weight_update(self) -> None:
+            from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+            reload_weights(
+                self.vllm_config,
+                self.model,
+                weights_iterator=iter(self._receiver.take()),
+                weights_path=None,
+                is_checkpoint_format=True,
+            )
+            if self.device.type == "cpu":
+                repack_output_layers(self.model)
+
+        def received(self) -> bool:
+            return self._receiver.done()
+
+        def abort(self) -> None:
+            self._receiver.abort()
+
+        def shutdown(self) -> None:
+            self._receiver.abort()
+
+    WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)
+
+
+# vLLM loads this module in each worker, before the worker makes its transfer engine.
+if "vllm" in sys.modules:
+    register()
