@@ -46,7 +46,7 @@ class Workers:
             receiver.update(Tensors(**info))
 
     async def received(self) -> bool:
-        return all([receiver.done() for receiver in self._receivers])
+        return all(receiver.done() for receiver in self._receivers)
 
     async def finish(self, version: str) -> None:
         found = [

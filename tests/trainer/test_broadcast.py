@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from kuberoll.trainer import Broadcast, Publisher, PublishFailed, senders
-from kuberoll.trainer.senders import GlooSender, Replicas
-from kuberoll.trainer.snapshots import Snapshot
 from kuberoll_workers.data.weights.manifest import MODEL_FILE, directory_name
 from kuberoll_workers.data.weights.offers import offer_of
+from tests.trainer.gated_sender import Gate
 from tests.trainer.policies import Policy
 from tests.trainer.receivers import ReceivingEngine
 
@@ -73,36 +72,12 @@ def served(policy: Policy) -> list[str]:
     return [replica.served for replica in policy.replicas.values()]
 
 
-class Gate:
-    """Stops senders in the middle of a version, until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        gate = self
-
-        class Gated(GlooSender):
-            def send(self, replicas: Replicas, snapshot: Snapshot) -> None:
-                if snapshot.version != version or gate.opened.is_set():
-                    super().send(replicas, snapshot)
-                    return
-                assert self._group is not None
-                replicas.start_weight_update()
-                replicas.update_weights(
-                    {
-                        "names": snapshot.described.names,
-                        "dtype_names": snapshot.described.dtype_names,
-                        "shapes": snapshot.described.shapes,
-                    }
-                )
-                half = len(snapshot.buffer) // 2 // 1000 * 1000
-                self._group.broadcast(torch.from_numpy(snapshot.buffer[:half]), 1000)
-                gate.reached.set()
-                assert gate.opened.wait(60)
-                self._group.broadcast(torch.from_numpy(snapshot.buffer[half:]), 1000)
-                replicas.finish_weight_update()
-
-        monkeypatch.setitem(senders.SENDERS, "gloo", Gated)  # type: ignore[arg-type]
-        monkeypatch.setattr("kuberoll.trainer.broadcast._CHUNK_BYTES", 1000)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Stops what is sent as version 2 in the middle."""
+    made = Gate(2)
+    monkeypatch.setitem(senders.SENDERS, "gloo", made.sender)
+    return made
 
 
 def publishing(publisher: Publisher, step: int) -> tuple[threading.Thread, list[Any]]:
@@ -196,10 +171,9 @@ def test_a_replica_that_breaks_withdraws_them_and_the_others_return(policy: Poli
 
 
 def test_a_replica_that_dies_in_the_middle_costs_the_others_a_second_try(
-    policy: Policy, publishers: Any, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, publishers: Any, gate: Gate
 ) -> None:
-    gate = Gate(monkeypatch, 2)
-    one = publishers(Broadcast(gather_seconds=0.5), patience=30)
+    one = publishers(Broadcast(gather_seconds=0.5, chunk_bytes=1000), patience=30)
     one.publish(weights(1), version=1)
     thread, results = publishing(one, 2)
     assert gate.reached.wait(60)
@@ -213,10 +187,9 @@ def test_a_replica_that_dies_in_the_middle_costs_the_others_a_second_try(
 
 
 def test_a_trainer_that_ends_in_the_middle_leaves_the_old_version_everywhere(
-    policy: Policy, publishers: Any, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, publishers: Any, gate: Gate
 ) -> None:
-    gate = Gate(monkeypatch, 2)
-    transport = Broadcast()
+    transport = Broadcast(chunk_bytes=1000)
     one = publishers(transport, timeout=2)
     one.publish(weights(1), version=1)
     thread, results = publishing(one, 2)
@@ -270,7 +243,8 @@ def test_strangers_have_nothing(policy: Policy, publishers: Any) -> None:
     one = publishers()
     one.publish(weights(1), version=1)
     wanted = policy._publications.newest()
-    assert wanted is not None and wanted.weights is not None
+    assert wanted is not None
+    assert wanted.weights is not None
     offer = offer_of(wanted.weights.uri)
     assert offer is not None
     with socket.create_connection((offer.host, offer.port)) as stranger:

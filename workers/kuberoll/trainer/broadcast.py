@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kuberoll.trainer.model_weights import model_tensors
 from kuberoll.trainer.offering import WeightsServer, own_address
@@ -16,7 +16,6 @@ from kuberoll_workers.data.weights.tensors import write_file
 
 # The one that is served, and the one that is being published.
 _KEPT = 2
-_CHUNK_BYTES: Final = 64 << 20
 
 
 class Broadcast(Transport):
@@ -36,6 +35,7 @@ class Broadcast(Transport):
         files: bool = False,
         gather_seconds: float = 5.0,
         seconds: float = 300.0,
+        chunk_bytes: int = 64 << 20,
     ) -> None:
         """
         Args:
@@ -47,6 +47,7 @@ class Broadcast(Transport):
                 trainer is away.
             gather_seconds: For which the replicas that are known of are waited for, so that all receive at once.
             seconds: For which a transfer may take; then it has failed.
+            chunk_bytes: Sent at once.
         """
         if backend not in SENDERS:
             raise ValueError(f"backend: found {backend!r}; use one of {', '.join(SENDERS)}")
@@ -56,6 +57,7 @@ class Broadcast(Transport):
         self._files = files
         self._gather_seconds = gather_seconds
         self._seconds = seconds
+        self._chunk_bytes = chunk_bytes
         self._policy_url: str | None = None
         self._server: WeightsServer | None = None
         self._host = ""
@@ -93,8 +95,12 @@ class Broadcast(Transport):
         return server.uri(version, host=self._host, files=uri) if version in self._held else uri
 
     def write_anchor(self, version: int, target: Path) -> str | None:
-        snapshot = None if self._server is None else self._server.snapshot(version)
-        if snapshot is None or version == self._anchored:
+        server = self._server
+        snapshot = None if server is None else server.snapshot(version)
+        if server is None or snapshot is None or version == self._anchored:
+            return None
+        if not self._files and not server.is_missed(version):
+            # All of them came: they will come again.
             return None
         write_file(target / MODEL_FILE, snapshot.tensors())
         self._anchored = version
@@ -128,7 +134,7 @@ class Broadcast(Transport):
                 port=self._port,
                 backend=self._backend,
                 meeting=Rendezvous(
-                    host=self._host, seconds=self._seconds, chunk_bytes=_CHUNK_BYTES, device=_current_gpu()
+                    host=self._host, seconds=self._seconds, chunk_bytes=self._chunk_bytes, device=_current_gpu()
                 ),
                 gather_seconds=self._gather_seconds,
                 seconds=self._seconds,

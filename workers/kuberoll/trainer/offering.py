@@ -42,12 +42,14 @@ class _Offered:
 
     Attributes:
         expected: Replicas that are known of and have not had it.
+        missing: Replicas that are known of and have not come.
         waiting: Those that have come for it.
         since: When the first of them came.
     """
 
     snapshot: Snapshot
     expected: int
+    missing: int
     waiting: list[ReplicaLine] = field(default_factory=list)
     since: float = 0.0
 
@@ -90,7 +92,7 @@ class WeightsServer:
             replicas: Number of those that are known to come for it.
         """
         with self._changed:
-            self._offered[snapshot.version] = _Offered(snapshot=snapshot, expected=replicas)
+            self._offered[snapshot.version] = _Offered(snapshot=snapshot, expected=replicas, missing=replicas)
             self._changed.notify_all()
 
     def withdraw(self, version: int, why: str) -> Snapshot | None:
@@ -108,6 +110,12 @@ class WeightsServer:
         with self._changed:
             offered = self._offered.get(version)
             return None if offered is None else offered.snapshot
+
+    def is_missed(self, version: int) -> bool:
+        """Whether some replicas that are known of have not come for a version: perhaps they cannot."""
+        with self._changed:
+            offered = self._offered.get(version)
+            return offered is not None and offered.missing > 0
 
     def uri(self, version: int, *, host: str, files: str | None) -> str:
         """The URI of the offer of a version."""
@@ -160,6 +168,7 @@ class WeightsServer:
             if not offered.waiting:
                 offered.since = time.monotonic()
             offered.waiting.append(line)
+            offered.missing -= 1
             self._changed.notify_all()
 
     def _send(self) -> None:

@@ -346,6 +346,9 @@ class VLLMEngine:
         return self._texts.decode_with_special_tokens(output.token_ids[:-1] if ended else output.token_ids)
 
     async def load_weights(self, uri: str | None, version: str) -> None:
+        if self._started().errored:
+            # No fault of these weights: another replica takes this one's place, and loads them.
+            raise WeightsRefused(self._death() or "the engine is dead")
         try:
             offer = None if uri is None else offer_of(uri)
         except OfferRefused as error:
