@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,19 @@ class _GatedSender(GlooSender):
 
     def send(self, replicas: Replicas, snapshot: Snapshot) -> None:
         gate = self._gate
-        if snapshot.version != gate.version or gate.opened.is_set():
-            super().send(replicas, snapshot)
-            return
         assert self._group is not None
         chunk = self._meeting.chunk_bytes
         half = len(snapshot.buffer) // 2 // chunk * chunk
-        assert half > 0
         replicas.start_weight_update()
-        replicas.update_weights(msgspec.to_builtins(snapshot.described))
-        self._group.broadcast(torch.from_numpy(snapshot.buffer[:half]), chunk)
-        gate.reached.set()
-        assert gate.opened.wait(240)
-        self._group.broadcast(torch.from_numpy(snapshot.buffer[half:]), chunk)
+        # As vLLM's sender does for NCCL: replicas that receive in place answer when they have everything.
+        with ThreadPoolExecutor(1) as pool:
+            updating = pool.submit(replicas.update_weights, msgspec.to_builtins(snapshot.described))
+            self._group.broadcast(torch.from_numpy(snapshot.buffer[:half]), chunk)
+            if snapshot.version == gate.version and not gate.opened.is_set():
+                gate.reached.set()
+                assert gate.opened.wait(240)
+            self._group.broadcast(torch.from_numpy(snapshot.buffer[half:]), chunk)
+            updating.result()
         replicas.finish_weight_update()
 
 

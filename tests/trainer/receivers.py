@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,7 +27,9 @@ class Workers:
         joined: Ranks and sizes of the groups that they were told to join.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, in_place: bool = False) -> None:
+        """`in_place`: as vLLM's own backends, which return from `update` when the weights are there."""
+        self._in_place = in_place
         self._receivers = [GlooReceiver(rank) for rank in range(count)]
         self.values: dict[str, list[int]] = {}
         self.joined: list[tuple[int, int]] = []
@@ -44,6 +47,8 @@ class Workers:
     async def update(self, info: dict[str, Any]) -> None:
         for receiver in self._receivers:
             receiver.update(Tensors(**info))
+        while self._in_place and not await self.received():  # noqa: ASYNC110 - a thread sets no event of this loop
+            await asyncio.sleep(0)
 
     async def received(self) -> bool:
         return all(receiver.done() for receiver in self._receivers)
@@ -69,13 +74,11 @@ class ReceivingEngine(ReadingEngine):
         receives: False: as an engine whose `weight_transfer_config` is not set.
     """
 
-    def __init__(self, scratch: Path, workers: int = 1) -> None:
+    def __init__(self, scratch: Path, workers: int = 1, backend: str = "gloo") -> None:
         super().__init__(scratch)
-        self.workers = Workers(workers)
+        self.workers = Workers(workers, in_place=backend != "gloo")
         self.receives = True
-        self.backend = "gloo"
-        self._count = workers
-        self._receiver = WeightsReceiver(self.workers, backend="gloo", workers=workers)
+        self._receiver = WeightsReceiver(self.workers, backend=backend, workers=workers)
         self.pauses = 0
 
     async def load_weights(self, uri: str | None, version: str) -> None:
@@ -92,6 +95,8 @@ class ReceivingEngine(ReadingEngine):
                 switching=lambda: self._switching(version),
             )
         except NotReceived as refused:
+            if offer.files is None:
+                raise
             try:
                 await super().load_weights(offer.files, version)
             except (WeightsRefused, UnusableWeights):

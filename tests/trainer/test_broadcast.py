@@ -206,6 +206,65 @@ def test_a_trainer_that_ends_in_the_middle_leaves_the_old_version_everywhere(
     assert [engine(policy, name).pauses for name in policy.replicas] == [1, 1]
 
 
+def test_a_publication_after_a_trainer_that_died_in_the_middle_may_fail_too(
+    policy: Policy, publishers: Any, gate: Gate
+) -> None:
+    test_a_trainer_that_ends_in_the_middle_leaves_the_old_version_everywhere(policy, publishers, gate)
+    # As it is if the trainer's process is gone: nobody takes the version back.
+    policy.endpoint.serve("trainer://127.0.0.1:1/2?key=x", "2")
+    while len(policy.endpoint.weights().problems) < 2:
+        pass
+    engine(policy, "two").refuses = {"3"}
+    again = publishers()
+    with pytest.raises(PublishFailed, match="The old version 1 is served everywhere"):
+        again.publish(weights(3), version=3)
+    again.publish(weights(4), version=4)
+    assert [engine(policy, name).values for name in policy.replicas] == [bits(4)] * 2
+
+
+def test_a_transfer_that_hangs_is_given_up(policy: Policy, publishers: Any, gate: Gate) -> None:
+    one = publishers(Broadcast(chunk_bytes=1000, seconds=1.0), timeout=20)
+    one.publish(weights(1), version=1)
+    thread, results = publishing(one, 2)
+    assert gate.reached.wait(60)
+    while len(policy.endpoint.weights().problems) < 2:
+        assert thread.is_alive()
+    gate.opened.set()
+    thread.join(60)
+    # They have come again.
+    assert results[0].replicas == ("one", "two")
+    assert [engine(policy, name).values for name in policy.replicas] == [bits(2)] * 2
+
+
+def test_replicas_that_receive_in_place_are_replaced_if_the_trainer_is_lost(
+    tmp_path: Path, place: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(senders.SENDERS, "nccl", gate.sender)
+    transport = Broadcast("nccl", chunk_bytes=1000, files=True)
+    names = ("one", "two")
+    with Policy(tmp_path / "replicas", lambda scratch: ReceivingEngine(scratch, backend="nccl")).serving(*names) as two:
+        one = Publisher(endpoint=two.endpoint, location=place, transport=transport, timeout=60, patience=1)
+        one.publish(weights(1), version=1)
+        thread, results = publishing(one, 2)
+        assert gate.reached.wait(60)
+        assert [engine(two, name).pauses for name in names] == [2, 2]
+        server = transport._server
+        assert server is not None
+        server._leave_group()
+        while not all(replica.live.problem for replica in two.replicas.values()):
+            assert thread.is_alive()
+        gate.opened.set()
+        for name in names:
+            two.remove(name)
+            two.add(f"{name} again")
+        thread.join(60)
+        assert isinstance(results[0], PublishFailed)
+        assert results[0].served_version == "1"
+        one.close()
+        # Without the trainer, by its files.
+        assert two.add("late").served == "1"
+
+
 def test_a_replica_that_cannot_receive_reads_files(policy: Policy, place: Path, publishers: Any) -> None:
     engine(policy, "two").receives = False
     one = publishers(Broadcast(gather_seconds=0.2), patience=30)

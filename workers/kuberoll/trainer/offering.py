@@ -177,7 +177,7 @@ class WeightsServer:
             try:
                 self._have_all(snapshot, lines)
             except Exception as error:
-                _log.warning("version %d was not sent: %s", snapshot.version, error)
+                _log.warning("version %d was not sent: %s", snapshot.version, _words(error))
             finally:
                 with self._changed:
                     self._sending = None
@@ -223,7 +223,9 @@ class WeightsServer:
                 line.close()
         if ended:
             for line in lines:
-                line.refuse(f"the trainer could not send them: {ended[0]}", files=not isinstance(ended[0], DoNotFit))
+                line.refuse(
+                    f"the trainer could not send them: {_words(ended[0])}", files=not isinstance(ended[0], DoNotFit)
+                )
             # What waits in the group fails then.
             self._leave_group()
             thread.join(_END_SECONDS)
@@ -254,6 +256,10 @@ class WeightsServer:
         if sender is not None:
             with contextlib.suppress(Exception):
                 sender.close()
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, TransferFailed) else f"{type(error).__name__}: {error}"
 
 
 def own_address(url: str | None) -> str:

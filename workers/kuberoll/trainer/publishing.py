@@ -137,7 +137,7 @@ class Publisher:
         self._dtype = dtype
         self._timeout = timeout
         self._patience = patience
-        # What the policy wanted before the last publication.
+        # What is served again if the last publication fails.
         self._before = str(_OWN_VERSION)
 
     @property
@@ -188,7 +188,7 @@ class Publisher:
             except BaseException:
                 self._transport.forget()
                 raise
-        self._before = before.wanted
+        self._before = _to_return_to(before)
         publication = Publication(version=version, uri=self._uri(version), bytes=size, seconds=clock.seconds)
         if not wait:
             self._remove_old(before)
@@ -379,6 +379,15 @@ class _Clock:
 def _number(version: str) -> int:
     """A version as a number; 0: it was not published by a `Publisher`."""
     return int(version) if version.isdecimal() else _OWN_VERSION
+
+
+def _to_return_to(before: ServedWeights) -> str:
+    """The version to serve if the next one fails."""
+    versions = set(before.replicas.values())
+    if before.problems and len(versions) == 1 and (served := versions.pop()) is not None:
+        # None has what is wanted: its trainer died while it was published.
+        return served
+    return before.wanted
 
 
 def _situation(served: ServedWeights, version: int) -> str:
