@@ -299,7 +299,7 @@ def _source(snapshot: Snapshot) -> Any:
             ]
 
         def __iter__(self) -> Any:
-            device = torch.accelerator.current_accelerator()
+            device = torch.accelerator.current_accelerator() or torch.device("cpu")
             for name, tensor in self.snapshot.torch_tensors():
                 yield name, tensor.to(device)
 
