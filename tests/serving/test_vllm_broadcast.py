@@ -52,7 +52,7 @@ def broadcast() -> Iterator[Broadcast]:
     made.close()
 
 
-def stepped(seed: int, *, tied: bool = False) -> Any:
+def stepped(seed: int) -> Any:
     """The model after a large step of some weights."""
     model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
@@ -122,3 +122,13 @@ async def test_weights_that_do_not_fit_are_refused_and_change_nothing(
     with pytest.raises(WeightsRefused, match="is not a trainer's offer"):
         await engine.load_weights("trainer://127.0.0.1:1/22", "22")
     assert (await said(engine)).token_ids == before.token_ids
+
+
+@pytest.mark.long
+async def test_all_workers_of_a_tensor_parallel_engine_receive(broadcast: Broadcast, tmp_path: Path) -> None:
+    settings = {"tensor_parallel_size": 2, "weight_transfer_config": {"backend": "gloo"}}
+    async with running(**settings) as engine:
+        for version in (1, 2):
+            model = stepped(version)
+            await engine.load_weights(offered(broadcast, model, version, tmp_path), str(version))
+            assert list((await said(engine)).token_ids) == greedy(model)
