@@ -25,8 +25,8 @@ from kuberoll_workers.data.weights.offers import (
     message_length,
 )
 from kuberoll_workers.serving.engines.checkpoint import Shapes
+from kuberoll_workers.serving.engines.gloo_backend import BACKEND as STAGED
 from kuberoll_workers.serving.engines.interface import WeightsRefused
-from kuberoll_workers.serving.engines.transfer_worker import BACKEND as STAGED
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -36,10 +36,11 @@ from kuberoll_workers.serving.engines.adapters import ENABLING_ARGUMENT, SLOTS, 
 from kuberoll_workers.serving.engines.checkpoint import Shapes, check_fit, mismatch, read_shapes
 from kuberoll_workers.serving.engines.children import exit_codes, started_children
 from kuberoll_workers.serving.engines.fetching import fetch, is_remote
+from kuberoll_workers.serving.engines.gloo_backend import BACKEND as GLOO
 from kuberoll_workers.serving.engines.imports import without_collection
 from kuberoll_workers.serving.engines.interface import OWN_VERSION, WeightsRefused
 from kuberoll_workers.serving.engines.receiving import NotReceived, VLLMTransfers, WeightsReceiver
-from kuberoll_workers.serving.engines.transfer_worker import BACKEND as GLOO
+from kuberoll_workers.serving.engines.worker_extensions import FOR_CPUS, FOR_TRANSFERS
 from kuberoll_workers.serving.root_cause import death_by_signal
 
 if TYPE_CHECKING:
@@ -77,12 +78,10 @@ _ENGINE_MODULES = (
 )
 _CPU_WORKER = "vllm.v1.worker.cpu_worker"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker"
-_CPU_EXTENSION = "kuberoll_workers.serving.engines.cpu_worker.CPUWorkerExtension"
-_TRANSFER_EXTENSION = "kuberoll_workers.serving.engines.transfer_worker.TransferWorkerExtension"
 _TRANSFER_ARGUMENT = "weight_transfer_config"
 
 _CPU_ARGUMENTS = {
-    "worker_extension_cls": _CPU_EXTENSION,
+    "worker_extension_cls": FOR_CPUS,
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
     # Prefixes are cached in whole blocks. With the CPU's default of 128 tokens most short prompts would not be cached.
@@ -118,7 +117,7 @@ def engine_arguments(
     if cpu:
         arguments.update(_CPU_ARGUMENTS)
     elif (given.get(_TRANSFER_ARGUMENT) or {}).get("backend") == GLOO:
-        arguments["worker_extension_cls"] = _TRANSFER_EXTENSION
+        arguments["worker_extension_cls"] = FOR_TRANSFERS
     if given.get(ENABLING_ARGUMENT):
         arguments.update(SLOTS)
     if world_size(given) > 1:
@@ -270,7 +269,7 @@ class VLLMEngine:
 
             # The engine would look for it in its own process, which is not part of the placement group.
             settings.parallel_config.placement_group = get_current_placement_group()
-        extended = settings.parallel_config.worker_extension_cls == _CPU_EXTENSION
+        extended = settings.parallel_config.worker_extension_cls == FOR_CPUS
         self._reload = "kuberoll_reload_weights" if extended else "reload_weights"
         # Keep them: when one dies vLLM drops them, and with them their exit codes.
         with started_children() as self._processes, _buffered(settings):

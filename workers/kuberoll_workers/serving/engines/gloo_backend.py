@@ -1,11 +1,7 @@
-"""Extension of vLLM's workers that receive weights over Gloo; vLLM mixes the class into theirs by its name.
-
-vLLM's own backends for weights that come from a trainer need GPUs. This one needs TCP.
-"""
+"""The backend `gloo` of vLLM's weight transfer: weights that come from a trainer over TCP. vLLM's own need GPUs."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from kuberoll_workers.data.weights.offers import Tensors
@@ -13,26 +9,6 @@ from kuberoll_workers.serving.engines.gloo_receiver import GlooInitInfo, GlooRec
 from kuberoll_workers.serving.engines.packed_weights import repack_output_layers
 
 BACKEND = "gloo"
-
-
-class TransferWorkerExtension:
-    """Two calls that vLLM's weight transfer lacks for weights that are received in the background."""
-
-    def kuberoll_transfer_received(self: Any) -> bool:
-        """Whether all weights are there.
-
-        Raises:
-            RuntimeError: They cannot be received.
-        """
-        return bool(self.weight_transfer_engine.received())
-
-    def kuberoll_abort_transfer(self: Any) -> None:
-        """Forget weights that are being received; the model has its old ones.
-
-        vLLM has no call for it: an update that was begun must be finished, or fail.
-        """
-        self.weight_transfer_engine.abort()
-        self._weight_update_active = False
 
 
 def register() -> None:
@@ -93,8 +69,3 @@ def register() -> None:
             self._receiver.abort()
 
     WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)
-
-
-# vLLM loads this module in each worker, before the worker makes its transfer engine.
-if "vllm" in sys.modules:
-    register()
