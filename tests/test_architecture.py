@@ -36,7 +36,7 @@ STATE = {
     "FailureRecord", "GroupResult", "GymRollout", "Message", "PaceState", "Pacer", "Partial",
     "Progress", "RescoreCounts", "RescoredManifest", "RunEnd", "RunManifest", "RunResult", "RunState",
     "SelectionCounts", "Timing", "TokenCounts", "TrajectoryRecord", "TrajectoryTotals", "TurnRecord",
-    "_Form", "_OpenGroup", "_Segment", "_Server", "_Turn",
+    "_Form", "_Offered", "_OpenGroup", "_Segment", "_Server", "_Turn",
 }  # fmt: skip
 
 # Dataclasses of many fields that may be made without naming these: they are read from lines, or made in one place.

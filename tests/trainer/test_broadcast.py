@@ -310,7 +310,7 @@ def test_strangers_have_nothing(policy: Policy, publishers: Any) -> None:
         # The length of its first message would be more than a gigabyte.
         stranger.sendall(b"GET ")
         assert stranger.recv(100) == b""
-    policy.endpoint.serve(wanted.weights.uri.replace(offer.key, "guessed"), "7")
+    policy.endpoint.serve(wanted.weights.uri.replace(offer.key, "gu%C3%A9ssed"), "7")
     while "one" not in (found := policy.endpoint.weights()).problems:
         pass
     assert "the key is wrong" in found.problems["one"]

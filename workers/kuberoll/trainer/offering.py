@@ -151,7 +151,7 @@ class WeightsServer:
             connection.close()
             return
         line = ReplicaLine(connection, workers=hello.workers, group=hello.group)
-        if not hmac.compare_digest(hello.key, self._key):
+        if not hmac.compare_digest(hello.key.encode(), self._key.encode()):
             line.refuse("the key is wrong: the offer is of another trainer, or of this one before it was restarted")
             return
         if hello.backend != self._backend:
