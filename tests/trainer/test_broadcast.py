@@ -138,6 +138,7 @@ def test_models_arrays_and_types_are_those_of_other_transports(policy: Policy, p
     assert engine(policy, "two").values == {"x": [0, 60] * 3}
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_have_them_leaves_the_old_version_everywhere(policy: Policy, publishers: Any) -> None:
     one = publishers()
     one.publish(weights(1), version=1)
@@ -170,6 +171,7 @@ def test_a_replica_that_breaks_withdraws_them_and_the_others_return(policy: Poli
     assert [engine(policy, name).values for name in policy.replicas] == [bits(1)] * 2
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_in_the_middle_costs_the_others_a_second_try(
     policy: Policy, publishers: Any, gate: Gate
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_replica_that_dies_in_the_middle_costs_the_others_a_second_try(
     assert (engine(policy, "one").pauses, engine(policy, "one").workers.aborted) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_ends_in_the_middle_leaves_the_old_version_everywhere(
     policy: Policy, publishers: Any, gate: Gate
 ) -> None:
@@ -206,6 +209,7 @@ def test_a_trainer_that_ends_in_the_middle_leaves_the_old_version_everywhere(
     assert [engine(policy, name).pauses for name in policy.replicas] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_publication_after_a_trainer_that_died_in_the_middle_may_fail_too(
     policy: Policy, publishers: Any, gate: Gate
 ) -> None:
@@ -222,6 +226,7 @@ def test_a_publication_after_a_trainer_that_died_in_the_middle_may_fail_too(
     assert [engine(policy, name).values for name in policy.replicas] == [bits(4)] * 2
 
 
+@pytest.mark.slow
 def test_a_transfer_that_hangs_is_given_up(policy: Policy, publishers: Any, gate: Gate) -> None:
     one = publishers(Broadcast(chunk_bytes=1000, seconds=1.0), timeout=20)
     one.publish(weights(1), version=1)
@@ -236,6 +241,7 @@ def test_a_transfer_that_hangs_is_given_up(policy: Policy, publishers: Any, gate
     assert [engine(policy, name).values for name in policy.replicas] == [bits(2)] * 2
 
 
+@pytest.mark.slow
 def test_replicas_that_receive_in_place_are_replaced_if_the_trainer_is_lost(
     tmp_path: Path, place: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
