@@ -3,7 +3,7 @@
 Run it: `python -m benchmarks.weight_transports tiny` and `python -m benchmarks.weight_transports random`.
 
 One engine, vLLM on this machine's CPU, generates for four callers all the time. A trainer in the same process publishes
-four steps by each transport, as `Publisher` does: what it writes or copies, and what the engine then does. `tiny` is
+steps by each transport, as `Publisher` does: what it writes or copies, and what the engine then does. `tiny` is
 examples/models/tiny-policy. `random` is a Llama of 0.13 G random parameters in bfloat16. Each step changes 3 % of the
 elements by their smallest step.
 """
@@ -30,7 +30,7 @@ from kuberoll_workers.policy.interface import GenerationRequest, SamplingParamet
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
 
 TINY = Path(__file__).parents[1] / "examples" / "models" / "tiny-policy"
-STEPS = 4
+STEPS = {"tiny": 4, "random": 3}
 CALLERS = 4
 TOKENS = 64
 
@@ -92,13 +92,13 @@ async def busy(engine: VLLMEngine, caller: int) -> None:
 
 
 async def measure(
-    engine: TimedEngine, transport: Transport, state: dict[str, torch.Tensor], place: Path, first: int
+    engine: TimedEngine, transport: Transport, state: dict[str, torch.Tensor], place: Path, versions: range
 ) -> dict[str, list[float]]:
     """Publish the steps; numbers by name, one for each step after the first, which is whole in every transport."""
     location = open_location(place)
     transport.reach("http://127.0.0.1:80")
     numbers: dict[str, list[float]] = {"bytes": [], "publish": [], "serve": [], "pause": []}
-    for version in range(first, first + STEPS + 1):
+    for version in versions:
         change(state, version)
         began = time.perf_counter()
         with location.writing(), location.workspace(version) as target:
@@ -111,14 +111,14 @@ async def measure(
         began = time.perf_counter()
         await engine.load_weights(uri, str(version))
         served = time.perf_counter() - began
-        if version > first:
+        if version > versions[0]:
             for name, value in zip(numbers, (size, published, served, engine.pauses[-1]), strict=True):
                 numbers[name].append(value)
     transport.close()
     return numbers
 
 
-async def run(model: Path, dtype: str) -> None:
+async def run(model: Path, dtype: str, steps: int) -> None:
     from safetensors.torch import load_file
 
     state: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
@@ -141,12 +141,14 @@ async def run(model: Path, dtype: str) -> None:
     try:
         transports: list[tuple[str, Transport]] = [
             ("files", Files()),
-            ("deltas", Deltas(anchor_every=1000)),
             ("broadcast", Broadcast()),
+            ("deltas", Deltas(anchor_every=1000)),
         ]
         for number, (name, transport) in enumerate(transports):
             with tempfile.TemporaryDirectory(prefix="kuberoll-transports-") as place:
-                found = await measure(engine, transport, state, Path(place), 1 + 100 * number)
+                found = await measure(
+                    engine, transport, state, Path(place), range(100 * number + 1, 100 * number + steps + 2)
+                )
             middle = {key: statistics.median(values) for key, values in found.items()}
             print(
                 f"  {name:9s} {middle['bytes'] / 1e6:8.2f} MB  publish {middle['publish']:6.3f} s  "
@@ -166,10 +168,10 @@ def main() -> None:
     parser.add_argument("model", choices=["tiny", "random"])
     arguments = parser.parse_args()
     if arguments.model == "tiny":
-        asyncio.run(run(TINY, "float32"))
+        asyncio.run(run(TINY, "float32", STEPS["tiny"]))
         return
     with tempfile.TemporaryDirectory(prefix="kuberoll-model-") as place:
-        asyncio.run(run(random_model(Path(place)), "bfloat16"))
+        asyncio.run(run(random_model(Path(place)), "bfloat16", STEPS["random"]))
 
 
 if __name__ == "__main__":
