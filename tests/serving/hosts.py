@@ -27,12 +27,12 @@ TOKENS = Tokens(generate="to-sample-with", weights="to-publish-with", read="to-l
 class StartingHost:
     """A host whose events are read one by one."""
 
-    def __init__(self, scratch: Path, tokens: Tokens | None = None, *, torch: bool = False, **app: Any) -> None:
+    def __init__(self, scratch: Path, tokens: Tokens | None = None, *, drains: bool, torch: bool, **app: Any) -> None:
         self.run_id, self.scratch = uuid.uuid4().hex, scratch
         config = scratch / "config.json"
         settings = {"model": "none", "tokenizer": "none", "engine": "Simulated", "simulated": {}, **app}
         shown = None if tokens is None else msgspec.to_builtins(tokens)
-        config.write_text(json.dumps({"app": settings, "scratch": str(scratch), "tokens": shown}))
+        config.write_text(json.dumps({"app": settings, "scratch": str(scratch), "tokens": shown, "drains": drains}))
         variables = without_torch() if settings["engine"] == "Simulated" and not torch else os.environ
         with (scratch / "log").open("w") as log:
             self.process = subprocess.Popen(
@@ -55,10 +55,12 @@ class StartingHost:
 
 
 @contextmanager
-def starting(*, tokens: Tokens | None = None, torch: bool = False, **app: Any) -> Iterator[StartingHost]:
+def starting(
+    *, tokens: Tokens | None = None, drains: bool = True, torch: bool = False, **app: Any
+) -> Iterator[StartingHost]:
     # Not pytest's directory: the paths of sockets below it would be too long.
     scratch = Path(tempfile.mkdtemp(prefix="kr-", dir="/tmp"))
-    host = StartingHost(scratch, tokens, torch=torch, **app)
+    host = StartingHost(scratch, tokens, drains=drains, torch=torch, **app)
     try:
         yield host
     finally:

@@ -11,7 +11,7 @@ import pytest
 from kuberoll_workers.data.messages import token_array
 from kuberoll_workers.local.watchdog import processes_of
 from kuberoll_workers.policy.client import ServeClient
-from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
+from kuberoll_workers.policy.interface import GenerationRequest, PolicyUnavailable, SamplingParameters
 from tests.serving.hosts import PATIENCE_SECONDS, starting, until_ready
 
 pytestmark = pytest.mark.ray
@@ -68,6 +68,20 @@ async def test_a_caller_that_goes_away_ends_its_request_and_a_stopped_host_leave
             while (await client.info()).ongoing_requests:
                 pass
         host.process.send_signal(signal.SIGTERM)
+        assert host.process.wait(timeout=PATIENCE_SECONDS) == 0
+        assert host.left() == []
+
+
+async def test_a_host_whose_requests_nobody_waits_for_ends_with_them() -> None:
+    with starting(simulated={"firstTokenSeconds": 600}, drains=False, drain_seconds=600) as host:
+        url = until_ready(host)[-1]["url"]
+        async with ServeClient(url, limit=2) as client, asyncio.timeout(PATIENCE_SECONDS):
+            task = asyncio.create_task(client.generate(_request(0)))
+            while not (await client.info()).ongoing_requests:
+                assert not task.done()
+            host.process.send_signal(signal.SIGTERM)
+            with pytest.raises(PolicyUnavailable):
+                await task
         assert host.process.wait(timeout=PATIENCE_SECONDS) == 0
         assert host.left() == []
 

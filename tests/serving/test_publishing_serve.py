@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -13,7 +14,7 @@ from kuberoll.trainer import PolicyEndpoint, Publisher, PublishFailed
 from tests.local.support import TINY
 from tests.serving.hosts import TOKENS, starting, until_ready
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "engine": "VLLM",
     "simulated": None,
     "engine_args": {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27},

@@ -172,6 +172,7 @@ class EngineHost:
         scratch: Path,
         log: Path,
         environment: Mapping[str, str],
+        drains: bool,
         port: int = 0,
     ) -> EngineHost:
         """Start the process; it is not ready yet.
@@ -180,12 +181,15 @@ class EngineHost:
             args: See `serve_args`.
             scratch: The run's scratch directory.
             environment: Additional environment variables.
+            drains: See `HostConfig`.
             port: Port to serve at; 0: any free one.
         """
         generation = job.spec.generation
         # Other users of this machine must not be able to generate.
         tokens = msgspec.convert({scope: secrets.token_hex(32) for scope in SCOPES}, Tokens)
-        config = HostConfig(app=args, scratch=str(scratch), routing=generation.routing, port=port, tokens=tokens)
+        config = HostConfig(
+            app=args, scratch=str(scratch), routing=generation.routing, port=port, tokens=tokens, drains=drains
+        )
         path = write_secret(scratch / "generation.json", msgspec.json.encode(config))
         child = await Child.start(
             "kuberoll_workers.serving.host",

@@ -216,7 +216,7 @@ class _LocalRun:
             if self._needs_host:
                 host = await EngineHost.start(
                     self._job, self._args, scratch=scratch, log=self._logs / "generation.log",
-                    environment=environment,
+                    environment=environment, drains=False,
                 )  # fmt: skip
                 stack.push_async_callback(self._stop, host, HOST_PATIENCE_SECONDS)
             services = await self._start_services()

@@ -97,7 +97,7 @@ def serve(job: RolloutJob, options: ServeOptions, reporter: Reporter) -> None:
 
         async def main() -> None:
             host = await EngineHost.start(
-                job, args, scratch=scratch, log=log, environment=run_variables(run_id), port=options.port
+                job, args, scratch=scratch, log=log, environment=run_variables(run_id), drains=True, port=options.port
             )
             try:
                 await _serve(host, float(job.spec.startup_deadline_seconds), reporter, ready)

@@ -153,19 +153,24 @@ class Host:
 
     def stop(self) -> None:
         """Stop everything that was started, including all descendants."""
-        with contextlib.suppress(Exception):
-            import ray
-            from ray import serve
-
-            # An app that is not ready has no requests to finish.
-            if self._ready:
-                serve.shutdown()
-            elif self._proxies is not None:
-                # A thread that still waits for them needs Ray.
-                wait([self._proxies], timeout=_PROXY_STOP_SECONDS)
-            ray.shutdown()
+        if self._config.drains:
+            with contextlib.suppress(Exception):
+                self._shut_down()
         self._exit_watcher.stop()
         end_descendants()
+
+    def _shut_down(self) -> None:
+        """Answer the requests in flight, then end Serve and Ray."""
+        import ray
+        from ray import serve
+
+        # An app that is not ready has no requests to finish.
+        if self._ready:
+            serve.shutdown()
+        elif self._proxies is not None:
+            # A thread that still waits for them needs Ray.
+            wait([self._proxies], timeout=_PROXY_STOP_SECONDS)
+        ray.shutdown()
 
     def failure(self, error: BaseException) -> str:
         """The reason of a failed start, from the engine's logs if they have one."""
@@ -263,15 +268,22 @@ def main() -> None:
     signal.signal(signal.SIGTERM, exit_on_signal)
     _end_with_parent()
     host = Host(config, events)
+    code = 0
     try:
         host.start()
         threading.Event().wait()
+    except SystemExit:
+        pass
     except Exception as error:
+        code = 1
         host.report_failure(host.failure(error))
-        raise
+        traceback.print_exc()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         host.stop()
+    sys.stderr.flush()
+    # Not `sys.exit`: Ray's exit handler would wait for its processes, which have ended.
+    os._exit(code)
 
 
 if __name__ == "__main__":

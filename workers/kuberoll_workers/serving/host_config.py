@@ -29,6 +29,7 @@ class HostConfig(msgspec.Struct, kw_only=True):
         tokens: Tokens that callers must present; None: no authorization.
         group: The pods that the one replica spans, led by this one; None: it is on this machine only.
         patience: Seconds for the other pods to join.
+        drains: Whether requests in flight are answered before the end; False: nobody waits for any.
     """
 
     app: ServeArgs
@@ -39,6 +40,7 @@ class HostConfig(msgspec.Struct, kw_only=True):
     tokens: Tokens | None = None
     group: PodGroup | None = None
     patience: float = 1800.0
+    drains: bool = True
 
 
 def requested_gpus(generation: Generation) -> float | None:
