@@ -32,6 +32,7 @@ import msgspec
 import psutil
 
 from kuberoll_workers.policy.client import ServeClient
+from kuberoll_workers.serving import ray_head
 from kuberoll_workers.serving.app import build, max_replicas, replica_gpus
 from kuberoll_workers.serving.controller import start_serve
 from kuberoll_workers.serving.engines.registry import ENGINES
@@ -118,7 +119,7 @@ class Host:
         common: dict[str, Any] = {"log_to_driver": True, "configure_logging": False, "namespace": "kuberoll"}
         group, sessions = self._config.group, self._scratch / "ray"
         if group is None:
-            alone = {
+            settings = {
                 "num_cpus": cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
@@ -126,7 +127,8 @@ class Host:
                 # Not a network address, which may change on a laptop during the run.
                 "_node_ip_address": "127.0.0.1",
             }
-            start_in_attempts(lambda: ray.init(**alone, **common), end_descendants, sessions)
+            with ray_head.alone():
+                start_in_attempts(lambda: ray.init(**settings, **common), end_descendants, sessions)
         else:
             start_in_attempts(lambda: start_leader(group, sessions, cpus=cpus), end_descendants, sessions)
             ray.init(address=f"{group.address}:{RAY_PORT}", _node_ip_address=group.address, **common)
