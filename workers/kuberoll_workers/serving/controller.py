@@ -40,8 +40,11 @@ def start_serve(address: str, port: int) -> Future[None]:
         Done when the proxies are ready, or with their error.
     """
     from ray import serve
+    from ray.serve._private import client
     from ray.serve.config import HTTPOptions
 
+    # Serve looks every second whether an application runs.
+    client.CLIENT_POLLING_INTERVAL_S = _LOOK_SECONDS
     started: Future[None] = Future()
 
     def start() -> None:
