@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kuberoll_workers.policy.routing.breaker import FAILURES, LONGEST_SECONDS, Breaker
+from kuberoll_workers.policy.routing.places import ReplicaLoad
 from kuberoll_workers.policy.routing.scheduler import Replica, RequestScheduler, Ticket
-from kuberoll_workers.policy.routing.sessions import SHORT_CONTEXT_TOKENS, ReplicaLoad, SessionTable, acceptable_load
+from kuberoll_workers.policy.routing.sessions import SHORT_CONTEXT_TOKENS, SessionTable, acceptable_load
 from kuberoll_workers.policy.routing.window import Window
 
 BUDGET = 3000

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Self
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
@@ -235,13 +234,19 @@ class ModelledReplica:
 
 
 class ModelledClient:
-    """One worker's client of a replica."""
+    """One worker's client of a replica; an async context manager, as the real one."""
 
     def __init__(self, replica: ModelledReplica, sent: Callable[[GenerationRequest], None]) -> None:
         """`sent` is called with each request that reaches the replica."""
         self._replica = replica
         self._sent = sent
         self.load: int | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *ended: object) -> None:
+        """Do nothing: there is no connection."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self._sent(request)
@@ -288,13 +293,10 @@ class Fleet:
         """See `Discovery`."""
         return self._addresses
 
-    def connector(
-        self, sent: Callable[[GenerationRequest], None]
-    ) -> Callable[[str], AbstractAsyncContextManager[ModelledClient]]:
+    def connector(self, sent: Callable[[GenerationRequest], None]) -> Callable[[str], ModelledClient]:
         """A function that creates the client of a replica, for one worker."""
 
-        @asynccontextmanager
-        async def connect(url: str) -> AsyncIterator[ModelledClient]:
-            yield ModelledClient(self._by_id[url], sent)
+        def connect(url: str) -> ModelledClient:
+            return ModelledClient(self._by_id[url], sent)
 
         return connect

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import gc
 import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.shards import shard_of
-from kuberoll_workers.environments.interface import EnvironmentReturn
-from kuberoll_workers.environments.isolation import make_executor
+from kuberoll_workers.environments.batches import Batch
+from kuberoll_workers.environments.hooks import NO_HOOKS, Hooks
+from kuberoll_workers.environments.interface import ChatMessage, Metadata
+from kuberoll_workers.environments.isolation import Executor
+from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.policy.routing.router import RoutedPolicy
@@ -127,7 +130,20 @@ def replay(trajectories: Sequence[TraceTrajectory], settings: ReplaySettings) ->
                 f"group {trajectory.group}, sample {trajectory.sample}: it has {trajectory.length} tokens, which do "
                 f"not fit into kv_cache_tokens ({room})"
             )
-    return run_virtually(_Replay(trajectories, settings).run())
+    with _no_collection():
+        return run_virtually(_Replay(trajectories, settings).run())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no cycles: there are hardly any, and a look at all that is in flight takes a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Replay:
@@ -138,6 +154,9 @@ class _Replay:
         self._numbers = {(item.group, item.sample): number for number, item in enumerate(trajectories)}
         self._lasting = max((item.length for item in trajectories), default=0)
         self._most_turns = max((len(item.turns) for item in trajectories), default=0)
+        self._environments = dict.fromkeys(item.environment for item in trajectories)
+        # Nobody reads them, and creating them for each of 512 workers takes seconds.
+        self._metrics, self._routing_metrics = RolloutMetrics("replay"), _MoveCounter(self._count_move)
         self._draw = random.Random(settings.seed)
         self._fleet = Fleet()
         self._waits = Waits()
@@ -184,7 +203,6 @@ class _Replay:
 
     async def _worker(self, worker: int) -> None:
         settings = self._settings
-        metrics = RolloutMetrics(f"replay-{worker}")
         # As a worker's own: the loop admits new trajectories by their share of each replica's cache.
         share = 0.0 if settings.scheduling == "Lockstep" else 1 / settings.workers
         async with AsyncExitStack() as stack:
@@ -194,27 +212,14 @@ class _Replay:
                     self._fleet.connector(self._sent),
                     sticky=settings.routing == "Session",
                     share=share,
-                    metrics=_MoveCounter(self._count_move),
+                    metrics=self._routing_metrics,
                     jitter_seed=settings.seed + worker,
                 )
             )
-            environments = {
-                name: EnvironmentRunner(
-                    make_executor(
-                        functools.partial(_RecordedEnvironment, self._trajectories, self._ledger),
-                        isolation="Inline",
-                        processes=1,
-                        timeout=_NO_LIMIT,
-                    ),
-                    max_batch=1,
-                )
-                for name in dict.fromkeys(item.environment for item in self._trajectories)
-            }
-            for environment in environments.values():
-                stack.push_async_callback(environment.close)
+            environment = _RecordedEnvironment(self._trajectories, self._ledger)
             rollout = Rollout(
                 policy=_WatchedPolicy(router, self),
-                environments=environments,
+                environments=dict.fromkeys(self._environments, environment),
                 tokenizer=_CountTokenizer(),
                 settings=RolloutSettings(
                     max_turns=self._most_turns + 1,
@@ -224,7 +229,7 @@ class _Replay:
                     scheduling=settings.scheduling,
                     generation_seconds=_NO_LIMIT,
                 ),
-                metrics=metrics,
+                metrics=self._metrics,
                 jitter_seed=settings.seed + worker,
             )
             await run_groups(rollout, self._samples(worker), self._take)
@@ -373,36 +378,59 @@ class _MoveCounter(RoutingMetrics):
         self._moved()
 
 
-class _RecordedEnvironment:
-    """Takes as long as it took when the trace was made; an observation's text is its number of tokens."""
+class _NoExecutor:
+    """Executor of an environment that is not called."""
+
+    parallel = None
+    batched = False
+
+    async def hooks(self) -> Hooks:
+        return NO_HOOKS
+
+    async def run(self, batch: Batch[Any]) -> NoReturn:
+        raise NotImplementedError(f"a trace answers no {type(batch).__name__}")
+
+    def instances(self) -> Sequence[Executor]:
+        return (self,)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class _RecordedEnvironment(EnvironmentRunner):
+    """Takes as long as it took when the trace was made; an observation's text is its number of tokens.
+
+    It steps without batches, threads and checks, which are no part of a replay.
+    """
 
     def __init__(self, trajectories: Sequence[TraceTrajectory], ledger: IdleLedger) -> None:
+        super().__init__(_NoExecutor(), max_batch=1)
         self._trajectories = trajectories
         self._ledger = ledger
+        self._loop = asyncio.get_running_loop()
 
-    async def step(self, logs: list[Any], metadata: list[Any]) -> EnvironmentReturn:
-        del logs
-        [state] = metadata
-        turns = self._trajectories[state["trajectory"]].turns
-        turn = turns[state["turn"]]
-        loop = asyncio.get_running_loop()
-        self._ledger.count(loop.time(), stepping=1)
+    async def step(
+        self, log: list[ChatMessage], metadata: Metadata, *, episode: str | None = None, hung: bool = False
+    ) -> StepOutcome:
+        """See `EnvironmentRunner`."""
+        del log, episode, hung
+        assert metadata is not None
+        number, step = metadata["trajectory"], metadata["turn"]
+        turns = self._trajectories[number].turns
+        turn = turns[step]
+        self._ledger.count(self._loop.time(), stepping=1)
         try:
             await asyncio.sleep(turn.environment_seconds)
         finally:
-            self._ledger.count(loop.time(), stepping=-1)
-        after = state["turn"] + 1
-        content = str(turn.observed) if turn.observed else ""
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": content}],
-            metadata=[{**state, "turn": after}],
-            next_stop_strings=None,
-            rewards=[0.0],
-            terminateds=[after == len(turns)],
+            self._ledger.count(self._loop.time(), stepping=-1)
+        return StepOutcome(
+            role="environment",
+            content=str(turn.observed) if turn.observed else "",
+            metadata={"trajectory": number, "turn": step + 1},
+            stop_strings=None,
+            reward=0.0,
+            terminated=step + 1 == len(turns),
         )
-
-    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        return batch, {}
 
 
 class _CountTokenizer:

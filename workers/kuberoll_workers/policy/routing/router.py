@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -80,6 +80,8 @@ class RoutedPolicy:
         self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.record_move, seed=jitter_seed)
         self._clients: dict[str, ReplicaClient] = {}
         self._urls: dict[str, str] = {}
+        # The last list, if all of its replicas and no others are here: the same one needs no further look.
+        self._joined: Sequence[Address] | None = None
         self._connections: dict[str, AsyncExitStack] = {}
         self._joining: set[str] = set()
         self._checks: dict[str, asyncio.Task[str | None]] = {}
@@ -395,6 +397,8 @@ class RoutedPolicy:
             self._log_trouble("", str(error))
             return
         self._log_trouble("", "" if addresses else "there is no replica; waiting for one")
+        if addresses == self._joined:
+            return
         listed = {address.id for address in addresses}
         self._admission.set_listed(listed, self._loop.time())
         self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
@@ -407,6 +411,7 @@ class RoutedPolicy:
         for address in new:
             self._joining.add(address.id)
             self._start(self._join(address, opening))
+        self._joined = addresses if listed == set(self._admission.replicas) else None
 
     async def _join(self, address: Address, opening: _Opening | None) -> None:
         """Add a replica if it responds; else the next refresh tries again.
@@ -449,8 +454,9 @@ class RoutedPolicy:
             await stack.aclose()
 
     async def _close_unused(self) -> None:
-        for name in [name for name in self._connections if name not in self._admission.replicas]:
-            await self._disconnect(name)
+        if self._connections.keys() != self._admission.replicas.keys():
+            for name in [name for name in self._connections if name not in self._admission.replicas]:
+                await self._disconnect(name)
 
     async def _disconnect(self, name: str) -> None:
         self._clients.pop(name, None)

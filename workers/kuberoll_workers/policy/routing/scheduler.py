@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kuberoll_workers.policy.routing.breaker import Breaker
+from kuberoll_workers.policy.routing.places import Places, ReplicaLoad
 from kuberoll_workers.policy.routing.sessions import (
     SHORT_CONTEXT_TOKENS,
     MoveCause,
-    ReplicaLoad,
     Session,
     SessionTable,
     acceptable_load,
@@ -85,7 +85,11 @@ class Ticket:
 
 
 class RequestScheduler:
-    """The replicas, the trajectories and the waiting requests of a process."""
+    """The replicas, the trajectories and the requests of a process.
+
+    Attributes:
+        waiting, in_flight: Numbers of requests.
+    """
 
     def __init__(
         self,
@@ -103,19 +107,20 @@ class RequestScheduler:
             seed: Seed for the jitter of pauses; None: random.
         """
         self.replicas: dict[str, Replica] = {}
+        self.in_flight = 0
         self.sessions = sessions if sessions is not None else SessionTable()
         self.waiting = 0
         self._sticky = sticky
         self._on_move = moved
         self._draw = random.Random(seed)
-        self._usable: list[Replica] = []
+        self._usable: Places[Replica] = Places()
+        # No usable replica fits a new trajectory of so many tokens, but for those that have changed since: else each
+        # answer would make the oldest one that waits look at all of them.
+        self._refused: int | None = None
+        self._changed: dict[Replica, None] = {}
         # Turns of trajectories that lost their replica and have no other yet.
         self._unassigned: deque[Ticket] = deque()
         self._new: deque[Ticket] = deque()
-
-    @property
-    def in_flight(self) -> int:
-        return sum(replica.window.in_flight for replica in self.replicas.values())
 
     def submit(self, ticket: Ticket, now: float) -> bool:
         """True if a request may be sent to `ticket.replica` now; else it waits until it is woken or withdrawn."""
@@ -210,6 +215,7 @@ class RequestScheduler:
         if session is not None:
             home = session.replica
             self.sessions.release(session_id)
+            self._note_change(home)
             self._remove_if_unused(home)
             self._dispatch_new(now)
 
@@ -220,7 +226,8 @@ class RequestScheduler:
             last: False if another one is added at once: what waits is sent then, to all of them.
         """
         self.replicas[replica.id] = replica
-        self._refresh()
+        self._refresh(replica)
+        self._note_change(replica)
         if last:
             self.dispatch(replica, now)
 
@@ -231,7 +238,7 @@ class RequestScheduler:
         # Update all of them first, so that no trajectory leaves a replica that is about to be listed again.
         for replica in changed:
             replica.listed = not replica.listed
-        self._refresh()
+            self._refresh(replica)
         for replica in changed:
             if replica.listed:
                 self.dispatch(replica, now)
@@ -242,11 +249,12 @@ class RequestScheduler:
 
     def mark_recovered(self, replica: Replica, now: float) -> None:
         """Send requests to a replica whose breaker has closed."""
-        self._refresh()
+        self._refresh(replica)
         self.dispatch(replica, now)
 
     def dispatch(self, replica: Replica, now: float) -> None:
         """Wake the requests that may be sent after a change at a replica."""
+        self._note_change(replica)
         queue = replica.queue
         while queue and replica.accepts_request(now):
             ticket = queue.popleft()
@@ -260,7 +268,7 @@ class RequestScheduler:
             self._remove_if_unused(replica)
 
     def _dispatch_unassigned(self, now: float) -> None:
-        if not self._usable:
+        if not len(self._usable):
             return
         unassigned, self._unassigned = self._unassigned, deque()
         for ticket in unassigned:
@@ -288,14 +296,11 @@ class RequestScheduler:
             ticket.wake()
 
     def _admit(self, ticket: Ticket, now: float) -> bool:
-        sessions, tokens, avoid = self.sessions, ticket.tokens, ticket.avoid
-        candidates: list[ReplicaLoad] = [
-            replica for replica in self._usable if replica.accepts_request(now) and replica.has_room(tokens)
-        ]
-        if avoid and len(candidates) > 1:
-            candidates = [replica for replica in candidates if replica.id not in avoid] or candidates
-        chosen = sessions.choose(ticket.session_id, None, candidates)
-        if not isinstance(chosen, Replica):
+        sessions, tokens = self.sessions, ticket.tokens
+        chosen = self._place_of_new(ticket, now)
+        if chosen is None:
+            self._refused = tokens
+            self._changed.clear()
             return False
         session = sessions.find(ticket.session_id)
         if session is None:
@@ -303,6 +308,29 @@ class RequestScheduler:
         sessions.assign(session, chosen, tokens)
         self._begin(ticket, session, chosen)
         return True
+
+    def _place_of_new(self, ticket: Ticket, now: float) -> Replica | None:
+        tokens, avoid = ticket.tokens, ticket.avoid
+
+        def fits(replica: Replica) -> bool:
+            return replica.accepts_request(now) and replica.has_room(tokens)
+
+        if self._refused is not None and tokens >= self._refused:
+            possible = (replica for replica in self._changed if replica.usable and fits(replica))
+            first = next(possible, None)
+            if first is None or next(possible, None) is None:
+                return first
+        choose = self.sessions.choose
+        if avoid and (
+            chosen := choose(ticket.session_id, None, self._usable, lambda one: one.id not in avoid and fits(one))
+        ):
+            return chosen
+        return choose(ticket.session_id, None, self._usable, fits)
+
+    def _note_change(self, replica: ReplicaLoad | None) -> None:
+        """Note that a replica may fit a trajectory that it did not fit before."""
+        if self._refused is not None and isinstance(replica, Replica):
+            self._changed[replica] = None
 
     def _home(self, ticket: Ticket, session: Session, now: float) -> Replica | None:
         """The replica for a known trajectory's next request, moving the trajectory if needed; None: none yet."""
@@ -318,33 +346,41 @@ class RequestScheduler:
             return self._less_loaded(ticket, session, home, now) or home
         else:
             return home
-        usable = [replica for replica in self._usable if avoid is None or replica.id not in avoid]
-        if not usable:
+        wishes: list[Callable[[Replica], bool]] = [lambda one: one.accepts_request(now), lambda _: True]
+        if avoid is not None:
             # Retry a replica that failed it rather than none.
-            usable = self._usable
-        taking: list[ReplicaLoad] = [replica for replica in usable if replica.accepts_request(now)]
-        chosen = self.sessions.choose(ticket.session_id, session, taking or usable)
-        if isinstance(chosen, Replica):
-            if chosen is not home:
-                self._on_move(cause)
-            self._settle(session, chosen, ticket.tokens)
-            return chosen
+            wishes = [
+                lambda one: one.id not in avoid and one.accepts_request(now),
+                lambda one: one.id not in avoid,
+                *wishes,
+            ]
+        for fits in wishes:
+            if chosen := self.sessions.choose(ticket.session_id, session, self._usable, fits):
+                if chosen is not home:
+                    self._on_move(cause)
+                self._settle(session, chosen, ticket.tokens)
+                return chosen
         return None
 
     def _less_loaded(self, ticket: Ticket, session: Session, home: Replica, now: float) -> Replica | None:
-        taking = [replica for replica in self._usable if replica is not home and replica.accepts_request(now)]
-        if not taking:
+        def takes(replica: Replica) -> bool:
+            return replica is not home and replica.accepts_request(now)
+
+        least = self._usable.least_load(takes)
+        if least is None:
             return None
-        least = min([replica.load for replica in taking])
         # Twice the margin of a first assignment, so that trajectories do not move back and forth.
         crowded = home.load - 1 > 2 * acceptable_load(least) - least
         if not crowded and home.accepts_request(now):
             return None
-        places: list[ReplicaLoad] = [
-            replica for replica in taking if replica.load <= acceptable_load(least) and replica.has_room(ticket.tokens)
-        ]
-        chosen = self.sessions.choose(ticket.session_id, session, places)
-        if not isinstance(chosen, Replica):
+        chosen = self.sessions.choose(
+            ticket.session_id,
+            session,
+            self._usable,
+            lambda one: takes(one) and one.has_room(ticket.tokens),
+            most=acceptable_load(least),
+        )
+        if chosen is None:
             return None
         self._on_move("overload")
         self._settle(session, chosen, ticket.tokens)
@@ -354,12 +390,14 @@ class RequestScheduler:
         before = session.replica
         self.sessions.assign(session, replica, tokens)
         if before is not replica:
+            self._note_change(before)
             self._remove_if_unused(before)
 
     def _begin(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.session = session
         ticket.replica = replica
         ticket._epoch = replica.window.begin()
+        self.in_flight += 1
         session.in_flight += 1
         self.sessions.set_tokens(session, ticket.tokens)
 
@@ -380,12 +418,13 @@ class RequestScheduler:
         assert replica is not None
         assert session is not None
         replica.window.end()
+        self.in_flight -= 1
         session.in_flight -= 1
         return replica, session
 
     def _reroute(self, replica: Replica, now: float) -> None:
         """Reassign the requests that wait for a replica that takes no more."""
-        self._refresh()
+        self._refresh(replica)
         self._unassigned.extend(ticket for ticket in replica.queue if ticket.waiting)
         replica.queue.clear()
         self._dispatch_unassigned(now)
@@ -401,5 +440,8 @@ class RequestScheduler:
         ):
             self.replicas.pop(replica.id, None)
 
-    def _refresh(self) -> None:
-        self._usable = [replica for replica in self.replicas.values() if replica.usable]
+    def _refresh(self, replica: Replica) -> None:
+        if replica.usable:
+            self._usable.add(replica)
+        else:
+            self._usable.remove(replica)

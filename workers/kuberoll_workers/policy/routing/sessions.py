@@ -1,15 +1,14 @@
-"""Assignment of trajectories to replicas. Pure: nothing here waits, sends or reads a clock.
-
-The load of a replica is the number of our trajectories assigned to it, whether they wait for generation or for their
-environment, and of requests of other workers there: a trajectory in its environment returns soon. A slow replica
-finishes trajectories later and so gets fewer new ones.
-"""
+"""Assignment of trajectories to replicas. Pure: nothing here waits, sends or reads a clock."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from kuberoll_workers.policy.routing.places import Places, ReplicaLoad
+
+_Load = TypeVar("_Load", bound=ReplicaLoad)
 
 MoveCause = Literal["gone", "broken", "failed", "overload"]
 """Reason for a move to another replica: the old one is no longer listed, its breaker is open, it failed a request, or
@@ -19,35 +18,6 @@ SHORT_CONTEXT_TOKENS = 1024
 """Contexts shorter than this are cheap to move; longer ones stay, whatever the load."""
 
 _LARGEST = 1 << 16
-_MASK = (1 << 32) - 1
-
-
-class ReplicaLoad:
-    """The load of a replica.
-
-    Attributes:
-        sessions: Number of our trajectories assigned to it.
-        resident: Their tokens, as of their newest turns.
-        outside: Requests of other workers there, as last reported.
-    """
-
-    __slots__ = ("_seed", "id", "outside", "resident", "sessions")
-
-    def __init__(self, name: str) -> None:
-        self.id = name
-        self.sessions = 0
-        self.resident = 0
-        self.outside = 0
-        self._seed = zlib.crc32(name.encode()) * 0x9E3779B1 & _MASK
-
-    @property
-    def load(self) -> int:
-        return self.sessions + self.outside
-
-    def rank(self, draw: int) -> int:
-        """Rank by rendezvous hashing: the replica that ranks highest for a draw stays so when others come and go."""
-        mixed = (draw ^ self._seed) * 0x85EBCA6B & _MASK
-        return (mixed ^ (mixed >> 13)) * 0xC2B2AE35 & _MASK
 
 
 class Session:
@@ -148,32 +118,34 @@ class SessionTable:
             del self._groups[session.group]
         return True
 
-    def choose(self, session_id: str, session: Session | None, candidates: Iterable[ReplicaLoad]) -> ReplicaLoad | None:
-        """Choose a replica for a trajectory; None without candidates.
+    def choose(
+        self,
+        session_id: str,
+        session: Session | None,
+        places: Places[_Load],
+        fits: Callable[[_Load], bool],
+        *,
+        most: int | None = None,
+    ) -> _Load | None:
+        """Choose a replica for a trajectory; None if none fits.
 
         It is the replica of the newest trajectory of the prompt group, unless another one has much less load; else the
         least loaded one. Ties are broken by prompt group, so that independent workers do not all choose the same one.
+
+        Args:
+            most: Highest load of a replica that may be chosen; None: any.
         """
-        replicas = list(candidates)
-        if not replicas:
+        least = places.least_load(fits, most)
+        if least is None:
             return None
-        if len(replicas) == 1:
-            return replicas[0]
         name = session.group if session is not None else group_of(session_id)
-        least = min([replica.load for replica in replicas])
         group = self._groups.get(name)
-        if (
-            group is not None
-            and group.replica in replicas
-            and group.replica is not None
-            and group.replica.load <= acceptable_load(least)
-        ):
-            return group.replica
-        tied = [replica for replica in replicas if replica.load == least]
-        if len(tied) == 1:
-            return tied[0]
-        draw = zlib.crc32(name.encode())
-        return max(tied, key=lambda replica: (replica.rank(draw), replica.id))
+        if group is not None and group.replica is not None:
+            kept = places.find(group.replica)
+            highest = acceptable_load(least) if most is None else min(most, acceptable_load(least))
+            if kept is not None and kept.load <= highest and fits(kept):
+                return kept
+        return places.ranked_first(least, zlib.crc32(name.encode()), fits)
 
     def _forget_one(self) -> None:
         for session_id, session in self._sessions.items():
