@@ -96,11 +96,19 @@ def events(workload: list[tuple[int, int, int, int, int]]) -> list[tuple[int, Se
 
 
 @settings(max_examples=examples(400))
-@given(workloads(), st.sampled_from([160, 240, 1600]), st.sampled_from([5, 32, 100]), st.booleans())
+@given(workloads(), st.sampled_from([160, 240, 1600]), st.sampled_from([5, 32, 100, 0]), st.booleans())
 def test_every_request_gets_its_tokens_and_every_block_is_given_back(
     workload: list[tuple[int, int, int, int, int]], cache: int, budget: int, reuse: bool
 ) -> None:
-    engine = EngineModel(limits(kv_cache_tokens=cache, max_num_batched_tokens=budget, prefix_caching=reuse))
+    """A budget of 0 stands for whole prompts."""
+    engine = EngineModel(
+        limits(
+            kv_cache_tokens=cache,
+            max_num_batched_tokens=budget or 160,
+            prefix_caching=reuse,
+            chunked_prefill=budget > 0,
+        )
+    )
     ends = drained(engine, events(workload))
     assert sorted(number for number, _ in ends) == list(range(len(workload)))
     tally = engine.tally
@@ -115,11 +123,22 @@ def test_every_request_gets_its_tokens_and_every_block_is_given_back(
 
 
 @settings(max_examples=examples(300))
-@given(workloads(), st.sampled_from([160, 240, 1600]), st.sampled_from([5, 32, 100]))
+@given(
+    workloads(),
+    st.sampled_from([160, 240, 1600]),
+    st.sampled_from([5, 32, 100]),
+    st.sampled_from([0.0, 0.000_03]),
+    st.booleans(),
+)
 def test_steps_that_are_taken_together_end_as_one_by_one(
-    workload: list[tuple[int, int, int, int, int]], cache: int, budget: int
+    workload: list[tuple[int, int, int, int, int]], cache: int, budget: int, attention: float, chunks: bool
 ) -> None:
-    given_limits = limits(kv_cache_tokens=cache, max_num_batched_tokens=budget)
+    given_limits = limits(
+        kv_cache_tokens=cache,
+        max_num_batched_tokens=budget if chunks else cache,
+        attention_seconds=attention,
+        chunked_prefill=chunks,
+    )
     together, alone = EngineModel(given_limits), EngineModel(given_limits, leap=False)
     assert drained(together, events(workload)) == drained(alone, events(workload))
     assert together.tally == alone.tally
@@ -158,6 +177,22 @@ def test_pauses_lose_nothing(
     assert ended == len(workload)
     assert engine.tally.generated == sum(wanted for _, _, wanted, _, _ in workload)
     assert engine.cache.used == 0
+
+
+def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
+    engine = EngineModel(limits(kv_cache_tokens=1600, max_num_batched_tokens=50, chunked_prefill=False))
+    items = [sequence(30, 1, trajectory=number, group=number) for number in range(3)]
+    ends = drained(engine, [(0, item) for item in items])
+    assert [end for _, end in ends] == [step * 13 * MILLISECOND for step in (1, 2, 3)]
+    with pytest.raises(RequestTooLong, match=r"max_num_batched_tokens \(50\)"):
+        engine.submit(sequence(45, 7), 0)
+
+
+def test_each_step_reads_the_contexts_of_all_that_generate() -> None:
+    engine = EngineModel(limits(kv_cache_tokens=1600, attention_seconds=0.000_01))
+    ends = drained(engine, [(0, sequence(10, 4)), (0, sequence(20, 4, trajectory=1, group=1))])
+    # The prompts in one step; then three steps of both, which read 30, 32 and 34 tokens.
+    assert ends[0][1] == 13 * MILLISECOND + 3 * 12 * MILLISECOND + (30 + 32 + 34) * 10_000
 
 
 def test_a_request_alone_takes_its_equation() -> None:
@@ -219,13 +254,19 @@ def test_weights_clear_the_cache_and_what_runs_is_computed_again() -> None:
 
 def test_a_request_that_can_never_run_is_refused() -> None:
     engine = EngineModel(limits(kv_cache_tokens=80))
-    with pytest.raises(RequestTooLong, match="does not fit into kv_cache_tokens \\(80\\)"):
+    with pytest.raises(RequestTooLong, match=r"does not fit into kv_cache_tokens.*\(80\)"):
         engine.submit(sequence(70, 12), 0)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_num_seqs", 0), ("kv_cache_tokens", 4), ("decode_seconds", -1.0), ("step_seconds", 0.0)],
+    [
+        ("max_num_seqs", 0),
+        ("kv_cache_tokens", 4),
+        ("decode_seconds", -1.0),
+        ("attention_seconds", -1.0),
+        ("step_seconds", 0.0),
+    ],
 )
 def test_limits_that_make_no_engine_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):

@@ -51,6 +51,38 @@ def record(run: str, output: Path | None) -> None:
 
 
 @bench.command()
+@click.argument("run", metavar="DIR|URI")
+@click.option("--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="As the engine's.")
+@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Replicas of the run.")
+def fit(run: str, block_tokens: int, replicas: int) -> None:
+    """Say what a step of the engine costs, from the times of the run in DIR or at URI, as options of `replay`.
+
+    In the run no request may have waited: fewer trajectories were in flight than a replica takes, and their contexts
+    fitted into its cache. The exit code is 2 if there is no run, or it says too little.
+    """
+    from kuberoll_workers.data.record import RecordError, TrajectoryRecord
+    from kuberoll_workers.output.run_files import NotARun, RunFiles
+    from kuberoll_workers.output.storage import StorageError
+    from kuberoll_workers.simulation import fitting
+
+    try:
+        records = [record for record in RunFiles(run).read() if isinstance(record, TrajectoryRecord)]
+        responses = fitting.responses_of(records, block_tokens=block_tokens)
+        found = fitting.fit(responses, replicas=replicas)
+    except (NotARun, RecordError, StorageError, OSError, ValueError) as error:
+        _end(error)
+    _say(
+        f"--step-ms {found.step_seconds * 1e3:.4g} --decode-us {found.decode_seconds * 1e6:.4g} "
+        f"--prefill-us {found.prefill_seconds * 1e6:.4g} --attention-ns {found.attention_seconds * 1e9:.4g} "
+        f"--request-ms {found.request_seconds * 1e3:.4g}"
+    )
+    click.echo(
+        f"fitted to the times of {found.responses} responses, from which they differ by {100 * found.error:.1f} %",
+        err=True,
+    )
+
+
+@bench.command()
 @click.option("--trajectories", type=click.IntRange(1), required=True, help="Number of trajectories.")
 @click.option("--group-size", type=click.IntRange(1), default=8, show_default=True, help="Trajectories of a group.")
 @click.option("--turns", default="lognormal:4:0.8", show_default=True, metavar="DIST", help="Turns of a trajectory.")
@@ -133,6 +165,12 @@ def _engine_options(command: _Command) -> _Command:
         click.option("--step-ms", type=float, default=6.0, show_default=True, help="Fixed time of an engine's step."),
         click.option("--decode-us", type=float, default=80.0, show_default=True, help="More for each sequence."),
         click.option("--prefill-us", type=float, default=25.0, show_default=True, help="More for each prompt token."),
+        click.option(
+            "--attention-ns", type=float, default=0.0, show_default=True, help="More for each token of the contexts."
+        ),
+        click.option(
+            "--chunked-prefill/--no-chunked-prefill", default=True, help="Split prompts.  [default: split them]"
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -147,6 +185,7 @@ def _engine_options(command: _Command) -> _Command:
 @click.option("--window", type=int, default=1024, show_default=True, help="Requests that a replica takes at once.")
 @click.option("--routing", type=click.Choice(["Session", "LeastLoaded"]), default="Session", show_default=True)
 @click.option("--scheduling", type=click.Choice(["Concurrent", "Lockstep"]), default="Concurrent", show_default=True)
+@click.option("--request-ms", type=float, default=0.0, show_default=True, help="Of a request, outside of the engine.")
 @click.option("--cold-start", type=float, default=0.0, metavar="SECONDS", help="Until a new replica answers.")
 @click.option("--deaths-per-hour", type=float, default=0.0, help="Replicas of the fleet that die in an hour.")
 @click.option("--weights-every", type=float, default=0.0, metavar="SECONDS", help="New weights for all replicas.")
@@ -162,6 +201,7 @@ def replay(
     window: int,
     routing: Any,
     scheduling: Any,
+    request_ms: float,
     cold_start: float,
     deaths_per_hour: float,
     weights_every: float,
@@ -176,6 +216,8 @@ def replay(
     step_ms: float,
     decode_us: float,
     prefill_us: float,
+    attention_ns: float,
+    chunked_prefill: bool,
 ) -> None:
     """Play TRACE in virtual time: real scheduling, admission and routing, modelled engines.
 
@@ -198,6 +240,8 @@ def replay(
                 step_seconds=step_ms / 1e3,
                 decode_seconds=decode_us / 1e6,
                 prefill_seconds=prefill_us / 1e6,
+                attention_seconds=attention_ns / 1e9,
+                chunked_prefill=chunked_prefill,
             ),
             replicas=replicas,
             workers=workers,
@@ -205,6 +249,7 @@ def replay(
             window=window,
             routing=routing,
             scheduling=scheduling,
+            request_seconds=request_ms / 1e3,
             cold_start_seconds=cold_start,
             deaths_per_hour=deaths_per_hour,
             weights_every=weights_every,

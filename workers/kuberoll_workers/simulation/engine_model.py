@@ -1,9 +1,10 @@
 """A model of an engine with continuous batching, as vLLM's scheduler works: pure, with the time as an argument.
 
 A step takes one token of each sequence that generates, and prompts in chunks of what is left of the step's token
-budget. It lasts a fixed time, and more for each sequence and each prompt token. Sequences are admitted first come,
-first served, when the cache has room for their whole prompt; where it has none for the next tokens, the newest sequence
-is preempted, and computed again later. Times are whole nanoseconds, so that sums do not depend on their order.
+budget. It lasts a fixed time, and more for each sequence, for each token of its context and for each prompt token.
+Sequences are admitted first come, first served, when the cache has room for their whole prompt; where it has none for
+the next tokens, the newest sequence is preempted, and computed again later. Times are whole nanoseconds, so that sums
+do not depend on their order.
 
 Steps in which nothing changes but the lengths are taken together, which makes no difference to the result.
 """
@@ -11,8 +12,9 @@ Steps in which nothing changes but the lengths are taken together, which makes n
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kuberoll_workers.simulation.kv_cache import Held, KvCache
@@ -33,9 +35,12 @@ class EngineLimits:
         kv_cache_tokens: Capacity of the key-value cache.
         block_tokens: Tokens in one of its blocks.
         prefix_caching: Blocks are reused.
+        chunked_prefill: A prompt is computed in parts if it does not fit into what is left of a step; else it waits for
+            the next one.
         step_seconds: Fixed time of a step.
         decode_seconds: Additional time for each sequence that generates.
         prefill_seconds: Additional time for each prompt token.
+        attention_seconds: Additional time for each token of the contexts of the sequences that generate.
     """
 
     max_num_seqs: int = 256
@@ -43,9 +48,11 @@ class EngineLimits:
     kv_cache_tokens: int = 524_288
     block_tokens: int = 16
     prefix_caching: bool = True
+    chunked_prefill: bool = True
     step_seconds: float = 0.006
     decode_seconds: float = 0.000_08
     prefill_seconds: float = 0.000_025
+    attention_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens", "block_tokens"):
@@ -53,7 +60,7 @@ class EngineLimits:
                 raise ValueError(f"{name}: found {getattr(self, name)}; it is at least 1")
         if self.kv_cache_tokens < self.block_tokens:
             raise ValueError(f"kv_cache_tokens: found {self.kv_cache_tokens}; it is at least one block")
-        for name in ("decode_seconds", "prefill_seconds"):
+        for name in ("decode_seconds", "prefill_seconds", "attention_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: found {getattr(self, name):g}; it is not negative")
         if self.step_seconds * NANOSECONDS < 1:
@@ -127,13 +134,34 @@ class EngineTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
-    """Steps of the same kind, one after another; several only without prompt tokens."""
+    """Steps of the same kind, one after another; several only without prompt tokens.
+
+    Attributes:
+        step_ns: Time of the first one.
+        more_ns: By how much each lasts longer than the one before, since contexts have grown.
+    """
 
     begin_ns: int
     step_ns: int
+    more_ns: int
     steps: int
     chunks: tuple[tuple[Sequence, int], ...]
     generating: int
+
+    @property
+    def end_ns(self) -> int:
+        return self.begin_ns + self.elapsed(self.steps)
+
+    def elapsed(self, steps: int) -> int:
+        """Time of the first steps."""
+        return steps * self.step_ns + self.more_ns * (steps * (steps - 1) // 2)
+
+    def begun(self, now: int) -> int:
+        """Number of steps that have begun before a time, at least 1."""
+        elapsed = now - self.begin_ns
+        if not self.more_ns:
+            return max(1, -(-elapsed // self.step_ns))
+        return max(1, bisect_left(range(self.steps), elapsed, key=self.elapsed))
 
 
 class EngineModel:
@@ -155,6 +183,7 @@ class EngineModel:
         self._fixed_ns = round(limits.step_seconds * NANOSECONDS)
         self._decode_ns = round(limits.decode_seconds * NANOSECONDS)
         self._prefill_ns = round(limits.prefill_seconds * NANOSECONDS)
+        self._attention_ns = round(limits.attention_seconds * NANOSECONDS)
         self._waiting: deque[Sequence] = deque()
         # In the order of their admission; those that still compute their prompts are in `_filling`, too.
         self._running: dict[int, Sequence] = {}
@@ -164,6 +193,7 @@ class EngineModel:
         # Generating sequences by `offset` modulo the size of a block: a whole phase takes a new block in a step.
         self._phases = [0] * limits.block_tokens
         self._generating = 0
+        self._offsets = 0
         self._ends: list[tuple[int, int, Sequence]] = []
         self._segment: _Segment | None = None
         self._resume_ns = 0
@@ -184,7 +214,7 @@ class EngineModel:
     def next_ns(self) -> int | None:
         """Time of the next change, to call `advance` at; None: nothing happens before a request comes."""
         if (segment := self._segment) is not None:
-            return segment.begin_ns + segment.steps * segment.step_ns
+            return segment.end_ns
         return self._resume_ns if self.ongoing or self._aborted else None
 
     def submit(self, sequence: Sequence, now: int) -> None:
@@ -195,10 +225,13 @@ class EngineModel:
         """
         most = self.cache.capacity * self.limits.block_tokens
         # The last token is never computed.
+        if not self.limits.chunked_prefill:
+            # Preempted before its last token, it is computed again as a whole.
+            most = min(most, self.limits.max_num_batched_tokens)
         if sequence.prompt + sequence.wanted - 1 > most:
             raise RequestTooLong(
                 f"a request with {sequence.prompt} prompt tokens and {sequence.wanted} to generate does not fit into "
-                f"kv_cache_tokens ({most})"
+                f"kv_cache_tokens, or without chunked_prefill into max_num_batched_tokens ({most})"
             )
         self._submitted += 1
         sequence.number = self._submitted
@@ -229,7 +262,7 @@ class EngineModel:
         """Take all steps that end by a time; the requests that were finished, in order."""
         finished: list[Sequence] = []
         while (segment := self._segment) is not None:
-            end = segment.begin_ns + segment.steps * segment.step_ns
+            end = segment.end_ns
             if end > now:
                 return finished
             self._complete(segment, finished)
@@ -245,15 +278,9 @@ class EngineModel:
         segment = self._segment
         if segment is None or segment.steps == 1:
             return
-        steps = max(1, -(-(now - segment.begin_ns) // segment.step_ns))
+        steps = segment.begun(now)
         if steps < segment.steps:
-            self._segment = _Segment(
-                begin_ns=segment.begin_ns,
-                step_ns=segment.step_ns,
-                steps=steps,
-                chunks=(),
-                generating=segment.generating,
-            )
+            self._segment = replace(segment, steps=steps)
 
     def _plan(self, now: int) -> None:
         """Begin the next step, if there is work and no pause."""
@@ -274,9 +301,16 @@ class EngineModel:
     def _begin(self, now: int, chunks: list[tuple[Sequence, int]]) -> None:
         prefill = sum(tokens for _, tokens in chunks)
         step = self._fixed_ns + self._decode_ns * self._generating + self._prefill_ns * prefill
+        if self._attention_ns:
+            step += self._attention_ns * (self._offsets + self._generating * self._decode_steps)
         steps = 1 if chunks or not self._leap else self._steps_ahead()
         self._segment = _Segment(
-            begin_ns=now, step_ns=step, steps=steps, chunks=tuple(chunks), generating=self._generating
+            begin_ns=now,
+            step_ns=step,
+            more_ns=self._attention_ns * self._generating,
+            steps=steps,
+            chunks=tuple(chunks),
+            generating=self._generating,
         )
 
     def _steps_ahead(self) -> int:
@@ -315,18 +349,20 @@ class EngineModel:
             budget -= self._fill(sequence, budget, chunks)
         while self._waiting and budget > 0 and not preempted and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
-            if not self._admit(sequence, now):
+            if not self._admit(sequence, now, budget):
                 break
             self._waiting.popleft()
             budget -= self._fill(sequence, budget, chunks)
         return chunks
 
-    def _admit(self, sequence: Sequence, now: int) -> bool:
+    def _admit(self, sequence: Sequence, now: int, budget: int) -> bool:
         cache, held = self.cache, sequence.held
         total = sequence.prompt + sequence.made
         hit = cache.find(held, total)
         missing = -(-total // cache.block_tokens) - hit.shared - hit.own
         if missing > cache.available - hit.idle:
+            return False
+        if not self.limits.chunked_prefill and total - (hit.shared + hit.own) * cache.block_tokens > budget:
             return False
         cache.hold(held, hit)
         sequence.computed = (hit.shared + hit.own) * cache.block_tokens
@@ -373,6 +409,7 @@ class EngineModel:
             sequence.made = sequence.wanted - (sequence.finish_step - self._decode_steps)
             self._phases[sequence.offset % self.limits.block_tokens] -= 1
             self._generating -= 1
+            self._offsets -= sequence.offset
             held.private = -(-sequence.computed // self.limits.block_tokens) - held.shared
         else:
             del self._filling[sequence.number]
@@ -382,7 +419,7 @@ class EngineModel:
 
     def _complete(self, segment: _Segment, finished: list[Sequence]) -> None:
         tally = self.tally
-        elapsed = segment.steps * segment.step_ns
+        elapsed = segment.elapsed(segment.steps)
         tally.busy_ns += elapsed
         tally.steps += segment.steps
         tally.batch_ns += elapsed * segment.generating
@@ -419,6 +456,7 @@ class EngineModel:
         sequence.finish_step = self._decode_steps + sequence.wanted - sequence.made
         self._phases[sequence.offset % self.limits.block_tokens] += 1
         self._generating += 1
+        self._offsets += sequence.offset
         heapq.heappush(self._ends, (sequence.finish_step, sequence.number, sequence))
 
     def _finish(self, sequence: Sequence, finished: list[Sequence]) -> None:

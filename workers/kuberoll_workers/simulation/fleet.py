@@ -89,16 +89,22 @@ class ModelledReplica:
         limits: EngineLimits,
         *,
         window: int,
+        request_seconds: float,
         lookup: Lookup,
         ledger: IdleLedger,
         waits: Waits,
     ) -> None:
-        """`window` is the number of requests that it takes at once."""
+        """
+        Args:
+            window: Number of requests that it takes at once.
+            request_seconds: Time of each outside of the engine.
+        """
         self.id = name
         self.engine = EngineModel(limits)
         self.alive = False
         self._limits = limits
         self._window = window
+        self._request_seconds = request_seconds
         self._lookup = lookup
         self._ledger = ledger
         self._waits = waits
@@ -157,6 +163,11 @@ class ModelledReplica:
             prompt=len(request.token_ids),
             wanted=max(1, task.generated),
         )
+        if self._request_seconds:
+            # On its way to the replica. What it takes on its way back could as well be part of this.
+            await asyncio.sleep(self._request_seconds)
+            if not self.alive:
+                raise PolicyUnavailable(f"{self.id}: connection reset by peer")
         try:
             self.engine.submit(sequence, self._now())
         except engine_model.RequestTooLong as error:

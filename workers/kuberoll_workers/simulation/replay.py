@@ -51,6 +51,7 @@ class ReplaySettings:
     Attributes:
         concurrency: Trajectories in flight in each worker; with Lockstep, the size of a batch.
         window: Requests that a replica takes at once.
+        request_seconds: Time of a request outside of the engine: network, Serve, and the worker.
         cold_start_seconds: Time until the first replicas answer, and until a replica answers that replaces a dead one.
         deaths_per_hour: Mean number of replicas of the fleet that die in an hour.
         weights_every: Seconds between two versions of the weights; 0: they do not change.
@@ -65,6 +66,7 @@ class ReplaySettings:
     window: int = 1024
     routing: Routing = "Session"
     scheduling: Scheduling = "Concurrent"
+    request_seconds: float = 0.0
     cold_start_seconds: float = 0.0
     deaths_per_hour: float = 0.0
     weights_every: float = 0.0
@@ -75,7 +77,7 @@ class ReplaySettings:
         for name in ("replicas", "workers", "concurrency", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: found {getattr(self, name)}; it is at least 1")
-        for name in ("cold_start_seconds", "deaths_per_hour", "weights_every", "weights_seconds"):
+        for name in ("request_seconds", "cold_start_seconds", "deaths_per_hour", "weights_every", "weights_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: found {getattr(self, name):g}; it is not negative")
         if self.weights_every and self.weights_seconds >= self.weights_every:
@@ -123,12 +125,15 @@ def replay(trajectories: Sequence[TraceTrajectory], settings: ReplaySettings) ->
         ReplayRefused: A trajectory does not fit into a replica's cache.
         NothingLeft, TimeEnds: The replay does not come to its end.
     """
-    room = settings.engine.kv_cache_tokens // settings.engine.block_tokens * settings.engine.block_tokens
+    engine = settings.engine
+    room, name = engine.kv_cache_tokens // engine.block_tokens * engine.block_tokens, "kv_cache_tokens"
+    if not engine.chunked_prefill and engine.max_num_batched_tokens < room:
+        room, name = engine.max_num_batched_tokens, "max_num_batched_tokens, since prompts are computed as a whole,"
     for trajectory in trajectories:
         if trajectory.length > room:
             raise ReplayRefused(
                 f"group {trajectory.group}, sample {trajectory.sample}: it has {trajectory.length} tokens, which do "
-                f"not fit into kv_cache_tokens ({room})"
+                f"not fit into {name} ({room})"
             )
     with _no_collection():
         return run_virtually(_Replay(trajectories, settings).run())
@@ -273,6 +278,7 @@ class _Replay:
             f"replica-{len(self._fleet.replicas)}",
             self._settings.engine,
             window=self._settings.window,
+            request_seconds=self._settings.request_seconds,
             lookup=self._task,
             ledger=self._ledger,
             waits=self._waits,

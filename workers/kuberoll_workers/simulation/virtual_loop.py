@@ -46,9 +46,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = 0.0
         # Timers with their times, and with a number for those of the same time.
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, Any]] = []
         self._set = 0
         self._cancelled_timers = 0
+        # A timer was set that comes after the end of virtual time.
+        self._endless = False
 
     def time(self) -> float:
         """Virtual seconds since the loop was created."""
@@ -67,10 +69,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See asyncio."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        # As asyncio's own loop does, it notes in the handle whether it is in the queue.
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if when > LONGEST_SECONDS:
+            # Time limits without end, of which every turn has one.
+            self._endless = True
+            return timer
         self._set += 1
-        heapq.heappush(self._timers, (when, self._set, handle))
-        return handle
+        timer._scheduled = True  # type: ignore[attr-defined]
+        heapq.heappush(self._timers, (when, self._set, timer))
+        return timer
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -78,9 +86,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """See asyncio."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        del handle
-        self._cancelled_timers += 1
+    def _timer_handle_cancelled(self, handle: Any) -> None:
+        if handle._scheduled:
+            self._cancelled_timers += 1
 
     def _run_once(self) -> None:
         """Run what is ready; if nothing is, advance the time to the next timer."""
@@ -94,6 +102,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         until = self._now + _RESOLUTION_SECONDS
         while timers and timers[0][0] < until:
             handle = heapq.heappop(timers)[2]
+            handle._scheduled = False
             if handle.cancelled():
                 self._cancelled_timers -= 1
             else:
@@ -108,11 +117,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
             self._cancelled_timers -= 1
+        if not timers and self._endless:
+            raise TimeEnds(f"the run takes more than {LONGEST_SECONDS:g} s of virtual time")
         if not timers:
             raise NothingLeft("all tasks wait for something that no timer brings")
         self._now = max(self._now, timers[0][0])
-        if self._now > LONGEST_SECONDS:
-            raise TimeEnds(f"the run takes more than {LONGEST_SECONDS:g} s of virtual time")
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]  # noqa: ARG002
         """Refuse: a thread takes real time, so the result would not be the same twice.

@@ -1,0 +1,223 @@
+"""A replay against the run that it replays: real vLLM on this machine's CPU.
+
+Two runs of `kuberoll run` with the random model of `benchmarks.system`, groups of 8, several turns, and environments
+that take a random time. The costs of a step are fitted to the first one, in which nothing waits. Then the second one,
+of other prompts and lengths and with more trajectories in flight than the cache holds, is recorded and replayed with
+them, and its makespan and prefix hits are compared.
+
+    .venv/bin/python -m benchmarks.replay [--trajectories 192] [--keep DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.system import HERE, intervals, make_model
+from kuberoll_workers.data.record import TrajectoryRecord
+from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.simulation.engine_model import EngineLimits
+from kuberoll_workers.simulation.fitting import fit, responses_of
+from kuberoll_workers.simulation.recording import record_run
+from kuberoll_workers.simulation.replay import ReplaySettings, replay
+from kuberoll_workers.simulation.report import report_of
+
+BLOCK = 32
+KV_TOKEN_BYTES = 2 * 8 * 512 * 4
+WINDOW = 1024
+_TOKENS = re.compile(r'^kuberoll_rollout_tokens_total\{.*kind="(\w+)".*\} (\S+)$', re.MULTILINE)
+
+
+class Load(NamedTuple):
+    """A run.
+
+    Attributes:
+        cache: Tokens of the engine's key-value cache.
+        words: Of a prompt; of an observation.
+        turns: Mean number.
+        tokens: Maximum of a response.
+    """
+
+    name: str
+    trajectories: int
+    concurrency: int
+    cache: int
+    words: tuple[int, int]
+    turns: float
+    tokens: int
+    seconds: float
+
+
+class Ran(NamedTuple):
+    """What a run has done: its records, and its prompt tokens and those of them that the engine had cached."""
+
+    records: list[TrajectoryRecord]
+    prompted: float
+    cached: float
+
+
+def manifest(model: Path, load: Load) -> dict[str, Any]:
+    """The run's job."""
+    draw = random.Random(load.name)
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    rows = [
+        {"prompt": " ".join(draw.choices(words, k=max(4, round(load.words[0] * draw.lognormvariate(0, 0.4)))))}
+        for _ in range(load.trajectories // 8)
+    ]
+    return {
+        "apiVersion": "kuberoll.io/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": load.name},
+        "spec": {
+            "generation": {
+                "model": {"source": str(model)},
+                "engineArgs": {
+                    "dtype": "float32",
+                    "max_model_len": WINDOW,
+                    "max_num_seqs": 256,
+                    "block_size": BLOCK,
+                    "kv_cache_memory_bytes": load.cache * KV_TOKEN_BYTES,
+                },
+                "sampling": {"maxTokens": load.tokens, "minTokens": 8, "seed": 1},
+            },
+            "environments": [
+                {
+                    "name": "drawn",
+                    "entrypoint": "benchmarks.replay_environment:Drawn",
+                    "config": {"turns": load.turns, "words": load.words[1], "seconds": load.seconds},
+                }
+            ],
+            "dataset": {"source": {"rows": rows}, "repeats": 8},
+            "rollout": {"concurrency": load.concurrency},
+        },
+    }
+
+
+def run(document: dict[str, Any], output: Path) -> Ran:
+    """`kuberoll run`, its trajectories, and what its metrics counted last."""
+    job = output.with_suffix(".yaml")
+    job.write_text(json.dumps(document))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    kuberoll = Path(sys.executable).with_name("kuberoll")
+    command = [str(kuberoll), "run", str(job), "--output", str(output), "--metrics-port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "XDG_STATE_HOME": str(output.parent)}
+    counted: dict[str, float] = {}
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                    counted.update({kind: float(value) for kind, value in _TOKENS.findall(answer.read().decode())})
+            except OSError:
+                continue
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        ended.set()
+        watching.join()
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    records = [record for record in RunFiles(str(output)).trajectories() if isinstance(record, TrajectoryRecord)]
+    return Ran(records, counted.get("prompt", 0.0), counted.get("cached", 0.0))
+
+
+def compare(fitted: Sequence[TrajectoryRecord], ran: Ran, load: Load, *, cache: int) -> None:
+    """Print what the replay of a run says, next to the run itself."""
+    found = fit(responses_of(fitted, block_tokens=BLOCK))
+    print(
+        f"fitted: a step {found.step_seconds * 1e3:.3g} ms, a sequence {found.decode_seconds * 1e6:.3g} µs, a prompt "
+        f"token {found.prefill_seconds * 1e6:.3g} µs, a token of a context {found.attention_seconds * 1e9:.3g} ns, a "
+        f"request {found.request_seconds * 1e3:.3g} ms; error {100 * found.error:.1f} % of {found.responses} responses"
+    )
+    trace = record_run(ran.records).trajectories
+    settings = ReplaySettings(
+        engine=EngineLimits(
+            max_num_seqs=256,
+            max_num_batched_tokens=4096,
+            kv_cache_tokens=cache,
+            block_tokens=BLOCK,
+            chunked_prefill=False,
+            step_seconds=found.step_seconds,
+            decode_seconds=found.decode_seconds,
+            prefill_seconds=found.prefill_seconds,
+            attention_seconds=found.attention_seconds,
+        ),
+        concurrency=load.concurrency,
+        request_seconds=found.request_seconds,
+    )
+    report = report_of(trace, settings, replay(trace, settings))
+    times = intervals(ran.records)
+    began = times[0][0]
+    makespan = max(ended for record in ran.records for ended in record.timing.ended_at if ended) - began
+    waits = [seconds for record in ran.records for seconds in record.timing.generation_seconds]
+    rows = (
+        ("makespan, s", makespan, report["makespan_seconds"]),
+        ("a response, mean s", sum(waits) / len(waits), report["generation_seconds"]["mean"]),
+        ("hit rate, %", 100 * ran.cached / max(1.0, ran.prompted), 100 * report["hit_rate"]),
+        ("prompt tokens", ran.prompted, report["prompt_tokens"]),
+    )
+    print(f"{load.name}: {len(trace)} trajectories, {report['turns']} turns, {report['preemptions']} preemptions")
+    for name, real, modelled in rows:
+        error = 100 * (modelled / real - 1) if real else float("nan")
+        print(f"  {name:20} run {real:10.4g}  replay {modelled:10.4g}  {error:+.1f} %")
+
+
+LOADS = (
+    Load("fit", 96, 32, 32_768, (24, 12), 3.0, 64, 0.1),
+    Load("fewer", 96, 16, 32_768, (48, 20), 4.0, 48, 0.3),
+    Load("waves", 192, 96, 12_288, (40, 20), 3.5, 96, 0.2),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, help="Instead of each run's own number.")
+    parser.add_argument("--keep", type=Path, help="A directory for the runs; runs that are there are not made again.")
+    parser.add_argument("--runs", nargs="*", default=[load.name for load in LOADS])
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = given.keep or Path(temporary)
+        directory.mkdir(exist_ok=True)
+        model = directory / "model"
+        if not model.exists():
+            make_model(model)
+        fitted: list[TrajectoryRecord] = []
+        for load in LOADS:
+            if load.name not in given.runs:
+                continue
+            if given.trajectories:
+                load = load._replace(trajectories=given.trajectories)
+            counts, output = directory / f"{load.name}.json", directory / load.name
+            if counts.exists():
+                records = [one for one in RunFiles(str(output)).trajectories() if isinstance(one, TrajectoryRecord)]
+                ran = Ran(records, *json.loads(counts.read_text()))
+            else:
+                began = time.perf_counter()
+                ran = run(manifest(model, load), output)
+                counts.write_text(json.dumps([ran.prompted, ran.cached]))
+                print(f"{load.name}: run in {time.perf_counter() - began:.0f} s", flush=True)
+            fitted = fitted or ran.records
+            compare(fitted, ran, load, cache=load.cache)
+
+
+if __name__ == "__main__":
+    main()
