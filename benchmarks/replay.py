@@ -38,7 +38,8 @@ from kuberoll_workers.simulation.report import report_of
 BLOCK = 32
 KV_TOKEN_BYTES = 2 * 8 * 512 * 4
 WINDOW = 1024
-_TOKENS = re.compile(r'^kuberoll_rollout_tokens_total\{.*kind="(\w+)".*\} (\S+)$', re.MULTILINE)
+VOCABULARY = 432
+_TOKENS = re.compile(r'^kuberoll_tokens_total\{.*kind="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 class Load(NamedTuple):
@@ -46,16 +47,20 @@ class Load(NamedTuple):
 
     Attributes:
         cache: Tokens of the engine's key-value cache.
+        samples: Of a prompt.
         words: Of a prompt; of an observation.
+        spread: Of a prompt's words, the standard deviation of their logarithm.
         turns: Mean number.
-        tokens: Maximum of a response.
+        tokens: Mean of a response.
     """
 
     name: str
     trajectories: int
     concurrency: int
     cache: int
+    samples: int
     words: tuple[int, int]
+    spread: float
     turns: float
     tokens: int
     seconds: float
@@ -73,10 +78,8 @@ def manifest(model: Path, load: Load) -> dict[str, Any]:
     """The run's job."""
     draw = random.Random(load.name)
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    rows = [
-        {"prompt": " ".join(draw.choices(words, k=max(4, round(load.words[0] * draw.lognormvariate(0, 0.4)))))}
-        for _ in range(load.trajectories // 8)
-    ]
+    counts = [load.words[0] * draw.lognormvariate(0, load.spread) for _ in range(load.trajectories // load.samples)]
+    rows = [{"prompt": " ".join(draw.choices(words, k=min(140, max(4, round(count)))))} for count in counts]
     return {
         "apiVersion": "kuberoll.io/v1alpha1",
         "kind": "RolloutJob",
@@ -91,7 +94,13 @@ def manifest(model: Path, load: Load) -> dict[str, Any]:
                     "block_size": BLOCK,
                     "kv_cache_memory_bytes": load.cache * KV_TOKEN_BYTES,
                 },
-                "sampling": {"maxTokens": load.tokens, "minTokens": 8, "seed": 1},
+                # Of a random model, so many tokens of its vocabulary end a response after so many on the average. One
+                # that reaches the maximum would end its trajectory.
+                "sampling": {
+                    "maxTokens": 5 * load.tokens,
+                    "seed": 1,
+                    "stopTokenIds": list(range(100, 100 + round(VOCABULARY / load.tokens))),
+                },
             },
             "environments": [
                 {
@@ -100,7 +109,7 @@ def manifest(model: Path, load: Load) -> dict[str, Any]:
                     "config": {"turns": load.turns, "words": load.words[1], "seconds": load.seconds},
                 }
             ],
-            "dataset": {"source": {"rows": rows}, "repeats": 8},
+            "dataset": {"source": {"rows": rows}, "repeats": load.samples},
             "rollout": {"concurrency": load.concurrency},
         },
     }
@@ -182,9 +191,10 @@ def compare(fitted: Sequence[TrajectoryRecord], ran: Ran, load: Load, *, cache: 
 
 
 LOADS = (
-    Load("fit", 96, 32, 32_768, (24, 12), 3.0, 64, 0.1),
-    Load("fewer", 96, 16, 32_768, (48, 20), 4.0, 48, 0.3),
-    Load("waves", 192, 96, 12_288, (40, 20), 3.5, 96, 0.2),
+    # Long and short prompts, or nothing tells what a prompt's token costs.
+    Load("fit", 128, 32, 32_768, 2, (20, 12), 1.1, 2.0, 30, 0.1),
+    Load("fewer", 96, 16, 32_768, 8, (36, 20), 0.4, 4.0, 30, 0.3),
+    Load("waves", 192, 96, 12_288, 8, (30, 16), 0.4, 3.5, 50, 0.2),
 )
 
 

@@ -183,7 +183,21 @@ def _engine_options(command: _Command) -> _Command:
 @click.option("--workers", type=int, default=1, show_default=True, help="Workers, which share the trajectories.")
 @click.option("--concurrency", type=int, default=64, show_default=True, help="Trajectories in flight in a worker.")
 @click.option("--window", type=int, default=1024, show_default=True, help="Requests that a replica takes at once.")
-@click.option("--routing", type=click.Choice(["Session", "LeastLoaded"]), default="Session", show_default=True)
+@click.option(
+    "--routing",
+    type=click.Choice(["Session", "LeastLoaded", "Hash", "Margin"]),
+    default="Session",
+    show_default=True,
+    help="Hash and Margin are candidates that no worker uses.",
+)
+@click.option("--margin", type=click.IntRange(0), default=8, show_default=True, help="Of Margin, in trajectories.")
+@click.option(
+    "--admission",
+    type=click.Choice(["Learned", "Unlimited", "Resident", "Reserve"]),
+    default="Learned",
+    show_default=True,
+    help="Of new trajectories; the others are candidates.",
+)
 @click.option("--scheduling", type=click.Choice(["Concurrent", "Lockstep"]), default="Concurrent", show_default=True)
 @click.option("--request-ms", type=float, default=0.0, show_default=True, help="Of a request, outside of the engine.")
 @click.option("--cold-start", type=float, default=0.0, metavar="SECONDS", help="Until a new replica answers.")
@@ -200,6 +214,8 @@ def replay(
     concurrency: int,
     window: int,
     routing: Any,
+    margin: int,
+    admission: Any,
     scheduling: Any,
     request_ms: float,
     cold_start: float,
@@ -248,6 +264,8 @@ def replay(
             concurrency=concurrency,
             window=window,
             routing=routing,
+            margin=margin,
+            admission=admission,
             scheduling=scheduling,
             request_seconds=request_ms / 1e3,
             cold_start_seconds=cold_start,

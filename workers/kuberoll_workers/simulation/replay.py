@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.prompts import Prompt, Sample, SampleGroup
@@ -24,18 +24,18 @@ from kuberoll_workers.environments.outcome import StepOutcome
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.policy.routing.router import RoutedPolicy
+from kuberoll_workers.policy.routing.scheduler import RequestScheduler
 from kuberoll_workers.rollouts.groups import Result
 from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_groups
 from kuberoll_workers.rollouts.settings import RolloutSettings, Scheduling
+from kuberoll_workers.simulation.candidates import Admission, CandidateScheduler, Routing
 from kuberoll_workers.simulation.engine_model import EngineLimits, EngineTally
 from kuberoll_workers.simulation.fleet import Fleet, ModelledReplica, Task, Waits, tokens_of_length
 from kuberoll_workers.simulation.idle import IdleLedger
 from kuberoll_workers.simulation.trace import TraceTrajectory, groups_of
 from kuberoll_workers.simulation.virtual_loop import run_virtually
 from kuberoll_workers.telemetry import RolloutMetrics, RoutingMetrics
-
-Routing = Literal["Session", "LeastLoaded"]
 
 _NO_LIMIT = 1e9
 
@@ -50,6 +50,8 @@ class ReplaySettings:
 
     Attributes:
         concurrency: Trajectories in flight in each worker; with Lockstep, the size of a batch.
+        routing, admission: See `candidates`.
+        margin: For the routing `Margin`, in trajectories.
         window: Requests that a replica takes at once.
         request_seconds: Time of a request outside of the engine: network, Serve, and the worker.
         cold_start_seconds: Time until the first replicas answer, and until a replica answers that replaces a dead one.
@@ -65,6 +67,8 @@ class ReplaySettings:
     concurrency: int = 64
     window: int = 1024
     routing: Routing = "Session"
+    admission: Admission = "Learned"
+    margin: int = 8
     scheduling: Scheduling = "Concurrent"
     request_seconds: float = 0.0
     cold_start_seconds: float = 0.0
@@ -219,6 +223,7 @@ class _Replay:
                     share=share,
                     metrics=self._routing_metrics,
                     jitter_seed=settings.seed + worker,
+                    scheduler=self._scheduler(worker),
                 )
             )
             environment = _RecordedEnvironment(self._trajectories, self._ledger)
@@ -238,6 +243,19 @@ class _Replay:
                 jitter_seed=settings.seed + worker,
             )
             await run_groups(rollout, self._samples(worker), self._take)
+
+    def _scheduler(self, worker: int) -> RequestScheduler | None:
+        """A scheduler with the candidates of the settings; None: they have none."""
+        settings = self._settings
+        if settings.routing in ("Session", "LeastLoaded") and settings.admission == "Learned":
+            return None
+        return CandidateScheduler(
+            routing=settings.routing,
+            admission=settings.admission,
+            margin=settings.margin,
+            moved=self._routing_metrics.record_move,
+            seed=settings.seed + worker,
+        )
 
     def _count_move(self) -> None:
         self._moves += 1

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
 from kuberoll_workers.policy.client import Overloaded, ServeClient, Unreachable, answering_within
@@ -21,6 +21,7 @@ from kuberoll_workers.policy.interface import (
     PolicyUnavailable,
 )
 from kuberoll_workers.policy.outage import Outage, OutageWatch
+from kuberoll_workers.policy.routing.deaths import SUSPICIOUS_DEATHS, DeathLog
 from kuberoll_workers.policy.routing.discovery import Discovery
 from kuberoll_workers.policy.routing.replica import Address, ReplicaClient
 from kuberoll_workers.policy.routing.scheduler import WINDOW, Replica, RequestScheduler, Ticket
@@ -36,8 +37,6 @@ REFRESH_SECONDS: Final = 2.0
 SILENT_SECONDS: Final = 10.0
 """Seconds without any answer to requests in flight after which the replicas' health is checked."""
 TRIES: Final = 3
-SUSPICIOUS_DEATHS: Final = 2
-"""Engines that died in a row with a trajectory's request in flight before it is suspected of killing them."""
 
 _SEARCH_SECONDS = 0.25
 _CALM_SECONDS = 0.1
@@ -65,19 +64,24 @@ class RoutedPolicy:
         share: float = 1.0,
         metrics: RoutingMetrics | None = None,
         jitter_seed: int | None = None,
+        scheduler: RequestScheduler | None = None,
     ) -> None:
         """Store the parts; nothing is sent before the context is entered.
 
         Args:
             sticky: Keep the turns of a trajectory on one replica, and a prompt group too, as far as load allows.
-            share: Fraction of each replica's key-value cache for the trajectories of this process; 0: no limit.
+            share: Fraction of each replica's key-value cache for requests in flight of this process; 0: no limit.
             jitter_seed: Seed of the jitter of pauses; None: random.
+            scheduler: Decides where and when requests are sent, instead of `sticky` and `jitter_seed`; None: one that
+                does as these say.
         """
         self._discovery = discovery
         self._connect = connect
         self._share = share
         self._metrics = metrics if metrics is not None else RoutingMetrics("")
-        self._admission = RequestScheduler(sticky=sticky, moved=self._metrics.record_move, seed=jitter_seed)
+        self._admission = scheduler or RequestScheduler(
+            sticky=sticky, moved=self._metrics.record_move, seed=jitter_seed
+        )
         self._clients: dict[str, ReplicaClient] = {}
         self._urls: dict[str, str] = {}
         # The last list, if all of its replicas and no others are here: the same one needs no further look.
@@ -88,6 +92,7 @@ class RoutedPolicy:
         self._in_flight: defaultdict[str, set[Ticket]] = defaultdict(set)
         # By replica: trajectories in flight at its death that had been in flight at another one's death, too.
         self._repeated: defaultdict[str, set[Session]] = defaultdict(set)
+        self._deaths = DeathLog()
         # Suspects are sent one at a time, so that an engine's death has one cause.
         self._quarantine = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -140,7 +145,7 @@ class RoutedPolicy:
 
     def end_session(self, session_id: str) -> None:
         """Release a trajectory that has ended."""
-        self._admission.end_session(session_id, self._loop.time())
+        self._admission.end_session(session_id)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one sequence.
@@ -152,11 +157,13 @@ class RoutedPolicy:
         """
         prompt = len(request.token_ids)
 
-        async def send(client: ReplicaClient, tries: int) -> tuple[GenerationResult, int]:
+        async def send(client: ReplicaClient, tries: int) -> _Sent[GenerationResult]:
             # The engine may still work on the old request, so a retry needs another id.
             name = f"{request.request_id}.{tries}" if tries else request.request_id
             result = await client.generate(dataclasses.replace(request, request_id=name) if tries else request)
-            return result, prompt + len(result.token_ids)
+            spans = result.policy_versions
+            versions = (spans[0][0], spans[-1][0]) if spans else (None, None)
+            return _Sent(result, prompt + len(result.token_ids), result.cached_tokens, versions)
 
         result = await self._routed(Ticket(request.session_id, prompt), send)
         self._metrics.record_answer(result.policy_versions)
@@ -165,8 +172,8 @@ class RoutedPolicy:
     async def open_session(self, session_id: str, settings: SessionSettings) -> AgentSession:
         """See `AgentPolicy`."""
 
-        async def send(client: ReplicaClient, _: int) -> tuple[AgentSession, int]:
-            return await client.open_session(settings), 0
+        async def send(client: ReplicaClient, _: int) -> _Sent[AgentSession]:
+            return _Sent(await client.open_session(settings))
 
         return await self._routed(Ticket(session_id, 0), send)
 
@@ -187,14 +194,11 @@ class RoutedPolicy:
         async with answering_within(session.url, _CLOSING_SECONDS):
             return await client.close_session()
 
-    async def _routed(
-        self, ticket: Ticket, send: Callable[[ReplicaClient, int], Awaitable[tuple[_Answer, int]]]
-    ) -> _Answer:
+    async def _routed(self, ticket: Ticket, send: Callable[[ReplicaClient, int], Awaitable[_Sent[_Answer]]]) -> _Answer:
         """Send a request to the best replica, and to others while it fails there.
 
         Args:
-            send: Called with the replica's client, and with the number of times that the request was sent and broke;
-                returns the answer, and the length of the trajectory's context with it, tokens.
+            send: Called with the replica's client, and with the number of times that the request was sent and broke.
         """
         admission, metrics, time = self._admission, self._metrics, self._loop.time
         failures, broken = 0, 0
@@ -208,7 +212,7 @@ class RoutedPolicy:
                 client = self._clients[replica.id]
                 self._in_flight[replica.id].add(ticket)
                 try:
-                    result, tokens = await send(client, broken)
+                    sent = await send(client, broken)
                 except Overloaded as error:
                     metrics.record_request("overloaded")
                     if self._in_flight[replica.id] == {ticket}:
@@ -252,10 +256,12 @@ class RoutedPolicy:
                 self._outages.record_answer(replica.id)
                 self._silent_since = time()
                 self._repeated.pop(replica.id, None)
-                admission.record_answer(ticket, tokens, time(), load=client.load)
-                return result
+                admission.record_answer(
+                    ticket, sent.tokens, time(), load=client.load, cached=sent.cached, versions=sent.versions
+                )
+                return sent.answer
         except BaseException:
-            admission.abandon(ticket, time())
+            admission.abandon(ticket)
             raise
         finally:
             if quarantined:
@@ -285,7 +291,8 @@ class RoutedPolicy:
         session.deaths += 1
         # It is the only one in flight that was in flight at an earlier death, too.
         common = self._repeated[replica.id] == {session}
-        if session.deaths >= SUSPICIOUS_DEATHS and (common or quarantined):
+        if (common or quarantined) and session.deaths >= self._deaths.needed(session, self._loop.time()):
+            self._deaths.explain(session)
             raise FatalRequest(
                 f"this request was in flight when the engine died {session.deaths} times in a row, the last time as "
                 f"the only such request, and is not sent again: {error}"
@@ -297,10 +304,16 @@ class RoutedPolicy:
         if check is None:
             flying = {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
             self._repeated[replica.id] |= {session for session in flying if session.deaths}
-            check = self._checks[replica.id] = self._start(_problem_of(client))
+            check = self._checks[replica.id] = self._start(self._checked(replica, client, flying))
             check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
         # The first caller may be cancelled while others still wait for the result.
         return await asyncio.shield(check)
+
+    async def _checked(self, replica: Replica, client: ReplicaClient, flying: set[Session]) -> str | None:
+        problem = await _problem_of(client)
+        if problem is not None:
+            self._deaths.record(replica.id, flying, self._loop.time())
+        return problem
 
     def _watch(self, replica: Replica, error: PolicyUnavailable | None = None, problem: str | None = None) -> None:
         """Start to probe a replica whose breaker is open.
@@ -483,6 +496,22 @@ class RoutedPolicy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sent(Generic[_Answer]):
+    """The answer of a replica.
+
+    Attributes:
+        tokens: Length of the trajectory's context with it.
+        cached: Tokens of the prompt that the replica had cached; None: unknown.
+        versions: Of the weights, of its first and last token; None: unknown.
+    """
+
+    answer: _Answer
+    tokens: int = 0
+    cached: int | None = None
+    versions: tuple[str | None, str | None] = (None, None)
 
 
 class _Opening:

@@ -1,8 +1,8 @@
 """Scheduling of requests over replicas. Pure: the time is an argument, and waiting requests are woken by a callback.
 
 A turn goes to the replica of its trajectory, and waits there while that replica takes no more requests. A new
-trajectory waits, first come first served, until a replica has room for one more request and for its context. An idle
-replica always has room for one, so no request waits for ever.
+trajectory waits, first come first served, until a replica has room for one more request, and for its context beside
+those in flight. An idle replica always has room for one, so no request waits for ever.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kuberoll_workers.policy.routing.breaker import Breaker
+from kuberoll_workers.policy.routing.cache_room import CacheRoom
 from kuberoll_workers.policy.routing.places import Places, ReplicaLoad
 from kuberoll_workers.policy.routing.sessions import (
     SHORT_CONTEXT_TOKENS,
@@ -34,16 +35,17 @@ class Replica(ReplicaLoad):
 
     Attributes:
         listed: Discovery lists it; one that is no longer listed finishes its requests.
-        budget: Maximum number of resident tokens; 0: unknown.
+        room: For contexts in flight.
         queue: Requests of its trajectories that wait.
     """
 
-    __slots__ = ("breaker", "budget", "listed", "queue", "window")
+    __slots__ = ("breaker", "listed", "queue", "room", "window")
 
     def __init__(self, name: str, *, budget: int = 0, window: int = WINDOW) -> None:
+        """`budget` is the number of tokens of its cache for our trajectories; 0: unknown."""
         super().__init__(name)
         self.listed = True
-        self.budget = budget
+        self.room = CacheRoom(budget)
         self.window = Window(window)
         self.breaker = Breaker()
         self.queue: deque[Ticket] = deque()
@@ -59,7 +61,7 @@ class Replica(ReplicaLoad):
 
     def has_room(self, tokens: int) -> bool:
         """True if it has room for a new trajectory's context."""
-        return not self.budget or not self.window.in_flight or self.resident + tokens <= self.budget
+        return not self.window.in_flight or self.room.fits(tokens)
 
 
 class Ticket:
@@ -71,7 +73,19 @@ class Ticket:
         wake: Called when it may be sent after waiting.
     """
 
-    __slots__ = ("_epoch", "avoid", "replica", "session", "session_id", "tokens", "waiting", "wake")
+    __slots__ = (
+        "_epoch",
+        "_known",
+        "_room_epoch",
+        "_version",
+        "avoid",
+        "replica",
+        "session",
+        "session_id",
+        "tokens",
+        "waiting",
+        "wake",
+    )
 
     def __init__(self, session_id: str, tokens: int, wake: Callable[[], Any] = lambda: None) -> None:
         self.session_id = session_id
@@ -81,7 +95,8 @@ class Ticket:
         self.replica: Replica | None = None
         self.avoid: set[str] | None = None
         self.waiting = False
-        self._epoch = 0
+        self._epoch = self._room_epoch = self._known = 0
+        self._version: str | None = None
 
 
 class RequestScheduler:
@@ -98,6 +113,7 @@ class RequestScheduler:
         moved: Callable[[MoveCause], None] = lambda _: None,
         sessions: SessionTable | None = None,
         seed: int | None = None,
+        movable: int = SHORT_CONTEXT_TOKENS,
     ) -> None:
         """Start without replicas.
 
@@ -105,6 +121,7 @@ class RequestScheduler:
             sticky: Keep a trajectory on its replica between requests.
             moved: Called for each trajectory that moves to another replica.
             seed: Seed for the jitter of pauses; None: random.
+            movable: Contexts shorter than this leave a replica that has much more load than others.
         """
         self.replicas: dict[str, Replica] = {}
         self.in_flight = 0
@@ -112,6 +129,7 @@ class RequestScheduler:
         self.waiting = 0
         self._sticky = sticky
         self._on_move = moved
+        self._movable = movable
         self._draw = random.Random(seed)
         self._usable: Places[Replica] = Places()
         # No usable replica fits a new trajectory of so many tokens, but for those that have changed since: else each
@@ -146,20 +164,37 @@ class RequestScheduler:
             ticket.waiting = False
             self.waiting -= 1
 
-    def record_answer(self, ticket: Ticket, tokens: int, now: float, *, load: int | None = None) -> None:
+    def record_answer(
+        self,
+        ticket: Ticket,
+        tokens: int,
+        now: float,
+        *,
+        load: int | None = None,
+        cached: int | None = None,
+        versions: tuple[str | None, str | None] = (None, None),
+    ) -> None:
         """Record a response.
 
         Args:
             tokens: Length of the context, with the response.
             load: Number of other requests that the replica reported; None: it did not.
+            cached: Tokens of its prompt that the replica had cached; None: unknown.
+            versions: Of the weights, of the response's first and last token; None: unknown.
         """
+        # New weights forget what was cached.
+        if ticket._known and cached is not None and versions[0] == ticket._version and ticket.replica is not None:
+            ticket.replica.room.record_prefix(
+                ticket._room_epoch, known=ticket._known, cached=cached, requests=ticket.replica.window.in_flight
+            )
         replica, session = self._end(ticket)
         replica.window.record_success()
         replica.breaker.record_success()
         if load is not None:
             replica.outside = max(0, load - replica.window.in_flight)
         session.deaths = 0
-        self.sessions.set_tokens(session, tokens)
+        if session.replica is replica:
+            session.known, session.version = tokens, versions[1]
         if not self._sticky:
             self.sessions.release(ticket.session_id)
         self.dispatch(replica, now)
@@ -197,10 +232,10 @@ class RequestScheduler:
             self.mark_down(replica, now)
         return pause
 
-    def abandon(self, ticket: Ticket, now: float) -> None:
+    def abandon(self, ticket: Ticket) -> None:
         """End the retries of a request, after its last attempt was recorded."""
         if not self._sticky:
-            self.end_session(ticket.session_id, now)
+            self.end_session(ticket.session_id)
 
     def mark_down(self, replica: Replica, now: float) -> bool:
         """Record that a replica is down; True if this opened its breaker."""
@@ -209,15 +244,13 @@ class RequestScheduler:
             self._reroute(replica, now)
         return opened
 
-    def end_session(self, session_id: str, now: float) -> None:
+    def end_session(self, session_id: str) -> None:
         """Release a trajectory that has ended."""
         session = self.sessions.find(session_id)
         if session is not None:
             home = session.replica
             self.sessions.release(session_id)
-            self._note_change(home)
             self._remove_if_unused(home)
-            self._dispatch_new(now)
 
     def add_replica(self, replica: Replica, now: float, *, last: bool = True) -> None:
         """Add a replica, which may get requests from now on.
@@ -305,7 +338,7 @@ class RequestScheduler:
         session = sessions.find(ticket.session_id)
         if session is None:
             session = sessions.add(ticket.session_id)
-        sessions.assign(session, chosen, tokens)
+        sessions.assign(session, chosen)
         self._begin(ticket, session, chosen)
         return True
 
@@ -313,7 +346,7 @@ class RequestScheduler:
         tokens, avoid = ticket.tokens, ticket.avoid
 
         def fits(replica: Replica) -> bool:
-            return replica.accepts_request(now) and replica.has_room(tokens)
+            return replica.accepts_request(now) and self._has_room(replica, tokens)
 
         if self._refused is not None and tokens >= self._refused:
             possible = (replica for replica in self._changed if replica.usable and fits(replica))
@@ -342,7 +375,7 @@ class RequestScheduler:
             cause = "broken"
         elif avoid is not None and home.id in avoid:
             cause = "failed"
-        elif ticket.tokens < SHORT_CONTEXT_TOKENS and len(self._usable) > 1:
+        elif ticket.tokens < self._movable and len(self._usable) > 1:
             return self._less_loaded(ticket, session, home, now) or home
         else:
             return home
@@ -358,7 +391,7 @@ class RequestScheduler:
             if chosen := self.sessions.choose(ticket.session_id, session, self._usable, fits):
                 if chosen is not home:
                     self._on_move(cause)
-                self._settle(session, chosen, ticket.tokens)
+                self._settle(session, chosen)
                 return chosen
         return None
 
@@ -369,37 +402,45 @@ class RequestScheduler:
         least = self._usable.least_load(takes)
         if least is None:
             return None
-        # Twice the margin of a first assignment, so that trajectories do not move back and forth.
-        crowded = home.load - 1 > 2 * acceptable_load(least) - least
-        if not crowded and home.accepts_request(now):
+        if not self._is_crowded(home.load - 1, least) and home.accepts_request(now):
             return None
         chosen = self.sessions.choose(
             ticket.session_id,
             session,
             self._usable,
-            lambda one: takes(one) and one.has_room(ticket.tokens),
+            lambda one: takes(one) and self._has_room(one, ticket.tokens),
             most=acceptable_load(least),
         )
         if chosen is None:
             return None
         self._on_move("overload")
-        self._settle(session, chosen, ticket.tokens)
+        self._settle(session, chosen)
         return chosen
 
-    def _settle(self, session: Session, replica: Replica, tokens: int) -> None:
+    def _is_crowded(self, others: int, least: int) -> bool:
+        """True if a trajectory should leave a replica with so many others for one with the least load."""
+        # Twice the margin of a first assignment, so that trajectories do not move back and forth.
+        return others > 2 * acceptable_load(least) - least
+
+    def _has_room(self, replica: Replica, tokens: int) -> bool:
+        return replica.has_room(tokens)
+
+    def _settle(self, session: Session, replica: Replica) -> None:
         before = session.replica
-        self.sessions.assign(session, replica, tokens)
         if before is not replica:
-            self._note_change(before)
+            self.sessions.assign(session, replica)
             self._remove_if_unused(before)
 
     def _begin(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.session = session
         ticket.replica = replica
         ticket._epoch = replica.window.begin()
+        ticket._room_epoch = replica.room.begin(ticket.tokens)
+        # An agent's call may go on from an earlier one.
+        ticket._known = session.known if session.known <= ticket.tokens else 0
+        ticket._version = session.version
         self.in_flight += 1
         session.in_flight += 1
-        self.sessions.set_tokens(session, ticket.tokens)
 
     def _grant(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.waiting = False
@@ -418,6 +459,7 @@ class RequestScheduler:
         assert replica is not None
         assert session is not None
         replica.window.end()
+        replica.room.end(ticket.tokens)
         self.in_flight -= 1
         session.in_flight -= 1
         return replica, session
