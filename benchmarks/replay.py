@@ -1,9 +1,9 @@
 """A replay against the run that it replays: real vLLM on this machine's CPU.
 
-Two runs of `kuberoll run` with the random model of `benchmarks.system`, groups of 8, several turns, and environments
-that take a random time. The costs of a step are fitted to the first one, in which nothing waits. Then the second one,
-of other prompts and lengths and with more trajectories in flight than the cache holds, is recorded and replayed with
-them, and its makespan and prefix hits are compared.
+`kuberoll bench fit` measures what a step costs with the random model of `benchmarks.system`. Then runs of `kuberoll
+run` with this model, groups, several turns, and environments that take a random time are recorded, and replayed with
+these costs: one with pairs of samples of short and long prompts, one with few in flight, and one with more in flight
+than the cache holds. Makespan and prefix hits are compared.
 
     .venv/bin/python -m benchmarks.replay [--trajectories 192] [--keep DIR]
 """
@@ -30,7 +30,6 @@ from benchmarks.system import HERE, intervals, make_model
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.simulation.engine_model import EngineLimits
-from kuberoll_workers.simulation.fitting import fit, responses_of
 from kuberoll_workers.simulation.recording import record_run
 from kuberoll_workers.simulation.replay import ReplaySettings, replay
 from kuberoll_workers.simulation.report import report_of
@@ -39,6 +38,7 @@ BLOCK = 32
 KV_TOKEN_BYTES = 2 * 8 * 512 * 4
 WINDOW = 1024
 VOCABULARY = 432
+ENGINE = {"dtype": "float32", "max_model_len": WINDOW, "max_num_seqs": 256, "block_size": BLOCK}
 _TOKENS = re.compile(r'^kuberoll_tokens_total\{.*kind="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
@@ -87,13 +87,7 @@ def manifest(model: Path, load: Load) -> dict[str, Any]:
         "spec": {
             "generation": {
                 "model": {"source": str(model)},
-                "engineArgs": {
-                    "dtype": "float32",
-                    "max_model_len": WINDOW,
-                    "max_num_seqs": 256,
-                    "block_size": BLOCK,
-                    "kv_cache_memory_bytes": load.cache * KV_TOKEN_BYTES,
-                },
+                "engineArgs": ENGINE | {"kv_cache_memory_bytes": load.cache * KV_TOKEN_BYTES},
                 # Of a random model, so many tokens of its vocabulary end a response after so many on the average. One
                 # that reaches the maximum would end its trajectory.
                 "sampling": {
@@ -149,29 +143,39 @@ def run(document: dict[str, Any], output: Path) -> Ran:
     return Ran(records, counted.get("prompt", 0.0), counted.get("cached", 0.0))
 
 
-def compare(fitted: Sequence[TrajectoryRecord], ran: Ran, load: Load, *, cache: int) -> None:
+def costs(model: Path, directory: Path) -> list[float]:
+    """Seconds of a step, of a sequence, of a prompt token and of a token of a context, as `kuberoll bench fit` says."""
+    kept = directory / "costs.txt"
+    if not kept.exists():
+        engine = ENGINE | {"kv_cache_memory_bytes": 32_768 * KV_TOKEN_BYTES}
+        given = [part for name, value in engine.items() for part in ("-a", f"{name}={value}")]
+        command = [str(Path(sys.executable).with_name("kuberoll")), "bench", "fit", str(model), *given]
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        print(done.stderr.splitlines()[-1])
+        kept.write_text(next(line for line in done.stdout.splitlines() if line.startswith("--step-ms")))
+    print(kept.read_text())
+    milliseconds, *micro, nano = map(float, kept.read_text().split()[1::2])
+    return [milliseconds / 1e3, *(value / 1e6 for value in micro), nano / 1e9]
+
+
+def compare(found: Sequence[float], ran: Ran, load: Load) -> None:
     """Print what the replay of a run says, next to the run itself."""
-    found = fit(responses_of(fitted, block_tokens=BLOCK))
-    print(
-        f"fitted: a step {found.step_seconds * 1e3:.3g} ms, a sequence {found.decode_seconds * 1e6:.3g} µs, a prompt "
-        f"token {found.prefill_seconds * 1e6:.3g} µs, a token of a context {found.attention_seconds * 1e9:.3g} ns, a "
-        f"request {found.request_seconds * 1e3:.3g} ms; error {100 * found.error:.1f} % of {found.responses} responses"
-    )
     trace = record_run(ran.records).trajectories
     settings = ReplaySettings(
         engine=EngineLimits(
             max_num_seqs=256,
             max_num_batched_tokens=4096,
-            kv_cache_tokens=cache,
+            kv_cache_tokens=load.cache,
             block_tokens=BLOCK,
             chunked_prefill=False,
-            step_seconds=found.step_seconds,
-            decode_seconds=found.decode_seconds,
-            prefill_seconds=found.prefill_seconds,
-            attention_seconds=found.attention_seconds,
+            step_seconds=found[0],
+            decode_seconds=found[1],
+            prefill_seconds=found[2],
+            attention_seconds=found[3],
         ),
         concurrency=load.concurrency,
-        request_seconds=found.request_seconds,
     )
     report = report_of(trace, settings, replay(trace, settings))
     times = intervals(ran.records)
@@ -191,8 +195,7 @@ def compare(fitted: Sequence[TrajectoryRecord], ran: Ran, load: Load, *, cache: 
 
 
 LOADS = (
-    # Long and short prompts, or nothing tells what a prompt's token costs.
-    Load("fit", 128, 32, 32_768, 2, (20, 12), 1.1, 2.0, 30, 0.1),
+    Load("pairs", 128, 32, 32_768, 2, (20, 12), 1.1, 2.0, 30, 0.1),
     Load("fewer", 96, 16, 32_768, 8, (36, 20), 0.4, 4.0, 30, 0.3),
     Load("waves", 192, 96, 12_288, 8, (30, 16), 0.4, 3.5, 50, 0.2),
 )
@@ -210,7 +213,7 @@ def main() -> None:
         model = directory / "model"
         if not model.exists():
             make_model(model)
-        fitted: list[TrajectoryRecord] = []
+        found = costs(model, directory)
         for load in LOADS:
             if load.name not in given.runs:
                 continue
@@ -225,8 +228,7 @@ def main() -> None:
                 ran = run(manifest(model, load), output)
                 counts.write_text(json.dumps([ran.prompted, ran.cached]))
                 print(f"{load.name}: run in {time.perf_counter() - began:.0f} s", flush=True)
-            fitted = fitted or ran.records
-            compare(fitted, ran, load, cache=load.cache)
+            compare(found, ran, load)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kuberoll_workers.commands.bench import bench
 from kuberoll_workers.data.record import encode_line
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.simulation.trace import read_trace
+from tests.classifier import TINY
 from tests.simulation.test_trace import record
 
 
@@ -72,3 +75,20 @@ def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
         refused = typed(*arguments)
         assert refused.exit_code == 2, refused.output
         assert message in refused.output
+
+
+def test_an_engine_argument_has_a_name() -> None:
+    refused = typed("fit", "model", "-a", "max_model_len")
+    assert refused.exit_code == 2
+    assert "NAME=VALUE" in refused.output
+
+
+@pytest.mark.engine
+def test_an_engine_says_what_its_steps_cost(tmp_path: Path, trace: Path) -> None:
+    # A process of its own: vLLM stays in the one that loads it.
+    command = [str(Path(sys.executable).with_name("kuberoll")), "bench", "fit", str(TINY), "-a", "max_model_len=256"]
+    command += ["-a", "dtype=float32", "-a", "kv_cache_memory_bytes=67108864"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [options] = [line for line in done.stdout.splitlines() if line.startswith("--step-ms")]
+    assert typed("replay", trace, *options.split()).exit_code == 0

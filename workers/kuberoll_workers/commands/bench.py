@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import time
@@ -51,35 +52,41 @@ def record(run: str, output: Path | None) -> None:
 
 
 @bench.command()
-@click.argument("run", metavar="DIR|URI")
-@click.option("--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="As the engine's.")
-@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Replicas of the run.")
-def fit(run: str, block_tokens: int, replicas: int) -> None:
-    """Say what a step of the engine costs, from the times of the run in DIR or at URI, as options of `replay`.
+@click.argument("model")
+@click.option(
+    "-a",
+    "--argument",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An engine argument, as in a job's spec.generation.engineArgs; may be repeated.",
+)
+def fit(model: str, arguments: tuple[str, ...]) -> None:
+    """Measure what a step of vLLM costs with MODEL on this machine, and print it as options of `replay`.
 
-    In the run no request may have waited: fewer trajectories were in flight than a replica takes, and their contexts
-    fitted into its cache. The exit code is 2 if there is no run, or it says too little.
+    The engine runs in this process, with random tokens. The exit code is 2 if it says too little.
     """
-    from kuberoll_workers.data.record import RecordError, TrajectoryRecord
-    from kuberoll_workers.output.run_files import NotARun, RunFiles
-    from kuberoll_workers.output.storage import StorageError
     from kuberoll_workers.simulation import fitting
+    from kuberoll_workers.simulation.measuring import measure_steps
 
+    given: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (name and equals):
+            raise click.BadParameter(f"found {argument!r}; it is NAME=VALUE, as in max_model_len=4096")
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value
     try:
-        records = [record for record in RunFiles(run).read() if isinstance(record, TrajectoryRecord)]
-        responses = fitting.responses_of(records, block_tokens=block_tokens)
-        found = fitting.fit(responses, replicas=replicas)
-    except (NotARun, RecordError, StorageError, OSError, ValueError) as error:
+        found = fitting.fit(measure_steps(model, given))
+    except (OSError, ValueError) as error:
         _end(error)
     _say(
         f"--step-ms {found.step_seconds * 1e3:.4g} --decode-us {found.decode_seconds * 1e6:.4g} "
-        f"--prefill-us {found.prefill_seconds * 1e6:.4g} --attention-ns {found.attention_seconds * 1e9:.4g} "
-        f"--request-ms {found.request_seconds * 1e3:.4g}"
+        f"--prefill-us {found.prefill_seconds * 1e6:.4g} --attention-ns {found.attention_seconds * 1e9:.4g}"
     )
-    click.echo(
-        f"fitted to the times of {found.responses} responses, from which they differ by {100 * found.error:.1f} %",
-        err=True,
-    )
+    click.echo(f"{found.steps} steps, from which these differ by {100 * found.error:.1f} %", err=True)
 
 
 @bench.command()
