@@ -38,6 +38,16 @@ def test_a_replica_that_comes_back_and_dies_again_counts_once() -> None:
     assert log.needed(poison, 3.0) == SUSPICIOUS_DEATHS + 1
 
 
+def test_a_departure_is_a_death_unless_more_is_known_of_it() -> None:
+    poison, other = sessions(2)
+    log = DeathLog()
+    log.record_departure("replica-0", [], 0.0)
+    assert log.needed(poison, 0.0) == SUSPICIOUS_DEATHS + 1
+    log.record("replica-0", [poison, other], 1.0)
+    log.record_departure("replica-0", [], 2.0)
+    assert log.needed(poison, 2.0) == SUSPICIOUS_DEATHS
+
+
 def test_deaths_of_long_ago_do_not_count() -> None:
     [poison] = sessions(1)
     log = DeathLog()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -39,6 +40,15 @@ def test_noise_makes_no_cost_negative() -> None:
     assert min(found.decode_seconds, found.prefill_seconds, found.attention_seconds) >= 0
     assert found.step_seconds == pytest.approx(0.02, rel=0.2)
     assert 0.1 < found.error < 0.5
+
+
+def test_steps_that_were_disturbed_are_left_out() -> None:
+    made = steps(0.02, 1e-4, 1e-4, 1e-7, noise=0.02)
+    for number in range(0, len(made), 5):
+        made[number] = dataclasses.replace(made[number], seconds=made[number].seconds * 3)
+    found = fit(made)
+    assert found.step_seconds == pytest.approx(0.02, rel=0.1)
+    assert found.attention_seconds == pytest.approx(1e-7, rel=0.25)
 
 
 def test_steps_that_say_nothing_are_an_error() -> None:

@@ -14,6 +14,8 @@ _Numbers = npt.NDArray[numpy.float64]
 
 _COSTS: Final = ("step", "decode", "prefill", "attention")
 _FEWEST: Final = 20
+_ROUNDS: Final = 4
+_OUTLYING: Final = 4.0
 
 
 class NotFitted(ValueError):
@@ -56,6 +58,8 @@ class Fitted:
 def fit(steps: Sequence[Step]) -> Fitted:
     """Find the costs, none of them negative, with the least squared error of the times of steps.
 
+    Steps that took much longer than the others, relative to these costs, are left out: the machine did something else.
+
     Raises:
         NotFitted: There are too few steps, or they are too much alike.
     """
@@ -65,7 +69,11 @@ def fit(steps: Sequence[Step]) -> Fitted:
     seconds = numpy.array([step.seconds for step in steps])
     # A long step may differ from the model by more than a short one.
     weights = 1 / numpy.sqrt(numpy.maximum(seconds, 1e-4))
-    costs = _non_negative(work * weights[:, None], seconds * weights)
+    kept = numpy.ones(len(steps), dtype=bool)
+    for _ in range(_ROUNDS):
+        costs = _non_negative((work * weights[:, None])[kept], (seconds * weights)[kept])
+        missed = numpy.abs(work @ costs - seconds) * weights
+        kept = missed <= _OUTLYING * numpy.median(missed) + 1e-9
     if costs[0] < 1e-9:
         raise NotFitted("the steps are too much alike to tell their fixed time from that of their sequences")
     named = {f"{name}_seconds": float(cost) for name, cost in zip(_COSTS, costs, strict=True)}

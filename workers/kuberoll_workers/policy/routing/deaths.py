@@ -24,6 +24,11 @@ class DeathLog:
     def __init__(self) -> None:
         self._deaths: dict[str, tuple[float, frozenset[Session]]] = {}
 
+    def record_departure(self, replica: str, flying: Iterable[Session], now: float) -> None:
+        """Record that a replica has left the list, as one does that died; where its death is known, that counts."""
+        if replica not in self._deaths:
+            self.record(replica, flying, now)
+
     def record(self, replica: str, flying: Iterable[Session], now: float) -> None:
         """Record the death of a replica; its newest one counts."""
         self._deaths = {name: death for name, death in self._deaths.items() if now - death[0] <= REMEMBERED_SECONDS}

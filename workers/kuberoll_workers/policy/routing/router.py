@@ -302,12 +302,15 @@ class RoutedPolicy:
         """Why a replica that failed a request is not healthy; checked once for all requests that failed together."""
         check = self._checks.get(replica.id)
         if check is None:
-            flying = {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
+            flying = self._flying(replica)
             self._repeated[replica.id] |= {session for session in flying if session.deaths}
             check = self._checks[replica.id] = self._start(self._checked(replica, client, flying))
             check.add_done_callback(lambda _: self._checks.pop(replica.id, None))
         # The first caller may be cancelled while others still wait for the result.
         return await asyncio.shield(check)
+
+    def _flying(self, replica: Replica) -> set[Session]:
+        return {ticket.session for ticket in self._in_flight[replica.id] if ticket.session is not None}
 
     async def _checked(self, replica: Replica, client: ReplicaClient, flying: set[Session]) -> str | None:
         problem = await _problem_of(client)
@@ -413,6 +416,9 @@ class RoutedPolicy:
         if addresses == self._joined:
             return
         listed = {address.id for address in addresses}
+        for replica in self._admission.replicas.values():
+            if replica.listed and replica.id not in listed:
+                self._deaths.record_departure(replica.id, self._flying(replica), self._loop.time())
         self._admission.set_listed(listed, self._loop.time())
         self._troubles = {name: text for name, text in self._troubles.items() if not name or name in listed}
         new = [
