@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kuberoll_workers.policy.routing.breaker import FAILURES, LONGEST_SECONDS, Breaker
 from kuberoll_workers.policy.routing.places import ReplicaLoad
 from kuberoll_workers.policy.routing.scheduler import Replica, RequestScheduler, Ticket
-from kuberoll_workers.policy.routing.sessions import SHORT_CONTEXT_TOKENS, SessionTable, acceptable_load
+from kuberoll_workers.policy.routing.sessions import SHORT_CONTEXT_TOKENS, SessionTable, acceptable_load, crowded_load
 from kuberoll_workers.policy.routing.window import Window
 
 BUDGET = 3000
@@ -44,12 +44,12 @@ class Requests(RuleBasedStateMachine):
         return [name for name, replica in self.admission.replicas.items() if replica.listed]
 
     def moved(self, cause: str) -> None:
-        # Only one that looks for a place may be moved for the load's sake, and only a young one: it asks anew, or it
-        # has lost its home while it waited, which may be back.
+        # Only one that looks for a place may be moved for the load's sake, and only a young one, or one whose replica has
+        # a multiple of the load: it asks anew, or it has lost its home while it waited, which may be back.
         looking = [self.tokens] if self.tokens else [ticket.tokens for ticket in self.asking]
-        self.check(
-            cause != "overload" or min(looking, default=SHORT_CONTEXT_TOKENS) < SHORT_CONTEXT_TOKENS, "moved by load"
-        )
+        young = min(looking, default=SHORT_CONTEXT_TOKENS) < SHORT_CONTEXT_TOKENS
+        crowded = max(replica.load for replica in self.admission.replicas.values()) > crowded_load(0)
+        self.check(cause != "overload" or young or crowded, "moved by load")
         self.moves.append(cause)
 
     def check(self, condition: bool, fault: str) -> None:
@@ -262,18 +262,35 @@ def test_a_group_stays_together_as_far_as_the_load_allows() -> None:
     assert max(loads(admission)) <= acceptable_load(min(loads(admission)))
 
 
-def test_turns_go_home_whatever_the_load_once_they_are_long() -> None:
+def test_turns_go_home_once_they_are_long() -> None:
     admission = admission_with(2)
     ticket = sent(admission, "0-0-0", 100)
     home = ticket.replica
     assert home is not None
-    home.outside = 100
+    home.outside = crowded_load(0) - 1
     admission.record_answer(ticket, SHORT_CONTEXT_TOKENS, 0.0)
     again = sent(admission, "0-0-0", SHORT_CONTEXT_TOKENS)
     assert again.replica is home
     admission.record_answer(again, SHORT_CONTEXT_TOKENS, 0.0)
     # A new one knows better.
     assert sent(admission, "0-1-0").replica is not home
+
+
+def test_long_contexts_leave_a_replica_that_has_a_multiple_of_the_load_and_come_to_rest() -> None:
+    moves: list[str] = []
+    admission = RequestScheduler(moved=moves.append)
+    admission.add_replica(Replica("first"), 0.0)
+    for number in range(200):
+        admission.record_answer(sent(admission, f"{number}-0-0", 4000), 4100, 0.0)
+    # It has died, and another one comes in its place; or the fleet has grown.
+    admission.add_replica(Replica("second"), 0.0)
+    for turn in range(4):
+        before = len(moves)
+        for number in range(200):
+            tokens = 5000 + 1000 * turn
+            admission.record_answer(sent(admission, f"{number}-0-0", tokens), tokens + 100, 0.0)
+    assert len(moves) == before > 40
+    assert max(loads(admission)) <= crowded_load(min(loads(admission))) + 1
 
 
 def test_young_trajectories_move_from_a_crowded_replica_to_a_new_one() -> None:

@@ -63,8 +63,8 @@ class CandidateScheduler(RequestScheduler):
             moved=moved,
             sessions=HashedSessions() if routing == "Hash" else None,
             seed=seed,
-            **({"movable": 0} if routing == "Hash" else {"movable": 1 << 40} if routing == "Margin" else {}),
         )
+        self._routing = routing
         self._margin = margin if routing == "Margin" else None
         self._way = admission
         # Mean length of those that ended; and where each trajectory is with how many tokens, with their sums.
@@ -72,9 +72,11 @@ class CandidateScheduler(RequestScheduler):
         self._held: dict[Session, tuple[str, int]] = {}
         self._resident: Counter[str] = Counter()
 
-    def _is_crowded(self, others: int, least: int) -> bool:
+    def _is_crowded(self, others: int, least: int, tokens: int) -> bool:
+        if self._routing in ("Hash", "Home"):
+            return False
         if self._margin is None:
-            return super()._is_crowded(others, least)
+            return super()._is_crowded(others, least, tokens)
         return others > least + self._margin
 
     def _has_room(self, replica: Replica, tokens: int) -> bool:

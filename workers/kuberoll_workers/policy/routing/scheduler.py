@@ -21,6 +21,7 @@ from kuberoll_workers.policy.routing.sessions import (
     Session,
     SessionTable,
     acceptable_load,
+    crowded_load,
 )
 from kuberoll_workers.policy.routing.window import Window
 
@@ -113,7 +114,6 @@ class RequestScheduler:
         moved: Callable[[MoveCause], None] = lambda _: None,
         sessions: SessionTable | None = None,
         seed: int | None = None,
-        movable: int = SHORT_CONTEXT_TOKENS,
     ) -> None:
         """Start without replicas.
 
@@ -121,7 +121,6 @@ class RequestScheduler:
             sticky: Keep a trajectory on its replica between requests.
             moved: Called for each trajectory that moves to another replica.
             seed: Seed for the jitter of pauses; None: random.
-            movable: Contexts shorter than this leave a replica that has much more load than others.
         """
         self.replicas: dict[str, Replica] = {}
         self.in_flight = 0
@@ -129,7 +128,6 @@ class RequestScheduler:
         self.waiting = 0
         self._sticky = sticky
         self._on_move = moved
-        self._movable = movable
         self._draw = random.Random(seed)
         self._usable: Places[Replica] = Places()
         # No usable replica fits a new trajectory of so many tokens, but for those that have changed since: else each
@@ -375,7 +373,7 @@ class RequestScheduler:
             cause = "broken"
         elif avoid is not None and home.id in avoid:
             cause = "failed"
-        elif ticket.tokens < self._movable and len(self._usable) > 1:
+        elif len(self._usable) > 1:
             return self._less_loaded(ticket, session, home, now) or home
         else:
             return home
@@ -402,7 +400,8 @@ class RequestScheduler:
         least = self._usable.least_load(takes)
         if least is None:
             return None
-        if not self._is_crowded(home.load - 1, least) and home.accepts_request(now):
+        full = ticket.tokens < SHORT_CONTEXT_TOKENS and not home.accepts_request(now)
+        if not full and not self._is_crowded(home.load - 1, least, ticket.tokens):
             return None
         chosen = self.sessions.choose(
             ticket.session_id,
@@ -417,10 +416,12 @@ class RequestScheduler:
         self._settle(session, chosen)
         return chosen
 
-    def _is_crowded(self, others: int, least: int) -> bool:
-        """True if a trajectory should leave a replica with so many others for one with the least load."""
-        # Twice the margin of a first assignment, so that trajectories do not move back and forth.
-        return others > 2 * acceptable_load(least) - least
+    def _is_crowded(self, others: int, least: int, tokens: int) -> bool:
+        """True if a context should leave a replica with so many others for one with the least load."""
+        if tokens < SHORT_CONTEXT_TOKENS:
+            # Twice the margin of a first assignment, so that trajectories do not move back and forth.
+            return others > 2 * acceptable_load(least) - least
+        return others > crowded_load(least)
 
     def _has_room(self, replica: Replica, tokens: int) -> bool:
         return replica.has_room(tokens)

@@ -15,7 +15,7 @@ MoveCause = Literal["gone", "broken", "failed", "overload"]
 its load is much higher than that of others."""
 
 SHORT_CONTEXT_TOKENS = 1024
-"""Contexts shorter than this are cheap to move; longer ones stay, whatever the load."""
+"""Contexts shorter than this are cheap to move; longer ones stay, unless the load is a multiple of others'."""
 
 _LARGEST = 1 << 16
 
@@ -58,6 +58,14 @@ def group_of(session_id: str) -> str:
 def acceptable_load(least: int) -> int:
     """Highest load at which a shared prefix outweighs the least loaded replica."""
     return least + max(4, least // 4)
+
+
+def crowded_load(least: int) -> int:
+    """Highest load at which the prefix of a long context outweighs the least loaded replica.
+
+    It is exceeded where many replicas have lost their trajectories, or new ones have come.
+    """
+    return 2 * least + 16
 
 
 class SessionTable:
