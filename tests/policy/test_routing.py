@@ -44,8 +44,8 @@ class Requests(RuleBasedStateMachine):
         return [name for name, replica in self.admission.replicas.items() if replica.listed]
 
     def moved(self, cause: str) -> None:
-        # Only one that looks for a place may be moved for the load's sake, and only a young one, or one whose replica has
-        # a multiple of the load: it asks anew, or it has lost its home while it waited, which may be back.
+        # Only one that looks for a place may be moved for the load's sake, and only a young one, or one whose replica
+        # has a multiple of the load: it asks anew, or it has lost its home while it waited, which may be back.
         looking = [self.tokens] if self.tokens else [ticket.tokens for ticket in self.asking]
         young = min(looking, default=SHORT_CONTEXT_TOKENS) < SHORT_CONTEXT_TOKENS
         crowded = max(replica.load for replica in self.admission.replicas.values()) > crowded_load(0)

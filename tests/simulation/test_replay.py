@@ -51,6 +51,11 @@ FLEETS: list[dict[str, Any]] = [
     {"replicas": 3, "deaths_per_hour": 250.0, "cold_start_seconds": 5.0, "seed": 7},
     {"weights_every": 10.0, "weights_seconds": 2.0},
     {"engine": EngineLimits(max_num_seqs=16, kv_cache_tokens=4096), "workers": 4},
+    {"routing": "Hash"},
+    {"routing": "Margin", "margin": 2},
+    *({"admission": way, "concurrency": 24} for way in ("Unlimited", "Resident", "Reserve")),
+    {"request_seconds": 0.01},
+    {"engine": EngineLimits(attention_seconds=1e-6, chunked_prefill=False)},
 ]
 
 
@@ -157,6 +162,16 @@ def test_failed_trajectories_are_counted_with_their_cause() -> None:
 )
 def test_the_cause_of_idleness(waiting: int, stepping: int, unbegun: int, cause: str) -> None:
     assert cause_of_idleness(waiting=waiting, stepping=stepping, unbegun=unbegun) == cause
+
+
+def test_what_a_cache_holds_is_learned() -> None:
+    engine = EngineLimits(max_num_seqs=64, kv_cache_tokens=8192, prefill_seconds=0.0003)
+    plays = [
+        report(synthetic(256), engine=engine, replicas=1, workers=1, concurrency=64, admission=way)
+        for way in ("Resident", "Learned")
+    ]
+    assert plays[1]["hit_rate"] > plays[0]["hit_rate"]
+    assert plays[1]["makespan_seconds"] < plays[0]["makespan_seconds"]
 
 
 def test_sessions_find_more_of_their_prefixes_than_the_least_loaded_replicas() -> None:

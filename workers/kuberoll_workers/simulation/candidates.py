@@ -73,7 +73,7 @@ class CandidateScheduler(RequestScheduler):
         self._resident: Counter[str] = Counter()
 
     def _is_crowded(self, others: int, least: int, tokens: int) -> bool:
-        if self._routing in ("Hash", "Home"):
+        if self._routing == "Hash":
             return False
         if self._margin is None:
             return super()._is_crowded(others, least, tokens)
