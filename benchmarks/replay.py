@@ -1,6 +1,6 @@
 """A replay against the run that it replays: real vLLM on this machine's CPU.
 
-`kuberoll bench fit` measures what a step costs with the random model of `benchmarks.system`. Then runs of `kuberoll
+`kuberoll bench fit` measures what a step costs with a random model of 25 million parameters. Then runs of `kuberoll
 run` with this model, groups, several turns, and environments that take a random time are recorded, and replayed with
 these costs: one with pairs of samples of short and long prompts, one with few in flight, and one with more in flight
 than the cache holds. Makespan and prefix hits are compared.
@@ -35,7 +35,8 @@ from kuberoll_workers.simulation.replay import ReplaySettings, replay
 from kuberoll_workers.simulation.report import report_of
 
 BLOCK = 32
-KV_TOKEN_BYTES = 2 * 8 * 512 * 4
+WIDTH, LAYERS = 512, 8
+KV_TOKEN_BYTES = 2 * LAYERS * WIDTH * 4
 WINDOW = 1024
 VOCABULARY = 432
 ENGINE = {"dtype": "float32", "max_model_len": WINDOW, "max_num_seqs": 256, "block_size": BLOCK}
@@ -212,7 +213,7 @@ def main() -> None:
         directory.mkdir(exist_ok=True)
         model = directory / "model"
         if not model.exists():
-            make_model(model)
+            make_model(model, width=WIDTH, layers=LAYERS)
         found = costs(model, directory)
         for load in LOADS:
             if load.name not in given.runs:

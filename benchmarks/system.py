@@ -67,19 +67,19 @@ class Alone(NamedTuple):
     idle: float
 
 
-def make_model(directory: Path) -> None:
-    """Write a random model with the tokenizer of the tiny policy."""
+def make_model(directory: Path, *, width: int = 256, layers: int = 4) -> None:
+    """Write a random model with the tokenizer of the tiny policy; its heads have 64 dimensions."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(TOKENIZER)
     for name, value in {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64,
         "head_dim": 64,
         "max_position_embeddings": WINDOW,
     }.items():
@@ -102,8 +102,14 @@ def manifest(model: Path, case: Case, *, trajectories: int, tokens: int) -> dict
             "generation": {
                 "model": {"source": str(model)},
                 "engineArgs": ENGINE,
-                # Every response has the same number of tokens, whatever the model says.
-                "sampling": {"maxTokens": tokens, "minTokens": tokens, "seed": 1},
+                # Half of the vocabulary ends a response after the minimum: one that reached the maximum would end its
+                # trajectory.
+                "sampling": {
+                    "maxTokens": tokens + 64,
+                    "minTokens": tokens,
+                    "stopTokenIds": list(range(100, 300)),
+                    "seed": 1,
+                },
             },
             "environments": [
                 {
@@ -250,6 +256,8 @@ def figures(*, trajectories: int = 64, tokens: int = 256, turns: int = 4, rounds
             rates, idle, bounds, spent = [], [], [], []
             for number in range(rounds):
                 records, times = run(document, directory / f"{case.name}-{number}")
+                if any(record.turn_count != case.turns for record in records):
+                    raise SystemExit(f"{case.name}: not all trajectories have {case.turns} turns")
                 found = intervals(records)
                 generated = sum(record.tokens.generated for record in records)
                 begin, end = found[0][0], max(end for _, end in found)

@@ -27,7 +27,7 @@ from tests.trainer.gated_sender import Gate
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.long]
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "engine": "VLLM",
     "simulated": None,
     "engine_args": {
