@@ -163,9 +163,23 @@ def planned(chance: random.Random) -> tuple[list[list[AnyRecord]], list[list[Any
             if kind == "double":
                 # Two workers played the same attempt.
                 second.append([trajectory(task, 0, reward=7.0)])
-    chance.shuffle(first)
-    chance.shuffle(second)
+    if chance.random() < 0.7:
+        chance.shuffle(first)
+        chance.shuffle(second)
     return first, second, delivered, whole
+
+
+def joined(blocks: list[list[AnyRecord]], chance: random.Random) -> Iterator[list[AnyRecord]]:
+    """Blocks of one journal, some of them together: a part has lines of several groups."""
+    held: list[AnyRecord] = []
+    together = chance.random() < 0.5
+    for block in sorted(blocks, key=lambda block: name_of(block[0])) if together else blocks:
+        if held and (name_of(held[0]) != name_of(block[0]) or chance.random() < 0.3):
+            yield held
+            held = []
+        held = [*held, *block]
+    if held:
+        yield held
 
 
 @contextmanager
@@ -201,7 +215,7 @@ def test_each_group_is_delivered_once(remote: bool, seed: int, parquet: bool) ->
                     case 4:
                         consumer.restart()
 
-        for lines in first:
+        for lines in joined(first, chance):
             writers.write(lines)
             disturb()
         if not remote and second and not hasattr(second[0][0], "reason"):
@@ -212,7 +226,7 @@ def test_each_group_is_delivered_once(remote: bool, seed: int, parquet: bool) ->
             writers.convert(0, parquet=parquet)
             disturb()
         writers.restart()
-        for lines in second:
+        for lines in joined(second, chance):
             writers.write(lines)
             disturb()
         for shard in range(SHARDS):
@@ -250,21 +264,21 @@ def test_what_follows_a_restart_is_what_would_have_followed_without_it(
     first, second, _, _ = planned(chance)
     with place(remote) as location:
         writers = Writers(location, chance)
-        for lines in [*first, *second]:
+        for lines in joined([*first, *second], chance):
             writers.write(lines)
         if parquet:
             for shard in range(SHARDS):
                 writers.convert(shard, parquet=True)
         writers.storage.write(AGGREGATES, b"{}")
         without = Consumer(location)
-        without.take(groups)
+        without.take(groups, timeout=60.0)
         killed = Consumer(location)
         killed.take(groups, most=place_of_death) if place_of_death else None
         killed.save()
         # Its last batch is lost with it.
         killed.take(groups, most=1)
         killed.restart()
-        killed.take(groups)
+        killed.take(groups, wait=False)
         assert killed.delivered == without.delivered
 
 

@@ -80,6 +80,23 @@ def test_parts_that_are_settled_are_not_opened_by_the_next_reader(bucket: str) -
     assert reader_of(bucket, hints).hints(iter(())) == hints
 
 
+def test_a_part_that_was_left_in_its_middle_is_read_again(bucket: str) -> None:
+    reader = reader_of(bucket)
+    put_part(bucket, 1, 0)
+    put_part(bucket, 2, 1, 2, 3)
+    put_part(bucket, 3, 4)
+    lines = reader.lines()
+    # A trainer takes what the first two lines complete, and saves its state.
+    for _ in range(2):
+        next(lines)
+    hints = reader.hints(iter(()))
+    assert hints["parts"] == {"shard-00000/worker-00000-ab-": 2}
+    # Read to its end, it is settled.
+    assert len(list(lines)) == 3
+    assert reader.hints(iter(()))["parts"] == {"shard-00000/worker-00000-ab-": 4}
+    assert [name[-7] for name, _ in offsets(reader_of(bucket, hints))] == ["2", "2", "2", "3"]
+
+
 def test_files_may_vanish_while_they_are_listed(tmp_path: Path) -> None:
     """The end of a run compacts the folders of failures and dropped trajectories."""
     run = WrittenRun(tmp_path / "run", groups=1)

@@ -207,6 +207,8 @@ class JournalReader:
         self._hints: Hints = hints or {"files": {}, "parts": {}}
         self._read: dict[str, int] = {}
         self._last: dict[str, tuple[int, str]] = {}
+        # Files whose reader has stopped in the middle of what was there.
+        self._begun: set[str] = set()
         self._parquet: dict[str, tuple[int, float | None]] = {}
         # Bytes read of files that are gone, by journal.
         self._gone: dict[str, int] = {}
@@ -262,7 +264,9 @@ class JournalReader:
             offset, before = low[name]
             if (part := self._part(name)) is None:
                 files[name] = [offset, *before]
-            elif parts.setdefault(part[0], part[1]) == part[1] and offset == self._read[name]:
+            elif (
+                parts.setdefault(part[0], part[1]) == part[1] and offset == self._read[name] and name not in self._begun
+            ):
                 # Parts are numbered: up to the first one that has something left, none needs to be named.
                 parts[part[0]] = part[1] + 1
         for prefix, number in self._hints["parts"].items():
@@ -277,6 +281,7 @@ class JournalReader:
             journal = _journal_of(name)
             self._gone[journal] = self._gone.get(journal, 0) + self._read.pop(name)
             self._last.pop(name, None)
+            self._begun.discard(name)
 
     def _part(self, name: str) -> tuple[str, int] | None:
         if not self._place.immutable_parts or "/" not in name:
@@ -312,6 +317,7 @@ class JournalReader:
                     start = 0  # it lost its end in a crash of the machine, or was replaced
                 last = self._last.get(name, NO_LINE) if start else NO_LINE
                 file.seek(start)
+                self._begun.add(name)
                 while start < size and (line := file.readline()).endswith(b"\n"):
                     position = Position(name, start, last)
                     start, last = start + len(line), (len(line), _digest(line))
@@ -321,6 +327,7 @@ class JournalReader:
                     if text.strip():
                         where = f"{self._place.where(name)} at byte {position.offset}"
                         yield Line(journal=journal, where=where, position=position, text=text)
+                self._begun.discard(name)
         except FileNotFoundError:
             return  # it was compacted or converted since it was listed: the next pass finds the other file
 
