@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,6 +27,8 @@ class S3Server:
         refused: Endings of paths whose uploads are answered with `status`, always.
         held: While it is cleared, uploads wait.
         waiting: Set when an upload has come.
+        upload_seconds: What an upload takes longer.
+        listings: How many listings were answered.
     """
 
     def __init__(self) -> None:
@@ -34,6 +37,8 @@ class S3Server:
         self.lose_next = 0
         self.refused: tuple[str, ...] = ()
         self.status = "503 Slow Down"
+        self.upload_seconds = 0.0
+        self.listings = 0
         self.held = threading.Event()
         self.held.set()
         self.waiting = threading.Event()
@@ -51,11 +56,13 @@ class S3Server:
                 self.fail_next = max(0, self.fail_next - 1)
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 return Response("<Error><Code>SlowDown</Code></Error>", status=self.status)(environ, start)
+            time.sleep(self.upload_seconds)
             self.puts.append(environ["PATH_INFO"])
             if self.lose_next > 0:
                 self.lose_next -= 1
                 list(self._app(environ, lambda *_: lambda _: None))
                 return Response("<Error><Code>InternalError</Code></Error>", status=self.status)(environ, start)
+        self.listings += "list-type" in environ.get("QUERY_STRING", "")
         answer: Iterable[bytes] = self._app(environ, start)
         return answer
 
@@ -94,5 +101,6 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
     yield s3_server, f"s3://{bucket}"
     s3_server.fail_next = s3_server.lose_next = 0
     s3_server.refused = ()
+    s3_server.upload_seconds = 0.0
     s3_server.held.set()
     fsspec.filesystem("s3").clear_instance_cache()

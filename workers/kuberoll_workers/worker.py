@@ -5,7 +5,7 @@ same work. It reads two lines of JSON from standard input: a WorkerStart, with w
 starts, and a WorkerConfig, with which it begins. Progress goes to standard output, one JSON object per line, the last
 one with `"done": true`, or one with a `"problem"` if it cannot continue. `"waiting"` says why the policy does not
 answer (null: it does again), with the `"seconds"` of `OutageLimit.trouble`; `"held"` and `"starved"` say who waits for
-whom, as a `PaceReport`. Logs go to standard error. SIGTERM drains:
+whom, as a `PaceReport`; `"direct"` says where it serves the direct path. Logs go to standard error. SIGTERM drains:
 no new trajectories are started, and those in flight are finished and stored.
 """
 
@@ -54,6 +54,7 @@ from kuberoll_workers.environments.registry import UnusableEnvironment
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
 from kuberoll_workers.environments.served_models import ServedModel, endpoint_variables, service_variables
+from kuberoll_workers.output.part_feed import PartFeed
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.plan_follower import PaceReport, PlanFollower
 from kuberoll_workers.output.run_state import RunState
@@ -121,6 +122,7 @@ class WorkerConfig:
         replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
         simulated: Arguments of an engine that this worker simulates instead of using an endpoint.
         services: Endpoints of the job's services, by name, of those that are not in this process's variables.
+        direct_token: Bearer token of consumers on the direct path; None: there is none.
     """
 
     job: RolloutJob
@@ -142,6 +144,7 @@ class WorkerConfig:
     replicas_host: str | None = None
     simulated: ServeArgs | None = None
     services: dict[str, ServedModel] = field(default_factory=dict)
+    direct_token: str | None = None
 
     def encode(self) -> bytes:
         """The configuration as one line of JSON."""
@@ -448,6 +451,7 @@ async def run_worker(
     failures: FailureLog | None = None,
     trouble: Callable[[str | None, float], None] = lambda _reason, _seconds: None,
     pace_report: Callable[[PaceReport], None] = lambda _report: None,
+    feed: PartFeed | None = None,
 ) -> bool:
     """Run the config's shards until they are done or drained.
 
@@ -458,6 +462,7 @@ async def run_worker(
         failures: Log of failures, if the caller wants to read it.
         trouble: As in `readiness.OutageLimit`, for the policy.
         pace_report: Called whenever who waits for whom has changed: the worker for the run's trainer, or that for it.
+        feed: Takes what is written to an object store, for consumers on the direct path.
 
     Returns:
         True if the shards are done; False if drained first.
@@ -490,6 +495,8 @@ async def run_worker(
             stored=progress.add,
             tasks=config.tasks,
             rollouts=config.rollouts,
+            feed=feed,
+            oversample=job.spec.rollout.groups.oversample,
         )
         stack.push_async_callback(store.close)
         stored, filtered = len(store.state.stored), len(store.state.filtered)
@@ -554,6 +561,7 @@ async def run_worker(
                 held=held,
                 metrics=metrics.consumer,
                 report=pace_report,
+                written=None if feed is None else feed.plan_written,
             )
             await stack.enter_async_context(in_background(follower.follow()))
 
@@ -736,16 +744,19 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
         reports.write(msgspec.json.encode(report._asdict()).decode() + "\n")
         reports.flush()
 
+    feed = PartFeed() if config.direct_token is not None else None
     try:
-        progress.complete = await run_worker(
-            config,
-            metrics=metrics,
-            drain=drain,
-            progress=progress,
-            tokenizer=tokenizer,
-            trouble=trouble,
-            pace_report=pace_report,
-        )
+        async with direct_path(feed, config.direct_token, reports):
+            progress.complete = await run_worker(
+                config,
+                metrics=metrics,
+                drain=drain,
+                progress=progress,
+                tokenizer=tokenizer,
+                trouble=trouble,
+                pace_report=pace_report,
+                feed=feed,
+            )
         progress.done = True
     except BaseException as error:
         if (problem := problem_of(error)) is None:
@@ -758,6 +769,26 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     progress.update(metrics.activity())
     _print(progress, reports)
     return problem
+
+
+@asynccontextmanager
+async def direct_path(feed: PartFeed | None, token: str | None, reports: TextIO) -> AsyncIterator[None]:
+    """Serve a feed to consumers on this machine while the body runs, and report where."""
+    if feed is None or token is None:
+        yield
+        return
+    # Only here: its HTTP server takes a moment to import.
+    from kuberoll_api.http_server import serving
+    from kuberoll_workers.output.feed_server import feed_routes
+
+    async with serving(feed_routes(feed, [token]), host="127.0.0.1", port=0) as port:
+        reports.write(msgspec.json.encode({"direct": f"127.0.0.1:{port}"}).decode() + "\n")
+        reports.flush()
+        try:
+            yield
+        finally:
+            # The server's end waits for those who wait.
+            feed.end()
 
 
 _REFUSALS = (

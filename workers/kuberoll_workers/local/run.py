@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 import time
@@ -52,6 +53,7 @@ from kuberoll_workers.local.reporter import Reporter, RunProgress, RunResult
 from kuberoll_workers.local.run_output import check_output, local_directory, open_run, storage_of
 from kuberoll_workers.local.watchdog import watchdog
 from kuberoll_workers.local.worker_setup import WorkerSetup
+from kuberoll_workers.output.journal import write_atomically
 from kuberoll_workers.output.policy_file import POLICY_FILE, PolicyFile
 from kuberoll_workers.output.records import FAILURES
 from kuberoll_workers.output.run_directory import (
@@ -59,7 +61,8 @@ from kuberoll_workers.output.run_directory import (
     RunRefused,
 )
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.output.storage import Storage
+from kuberoll_workers.output.storage import DirectoryStorage, Storage
+from kuberoll_workers.output.workers_file import WORKERS_FILE, WorkersFile
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.readiness import waiting_text
 from kuberoll_workers.worker import Progress, planned_trajectories
@@ -150,6 +153,8 @@ class _LocalRun:
         self._problems: list[str] = []
         self._outages = OutageNotes(reporter)
         self._held = ""
+        self._direct: dict[int, str] = {}
+        self._direct_token = None if isinstance(storage, DirectoryStorage) else secrets.token_hex(32)
 
     def execute(self, started: float) -> RunResult:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -234,7 +239,12 @@ class _LocalRun:
                 # Metrics of workers are summed, so each gets its share.
                 planned = None if self._planned is None else share(self._planned, number, len(assignment))
                 config = self._setup.config(
-                    endpoint, shards, planned, engines[number], {service.name: service.endpoint for service in services}
+                    endpoint,
+                    shards,
+                    planned,
+                    engines[number],
+                    {service.name: service.endpoint for service in services},
+                    self._direct_token,
                 )
                 await worker.send_line(config.encode())
                 self._workers.append(worker)
@@ -242,7 +252,8 @@ class _LocalRun:
             await self._watch(engine, endpoint)
             self._seconds["rollouts"] = time.perf_counter() - self._workers_started
         finally:
-            (self._local / POLICY_FILE).unlink(missing_ok=True)
+            for name in (POLICY_FILE, WORKERS_FILE):
+                (self._local / name).unlink(missing_ok=True)
             await self._stop_workers(workers)
             if host is not None:
                 host.terminate()
@@ -322,6 +333,17 @@ class _LocalRun:
         file.unlink(missing_ok=True)
         write_secret(file, msgspec.json.encode(PolicyFile(url=url, tokens=str(path))))
         return path
+
+    def _write_workers(self) -> None:
+        """Write where a trainer of this user finds the workers, until the run ends."""
+        path = self._early.scratch / "worker-tokens.json"
+        if not path.exists():
+            write_secret(path, msgspec.json.encode({"read": self._direct_token}))
+        addresses = [address for _, address in sorted(self._direct.items())]
+        # Trainers look at it at any time.
+        write_atomically(
+            self._local / WORKERS_FILE, msgspec.json.encode(WorkersFile(addresses=addresses, tokens=str(path)))
+        )
 
     async def _elsewhere(self, external: External | None, deadline: float) -> PolicyEndpoint:
         """Wait for an engine that this run does not start."""
@@ -419,6 +441,9 @@ class _LocalRun:
                 if report["held"] and report["held"] != self._held:
                     self._reporter.note(f"held back: {report['held']}")
                 self._held = str(report["held"])
+            elif "direct" in report:
+                self._direct[number] = str(report["direct"])
+                self._write_workers()
             elif "waiting" in report:
                 self._outages.add(number, report["waiting"], report["seconds"])
             else:

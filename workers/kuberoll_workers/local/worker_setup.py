@@ -67,6 +67,7 @@ class WorkerSetup:
         planned: int | None,
         engine: ServeArgs | None,
         services: Mapping[str, ServedModel],
+        direct_token: str | None = None,
     ) -> WorkerConfig:
         """The configuration of a worker.
 
@@ -76,6 +77,7 @@ class WorkerSetup:
             planned: Its trajectories, for the metrics; None: unknown.
             engine: Arguments of the engine that it simulates; None: there is an endpoint.
             services: Endpoints of the job's services, by name.
+            direct_token: Bearer token of consumers on the direct path; None: there is none.
         """
         return WorkerConfig(
             job=self.job,
@@ -95,6 +97,7 @@ class WorkerSetup:
             token=endpoint.token,
             simulated=engine,
             services=dict(services),
+            direct_token=direct_token,
         )
 
     def _output_location(self) -> str:

@@ -53,6 +53,10 @@ class Journal(Protocol):
         """
         ...
 
+    def hurry(self) -> None:
+        """Write the records that wait for others now."""
+        ...
+
     async def close(self) -> None:
         """Finish pending writes.
 
@@ -106,6 +110,10 @@ class BatchJournal(abc.ABC):
             self._writer = asyncio.create_task(self._write())
         return self._written, len(line)
 
+    def hurry(self) -> None:
+        """Write the records that wait for others now; see `Journal.hurry`."""
+        return
+
     async def close(self) -> None:
         """Write the remaining records.
 
@@ -113,7 +121,7 @@ class BatchJournal(abc.ABC):
             JournalBroken: A record could not be written.
         """
         self._closing = True
-        self._hurry()
+        self.hurry()
         if self._writer is not None:
             await asyncio.gather(self._writer, return_exceptions=True)
         self._release()
@@ -144,10 +152,6 @@ class BatchJournal(abc.ABC):
 
     async def _gather(self) -> None:
         """Wait for more records, if that is worth it."""
-        return
-
-    def _hurry(self) -> None:
-        """Stop waiting for more records."""
         return
 
     def _release(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,27 @@ class PartLimits:
 class PartJournal(BatchJournal):
     """Adds parts to a folder; existing parts are never changed."""
 
-    def __init__(self, filesystem: Any, folder: str, *, owner: str, seconds: WriteObserver, limits: PartLimits) -> None:
-        """Names of new parts start with `owner`, which must be unique among writers."""
+    def __init__(
+        self,
+        filesystem: Any,
+        folder: str,
+        *,
+        owner: str,
+        seconds: WriteObserver,
+        limits: PartLimits,
+        written: Callable[[str, bytes], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            owner: What names of new parts start with; unique among writers.
+            written: Called with the name within the folder, and the content, of each part that is in the store now.
+        """
         super().__init__(folder, seconds=seconds)
         self._fs = filesystem
         self._folder = folder
         self._owner = owner
         self._limits = limits
+        self._told = written
         self._numbers = self._free_numbers()
         self._enough = asyncio.Event()
 
@@ -69,11 +83,15 @@ class PartJournal(BatchJournal):
                     await self._enough.wait()
             self._enough.clear()
 
-    def _hurry(self) -> None:
-        self._enough.set()
+    def hurry(self) -> None:
+        """Write the records that wait for others now; see `Journal.hurry`."""
+        # Else the next record would not wait.
+        if self._pending:
+            self._enough.set()
 
     async def _store(self, data: bytes) -> None:
-        path = f"{self._folder}/{self._owner}-{next(self._numbers):08d}.jsonl"
+        name = f"{self._owner}-{next(self._numbers):08d}.jsonl"
+        path = f"{self._folder}/{name}"
         wait = self._limits.backoff_seconds
         for attempt in range(1, self._limits.attempts + 1):
             started = time.perf_counter()
@@ -88,4 +106,6 @@ class PartJournal(BatchJournal):
                 wait = min(30.0, 2 * wait)
             else:
                 self._seconds.observe(time.perf_counter() - started)
+                if self._told is not None:
+                    self._told(name, data)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class PlanFollower:
         held: bool,
         metrics: ConsumerMetrics,
         report: Callable[[PaceReport], None],
+        written: asyncio.Event | None = None,
     ) -> None:
         """
         Args:
@@ -56,6 +58,7 @@ class PlanFollower:
             shards: Number of shards of the run.
             held: True if nothing begins before there is a plan.
             report: Called whenever who waits for whom has changed.
+            written: Set when somebody knows of a new plan, which is then read at once.
         """
         self._storage = storage
         self._pace = pace
@@ -64,6 +67,7 @@ class PlanFollower:
         self._held = held
         self._metrics = metrics
         self._report = report
+        self._written = written
         self._reported = PaceReport()
         self._admission: SampleAdmission | None = None
         self._plan: ConsumerPlan | None = None
@@ -88,7 +92,16 @@ class PlanFollower:
             looked = now
             self._held_since = (now if self._held_since is None else self._held_since) if held else None
             self._tell(now)
-            await asyncio.sleep((_LOCAL_SECONDS if held else _LOCAL_IDLE_SECONDS) if local else _REMOTE_SECONDS)
+            await self._pause((_LOCAL_SECONDS if held else _LOCAL_IDLE_SECONDS) if local else _REMOTE_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        if self._written is None:
+            await asyncio.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._written.wait()
+        self._written.clear()
 
     async def _look(self) -> None:
         first, self._first = self._first, False

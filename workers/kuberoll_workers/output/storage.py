@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,13 +53,23 @@ class Storage(Protocol):
 
     location: str
 
-    def journal(self, name: str, *, owner: str, seconds: WriteObserver, shared: bool = False) -> Journal:
+    def journal(
+        self,
+        name: str,
+        *,
+        owner: str,
+        seconds: WriteObserver,
+        shared: bool = False,
+        written: Callable[[str, bytes], None] | None = None,
+    ) -> Journal:
         """Open a journal for appending.
 
         Args:
             owner: Name of the writer, unique among the writers of the journal.
             shared: True if others may write to it, too.
             seconds: WriteObserver the wall seconds of each write.
+            written: Called with the name within the run, and the content, of each part of an object store when it is
+                there; a directory has none.
         """
         ...
 
@@ -151,7 +161,16 @@ class DirectoryStorage:
         self._lock: int | None = None
         self._shard_locks: int | None = None
 
-    def journal(self, name: str, *, owner: str, seconds: WriteObserver, shared: bool = False) -> Journal:
+    def journal(
+        self,
+        name: str,
+        *,
+        owner: str,
+        seconds: WriteObserver,
+        shared: bool = False,
+        written: Callable[[str, bytes], None] | None = None,
+    ) -> Journal:
+        del written  # there are no parts
         if not shared:
             return FileJournal(self.path / f"{name}.jsonl", seconds=seconds)
         # One file for each writer: network file systems interleave the lines of several writers, and a new writer cuts
@@ -301,9 +320,24 @@ class ObjectStorage:
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def journal(self, name: str, *, owner: str, seconds: WriteObserver, shared: bool = False) -> Journal:
+    def journal(
+        self,
+        name: str,
+        *,
+        owner: str,
+        seconds: WriteObserver,
+        shared: bool = False,
+        written: Callable[[str, bytes], None] | None = None,
+    ) -> Journal:
         del shared  # every writer has its own parts
-        return PartJournal(self._fs, f"{self._root}/{name}", owner=owner, seconds=seconds, limits=self._parts)
+        return PartJournal(
+            self._fs,
+            f"{self._root}/{name}",
+            owner=owner,
+            seconds=seconds,
+            limits=self._parts,
+            written=None if written is None else lambda part, data: written(f"{name}/{part}", data),
+        )
 
     def lines(self, name: str) -> Iterator[tuple[str, bytes]]:
         for part in (*self._whole(name), *self._list(f"{self._root}/{name}")):

@@ -18,7 +18,9 @@ from kuberoll_workers.data.record import (
 )
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.output import records
+from kuberoll_workers.output.group_ends import GroupEnds
 from kuberoll_workers.output.journal import Journal, WriteObserver
+from kuberoll_workers.output.part_feed import PartFeed
 from kuberoll_workers.output.run_state import RunState, read_state, resumes_from_turns
 from kuberoll_workers.output.storage import Storage
 from kuberoll_workers.output.turn_log import TurnLog
@@ -45,6 +47,8 @@ class ResultStore:
         tasks: int | None = None,
         rollouts: int | None = None,
         pending_bytes: int = _PENDING_BYTES,
+        feed: PartFeed | None = None,
+        oversample: int = 0,
     ) -> None:
         """Read the existing state, and open the journals for appending.
 
@@ -55,6 +59,8 @@ class ResultStore:
             stored: Called with each result when it is durable.
             tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
             pending_bytes: Maximum number of bytes that wait to be written before `result` blocks.
+            feed: Takes the parts that are written to an object store; None: nobody does.
+            oversample: Samples of a group beyond `repeats`, for the feed.
 
         Raises:
             RecordError: A line does not belong to this run; the message names file and line.
@@ -68,7 +74,13 @@ class ResultStore:
         owner = f"worker-{min(shards, default=0):05d}-{uuid.uuid4().hex[:8]}"
         self._names = {shard: records.shard_name(shard) for shard in shards}
         self._journals = {
-            name: storage.journal(name, owner=owner, seconds=seconds, shared=name in _SHARED)
+            name: storage.journal(
+                name,
+                owner=owner,
+                seconds=seconds,
+                shared=name in _SHARED,
+                written=None if feed is None else feed.written,
+            )
             for name in (*self._names.values(), *_SHARED)
         }
         self.logs = {} if turns is None else {shard: TurnLog(turns, shard, seconds=seconds) for shard in shards}
@@ -81,6 +93,9 @@ class ResultStore:
             tasks=tasks,
             rollouts=rollouts,
         )
+        self._feed, self._ends = feed, GroupEnds(repeats=repeats, oversample=oversample, stored=self.state.stored)
+        if feed is not None:
+            feed.attach(self._journals.values(), shards=sorted(shards))
 
     async def turn(self, turn: TurnRecord) -> None:
         """Log one complete turn.
@@ -106,6 +121,8 @@ class ResultStore:
             written, size = self._journal_of(result).add(result)
         self._pending += size
         written.add_done_callback(functools.partial(self._done, result=result, size=size))
+        if self._feed is not None and self._ends.ends(result):
+            self._feed.due()
         if self._pending > self._pending_bytes:
             await asyncio.shield(written)
 

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,7 +48,9 @@ from kuberoll_workers.data.tracebacks import attached_traceback
 from kuberoll_workers.dataset.inputs import InputSummary, prompt_groups, scan
 from kuberoll_workers.environments.interface import EnvironmentInterface
 from kuberoll_workers.output import records
+from kuberoll_workers.output.feed_server import feed_routes
 from kuberoll_workers.output.journal import write_atomically
+from kuberoll_workers.output.part_feed import PartFeed
 from kuberoll_workers.output.plan_follower import PaceReport
 from kuberoll_workers.output.run_directory import (
     MANIFEST,
@@ -69,7 +71,7 @@ from kuberoll_workers.pods.files import (
     write_termination_message,
 )
 from kuberoll_workers.pods.http import health_route, json_route
-from kuberoll_workers.policy.auth import take_token
+from kuberoll_workers.policy.auth import take_further_tokens, take_token
 from kuberoll_workers.policy.client import ServeClient
 from kuberoll_workers.policy.endpoints import external_client
 from kuberoll_workers.policy.interface import PolicyRefused
@@ -109,11 +111,14 @@ class Drained(Exception):
 class ShardPod:
     """One pod's work on one shard."""
 
-    def __init__(self, config: PodConfig, shard: int, *, token: str | None = None) -> None:
+    def __init__(
+        self, config: PodConfig, shard: int, *, token: str | None = None, direct_tokens: Sequence[str] = ()
+    ) -> None:
         """Validate the job.
 
         Args:
             token: Bearer token for the policy; None: none.
+            direct_tokens: Bearer tokens of consumers on the direct path; empty: there is none.
 
         Raises:
             ConfigRefused: The job has no such shard.
@@ -125,6 +130,7 @@ class ShardPod:
         self.done = False
         self._config = config
         self._token = token
+        self._direct_tokens = direct_tokens
         self._job = with_mounted_dataset(RolloutJob.model_validate(config.job))
         self._base = Path(config.base)
         self._planned: int | None = None
@@ -208,10 +214,12 @@ class ShardPod:
         Raises:
             Drained: Stopped before the work began.
         """
+        feed = self._feed()
         routes = [
             metrics_route(self._metrics.registry, before=self._metrics.flush),
             json_route("/progress", self.progress),
             health_route(_healthy),
+            *([] if feed is None else feed_routes(feed, self._direct_tokens)),
         ]
         async with serving(routes, host=host, port=PROGRESS_PORT):
             background = [
@@ -222,11 +230,19 @@ class ShardPod:
                 self._planned, self._earlier = await self._unless_stopped(_in_thread(self._prepare))
                 self._log_stored()
                 max_model_len = await self._unless_stopped(self._endpoint_ready())
-                self.done = await self._work(max_model_len)
+                self.done = await self._work(max_model_len, feed)
             finally:
+                if feed is not None:
+                    # The server's end waits for those who wait.
+                    feed.end()
                 for task in background:
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
+
+    def _feed(self) -> PartFeed | None:
+        """The direct path, if consumers may use it and need it: a directory's journals are read as they are written."""
+        remote = not isinstance(open_storage(self._config.output), DirectoryStorage)
+        return PartFeed() if self._direct_tokens and remote else None
 
     @property
     def _stored(self) -> int:
@@ -315,7 +331,7 @@ class ShardPod:
         async with ServeClient(self._config.endpoint, limit=1, token=token) as client:
             return (await client.wait_ready(patience, trouble=_waiting)).max_model_len
 
-    async def _work(self, max_model_len: int) -> bool:
+    async def _work(self, max_model_len: int, feed: PartFeed | None) -> bool:
         config = self._config
         settings = WorkerConfig(
             job=self._job,
@@ -345,6 +361,7 @@ class ShardPod:
                 failures=self._failures,
                 trouble=self._note_outage,
                 pace_report=self._note_pace,
+                feed=feed,
             )
         )
         giving_up = asyncio.create_task(self._give_up.wait())
@@ -551,6 +568,13 @@ def _shard() -> int:
     return int(index)
 
 
+def _direct_tokens() -> list[str]:
+    try:
+        return take_further_tokens(os.environ, "read")
+    except ValueError as error:
+        raise ConfigRefused(str(error)) from error
+
+
 def main() -> None:
     """The process's entry point."""
     parser = argparse.ArgumentParser(prog="kuberoll_workers.pods.worker", description=__doc__)
@@ -562,11 +586,11 @@ def main() -> None:
     code, cause = 0, ""
     try:
         # Before any user code runs.
-        token = take_token(os.environ, "generate")
+        token, direct_tokens = take_token(os.environ, "generate"), _direct_tokens()
         config, shard = read_config(arguments.config), 0 if arguments.check else _shard()
         log_to_stderr(job=config.job.get("metadata", {}).get("name"), shard=shard)
         add_modules(config)
-        pod = ShardPod(config, shard, token=token)
+        pod = ShardPod(config, shard, token=token, direct_tokens=direct_tokens)
         tune_garbage_collector()
         asyncio.run(_check(pod) if arguments.check else _run(pod))
         if not pod.done:

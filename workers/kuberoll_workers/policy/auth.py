@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Final
 
 import msgspec
@@ -84,6 +84,33 @@ def authorize(authorization: str | None, tokens: Tokens | None, scope: Scope) ->
         raise AccessDenied(403, f"this needs the job's token of scope {scope}; the given one is of scope {given}")
 
 
+def require_token(authorization: str | None, tokens: Collection[str]) -> None:
+    """Check that a request has one of some tokens, in time that does not depend on them.
+
+    Args:
+        authorization: Its Authorization header.
+
+    Raises:
+        AccessDenied: It has none of them.
+    """
+    scheme, _, text = (authorization or "").partition(" ")
+    shown = text.strip().encode()
+    # Compare with every token, even after a match.
+    matches = [hmac.compare_digest(shown, token.encode()) for token in tokens]
+    if not any(matches) or scheme.lower() != _SCHEME:
+        raise AccessDenied(401, "the Authorization header must be: Bearer and a token of the scope read")
+
+
+def take_further_tokens(environment: MutableMapping[str, str], scope: Scope) -> list[str]:
+    """Remove further tokens of one scope from environment variables and return them.
+
+    Raises:
+        ValueError: One can be guessed or not be sent; the message names its variable.
+    """
+    names = [name for name in sorted(environment) if name.startswith(f"{token_variable(scope)}_")]
+    return list(_usable({name: environment.pop(name).strip() for name in names}).values())
+
+
 def take_token(environment: MutableMapping[str, str], scope: Scope) -> str | None:
     """Remove the token of one scope from environment variables and return it; None if it is not set."""
     return environment.pop(token_variable(scope), None) or None
@@ -103,12 +130,16 @@ def take_tokens(environment: MutableMapping[str, str]) -> Tokens | None:
         return None
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, though other tokens are; set all of them or none")
-    unusable = [name for name, token in further.items() if not _USABLE.fullmatch(token)]
+    return msgspec.convert({**found, "further": _usable(further)}, Tokens)
+
+
+def _usable(tokens: dict[str, str]) -> dict[str, str]:
+    unusable = [name for name, token in tokens.items() if not _USABLE.fullmatch(token)]
     if unusable:
         raise ValueError(
             f"{', '.join(unusable)}: a token has at least 16 visible ASCII characters, such as 64 random hex"
         )
-    return msgspec.convert({**found, "further": further}, Tokens)
+    return tokens
 
 
 def _scope_of(name: str) -> Scope | None:
