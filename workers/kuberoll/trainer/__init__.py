@@ -17,6 +17,7 @@ from kuberoll.trainer.publishing import Publication, Publisher, PublishFailed, P
 from kuberoll.trainer.rollouts import Counts, Rollouts
 from kuberoll.trainer.state import StateRefused
 from kuberoll.trainer.transports import Adapters, Deltas, Files
+from kuberoll.trainer.workers import Workers, run_workers
 from kuberoll_workers.data.weights.tensors import UnusableWeights
 from kuberoll_workers.output.run_files import NotARun
 
@@ -44,9 +45,11 @@ __all__ = [
     "ServedWeights",
     "StateRefused",
     "UnusableWeights",
+    "Workers",
     "dr_grpo",
     "full_state",
     "grpo",
     "rloo",
     "run_endpoint",
+    "run_workers",
 ]

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kuberoll.trainer.endpoint import EndpointError, ServedWeights
+from kuberoll.trainer.workers import Workers
 from kuberoll_api import conditions
+from kuberoll_api.contract import PROGRESS_PORT
 from kuberoll_api.model.rolloutjob import GROUP, VERSION
 from kuberoll_workers.output.run_files import NotARun
 
@@ -98,6 +100,14 @@ class JobWeights:
             )
         except Exception as error:
             raise self._error("change", error) from error
+
+    def workers(self, token: str) -> Workers:
+        """The job's workers, for the direct path: all addresses of their Service, as a pod of the cluster sees it.
+
+        Args:
+            token: Of the scope `read`.
+        """
+        return Workers(f"{self.name}-workers.{self.namespace}.svc:{PROGRESS_PORT}", token=token)
 
     def _error(self, what: str, error: Exception) -> EndpointError:
         status = getattr(error, "status", None)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
@@ -213,6 +214,7 @@ class JournalReader:
         # Bytes read of files that are gone, by journal.
         self._gone: dict[str, int] = {}
         self._ended = False
+        self._passed = False
 
     @property
     def ended(self) -> bool:
@@ -233,9 +235,34 @@ class JournalReader:
             self._skip_compacted(journal, files)
             for entry in files:
                 is_parquet = _PARQUET.fullmatch(entry.name)
-                yield from self._parquet_rows(journal, entry) if is_parquet else self._new_lines(journal, entry)
+                yield from self._parquet_rows(journal, entry) if is_parquet else self._new_lines(entry)
         self._ended = _is_last(entries)
         self._hints = {"files": {}, "parts": {}}
+        self._passed = True
+
+    def follows(self, name: str) -> bool:
+        """True if a part of an object store may be read before it is listed: all that was written before it was read.
+
+        Args:
+            name: Of a part that is complete.
+        """
+        found = self._part(name)
+        if found is None or not self._passed or not _is_read(name):
+            return False
+        prefix, number = found
+        digits = len(name.removesuffix(".jsonl")) - len(prefix)
+        # Writers number their parts from 1; places of later readers rely on there being no gap.
+        return number == 1 or f"{prefix}{number - 1:0{digits}d}.jsonl" in self._read
+
+    def has_read(self, name: str) -> bool:
+        """True if a pass, or `lines_of`, has read a part."""
+        return name in self._read
+
+    def lines_of(self, name: str, contents: bytes) -> Iterator[Line]:
+        """The lines of a part that `follows` and that no pass has read, as a pass would read them."""
+        self._ended = False
+        self._read[name] = 0
+        yield from self._lines_from(name, 0, len(contents), BytesIO(contents))
 
     def hints(self, needed: Iterator[Position]) -> Hints:
         """Places from which a later reader finds all lines that it needs.
@@ -302,7 +329,7 @@ class JournalReader:
             self._read[whole] = sizes[whole]
             self._last.pop(whole, None)
 
-    def _new_lines(self, journal: str, entry: Entry) -> Iterator[Line]:
+    def _new_lines(self, entry: Entry) -> Iterator[Line]:
         name, size = entry.name, entry.size
         start = self._read.get(name)
         if start is None and (part := self._part(name)) is not None:
@@ -315,21 +342,24 @@ class JournalReader:
                     start = self._beginning(name, size, file)
                 elif start > size:
                     start = 0  # it lost its end in a crash of the machine, or was replaced
-                last = self._last.get(name, NO_LINE) if start else NO_LINE
                 file.seek(start)
-                self._begun.add(name)
-                while start < size and (line := file.readline()).endswith(b"\n"):
-                    position = Position(name, start, last)
-                    start, last = start + len(line), (len(line), _digest(line))
-                    # Before the line is used: whoever stops here has had it.
-                    self._read[name], self._last[name] = start, last
-                    text = line.removeprefix(b"\xef\xbb\xbf") if position.offset == 0 else line
-                    if text.strip():
-                        where = f"{self._place.where(name)} at byte {position.offset}"
-                        yield Line(journal=journal, where=where, position=position, text=text)
-                self._begun.discard(name)
+                yield from self._lines_from(name, start, size, file)
         except FileNotFoundError:
             return  # it was compacted or converted since it was listed: the next pass finds the other file
+
+    def _lines_from(self, name: str, start: int, size: int, file: BinaryIO) -> Iterator[Line]:
+        journal, last = _journal_of(name), self._last.get(name, NO_LINE) if start else NO_LINE
+        self._begun.add(name)
+        while start < size and (line := file.readline()).endswith(b"\n"):
+            position = Position(name, start, last)
+            start, last = start + len(line), (len(line), _digest(line))
+            # Before the line is used: whoever stops here has had it.
+            self._read[name], self._last[name] = start, last
+            text = line.removeprefix(b"\xef\xbb\xbf") if position.offset == 0 else line
+            if text.strip():
+                where = f"{self._place.where(name)} at byte {position.offset}"
+                yield Line(journal=journal, where=where, position=position, text=text)
+        self._begun.discard(name)
 
     def _beginning(self, name: str, size: int, file: BinaryIO) -> int:
         offset, length, digest = self._hints["files"].get(name, (0, *NO_LINE))

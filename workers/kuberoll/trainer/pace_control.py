@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kuberoll.trainer.groups import Group, GroupKey
@@ -38,10 +38,19 @@ class PaceControl:
     Its methods write files, and raise what the storage raises. The caller holds a lock.
     """
 
-    def __init__(self, storage: Storage, *, consumer: str, shards: int, rules: PaceRules | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        consumer: str,
+        shards: int,
+        rules: PaceRules | None,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             rules: None: the run is not held back, and can only be stopped.
+            written: Called when a plan has been written.
 
         Raises:
             PacedByAnother: The run has a plan of another consumer.
@@ -50,6 +59,7 @@ class PaceControl:
         self._storage = storage
         self._consumer = consumer
         self._shards = shards
+        self._written = written
         self.rules = rules
         self._owner = f"consumer-{uuid.uuid4().hex[:8]}"
         self._counts = ConsumerCounts()
@@ -208,6 +218,7 @@ class PaceControl:
         if plan != self._plan:
             write_plan(self._storage, plan)
             self._plan = plan
+            self._written()
 
     def _count(self, **changes: object) -> None:
         values = {name: getattr(self._counts, name) for name in self._counts.__struct_fields__}

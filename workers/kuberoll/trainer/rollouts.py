@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from typing import Any, Literal
 
 from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName, advantage_function
 from kuberoll.trainer.batch import Batch, is_exact, make_batch, require_exact
+from kuberoll.trainer.direct import DirectPath
 from kuberoll.trainer.endpoint import run_endpoint
 from kuberoll.trainer.groups import Group, GroupTracker, group_rules
 from kuberoll.trainer.jobs import SCHEME, find_job, output_of
@@ -21,6 +24,8 @@ from kuberoll.trainer.pace_control import PaceControl, PacedByAnother
 from kuberoll.trainer.pacing import pace_rules, versions_of
 from kuberoll.trainer.publishing import Publication, Publisher
 from kuberoll.trainer.state import FORMAT, ConsumerState, decode_state, encode_state, identity_of
+from kuberoll.trainer.workers import WorkerSource
+from kuberoll_api.contract import token_variable
 from kuberoll_workers.data.record import (
     DroppedRecord,
     FailureRecord,
@@ -41,6 +46,8 @@ from kuberoll_workers.output.unreadable import warn_unreadable
 Inexact = Literal["error", "skip", "keep"]
 
 _OPEN_SECONDS = 0.2
+_COVERED_LISTINGS = 10
+"""So many times fewer listings of an object store while the direct path reaches a worker of every shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,7 @@ class Counts:
         inexact_trajectories: Left out with `inexact="skip"`.
         late_trajectories: Finished by a resumed run after their group was delivered without them, as far as this
             process has seen.
+        direct_parts: Parts of journals that came to this process on the direct path, before they were listed.
     """
 
     groups: int = 0
@@ -68,6 +76,7 @@ class Counts:
     failed_groups: int = 0
     inexact_trajectories: int = 0
     late_trajectories: int = 0
+    direct_parts: int = 0
 
 
 class Rollouts:
@@ -95,6 +104,7 @@ class Rollouts:
         pace: bool = True,
         groups_per_version: int | None = None,
         publisher: Publisher | None = None,
+        direct: WorkerSource | None = None,
     ) -> None:
         """Use `Rollouts.open`."""
         self.location = location
@@ -107,10 +117,20 @@ class Rollouts:
         self._rules = group_rules(manifest, where=f"{location}/{MANIFEST}")
         self._groups_per_version = groups_per_version
         self._publisher = publisher
+        self._direct: DirectPath | None = None
+        if direct is not None:
+            self._direct = DirectPath(direct, shards=range(manifest.shards))
+            weakref.finalize(self, self._direct.close)
         self._pace: PaceControl | None = None
         held = pace_rules(manifest)
         if pace and (held is not None or self._rules.groups is None):
-            self._pace = PaceControl(self._storage, consumer=consumer, shards=manifest.shards, rules=held)
+            self._pace = PaceControl(
+                self._storage,
+                consumer=consumer,
+                shards=manifest.shards,
+                rules=held,
+                written=(lambda: None) if self._direct is None else self._direct.plan_written,
+            )
         self._lock = threading.RLock()
         self._begin(None)
 
@@ -129,6 +149,7 @@ class Rollouts:
         groups_per_version: int | None = None,
         publisher: Publisher | None = None,
         directory: str | None = None,
+        direct: WorkerSource | None = None,
     ) -> Rollouts:
         """Open a run, whether it goes on or has ended.
 
@@ -150,6 +171,8 @@ class Rollouts:
             publisher: What `publish` uses; None: whole files at `LOCATION-weights`, beside the output, for the policy
                 of a `kuberoll run` on this machine, or for the job.
             directory: The run's directory here, of a job whose output is a volume; None: it is an object store.
+            direct: The workers of a run in an object store, for the direct path: `Workers`, or `run_workers`; None: of
+                a job those of its Service, if KUBEROLL_TOKEN_READ has a token for them; else only journals are read.
 
         Raises:
             NotARun: There is no run, or what is there is none that can be consumed.
@@ -169,6 +192,8 @@ class Rollouts:
             location = output_of(job, directory)
             if publisher is None:
                 publisher = Publisher(endpoint=job, location=f"{location.rstrip('/')}-weights")
+            if direct is None and (token := os.environ.get(token_variable("read"))):
+                direct = job.workers(token)
         try:
             place = open_place(_checked_location(location), seconds=poll_seconds)
         except StorageError as error:
@@ -190,6 +215,8 @@ class Rollouts:
                 pace=pace,
                 groups_per_version=groups_per_version,
                 publisher=publisher,
+                # A directory is looked at as often as there is something new.
+                direct=direct if place.immutable_parts else None,
             )
         except PacedByAnother:
             raise
@@ -208,6 +235,7 @@ class Rollouts:
                 stale_tokens=tracker.stale_tokens,
                 failed_groups=tracker.failed_groups,
                 late_trajectories=tracker.late,
+                direct_parts=self._direct_parts,
             )
 
     @property
@@ -314,8 +342,9 @@ class Rollouts:
                     if self._take(step):
                         yield step
                 else:
-                    time.sleep(step)
+                    pause(step)
 
+        pause = time.sleep if self._direct is None else self._direct.wait
         return iterate()
 
     def batches_async(
@@ -335,9 +364,12 @@ class Rollouts:
                     # Here and not in the thread: what a cancelled task was about to receive was not taken.
                     if self._take(step):
                         yield step
-                else:
+                elif direct is None:
                     await asyncio.sleep(step)
+                else:
+                    await asyncio.to_thread(direct.wait, step)
 
+        direct = self._direct
         return iterate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,6 +428,9 @@ class Rollouts:
         )
         self._pass: Iterator[Group] | None = None
         self._lines = 0
+        # When the journals are listed next, with a direct path: time.monotonic.
+        self._list_at = 0.0
+        self._direct_parts = 0
 
     def _checked_steps(
         self,
@@ -423,6 +458,8 @@ class Rollouts:
             with self._lock:
                 if tracker is not self._tracker:
                     raise RuntimeError("a state was loaded while batches were iterated: call batches() again")
+                if not wait:
+                    self._list_at = 0.0
                 read = self._read_until(groups)
                 ready = self._deliverable(groups)
                 over = not read and (not wait or self._run_ended)
@@ -549,11 +586,29 @@ class Rollouts:
     def _ready_groups(self) -> Iterator[Group]:
         """The groups that one pass over the journals makes ready."""
         self._lines = 0
-        for line in self._reader.lines():
+        for line in self._new_lines():
             self._lines += 1
             if (group := self._offer(line)) is not None:
                 yield group
         yield from self._tracker.end_pass(final=self._reader.ended)
+
+    def _new_lines(self) -> Iterator[Line]:
+        """Lines that came on the direct path, and those that a listing finds if one is due."""
+        if (direct := self._direct) is not None:
+            parts, gap = direct.take()
+            for part in parts:
+                if not self._reader.follows(part.file):
+                    gap = True
+                elif not self._reader.has_read(part.file):
+                    self._direct_parts += 1
+                    yield from self._reader.lines_of(part.file, part.lines)
+            if not gap and time.monotonic() < self._list_at:
+                return
+        began = time.monotonic()
+        yield from self._reader.lines()
+        if direct is not None:
+            # What is written comes by itself, if every shard has a worker; what was not written says the journal.
+            self._list_at = began + self._place.seconds * (_COVERED_LISTINGS if direct.covers_run else 1)
 
     def _offer(self, line: Line) -> Group | None:
         tracker, where = self._tracker, line.where
