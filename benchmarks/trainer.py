@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -19,9 +20,12 @@ from array import array
 from pathlib import Path
 
 from kuberoll.trainer import Rollouts
+from kuberoll_api.http_server import serving
 from kuberoll_workers.data.messages import Message, token_array
 from kuberoll_workers.data.record import TrajectoryRecord, encode_line
 from kuberoll_workers.output import records
+from kuberoll_workers.output.feed_server import feed_routes
+from kuberoll_workers.output.part_feed import PartFeed
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_directory import MANIFEST
 from kuberoll_workers.output.storage import DirectoryStorage, open_storage
@@ -34,8 +38,10 @@ TURNS = 4
 # The monotonic clock of Linux is the same in all processes.
 CONSUMER = """
 import sys, time
-from kuberoll.trainer import Rollouts
-for batch in Rollouts.open(sys.argv[1]).batches(1):
+from kuberoll.trainer import Rollouts, Workers
+location, *workers = sys.argv[1:]
+direct = Workers(*workers, token="read" * 8) if workers else None
+for batch in Rollouts.open(location, direct=direct).batches(1):
     print(batch.groups[0].key.task_index, time.monotonic(), flush=True)
 """
 
@@ -53,32 +59,40 @@ def long_trajectory(task: int, rollout: int, tokens: int) -> TrajectoryRecord:
     return trajectory(task, rollout, reward=float(rollout % 2), messages=messages)
 
 
-async def latency(location: str, *, groups: int, tokens: int) -> list[float]:
+async def latency(location: str, *, groups: int, tokens: int, direct: bool = False) -> list[float]:
     """Milliseconds from the end of a group's last trajectory to its batch in another process, without the first group.
 
     In a directory from the return of the journal's sync, in an object store from the trajectory's end: it waits for its
-    part, of at most a second here.
+    part, of at most a second here, or of as little as the consumer on the direct path waits for.
     """
     storage = open_storage(location, parts=PartLimits(max_seconds=1.0))
     storage.write(MANIFEST, json.dumps(manifest(groups=groups, repeats=REPEATS)).encode())
-    consumer = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CONSUMER, location, stdout=asyncio.subprocess.PIPE
-    )
-    assert consumer.stdout is not None
-    journal = storage.journal("shard-00000", owner="worker-00000-00000000", seconds=Observed())
-    found: list[float] = []
-    for task in range(groups):
-        stored = [journal.add(long_trajectory(task, rollout, tokens))[0] for rollout in range(REPEATS)]
-        if isinstance(storage, DirectoryStorage):
-            await asyncio.gather(*stored)
-        ended = time.monotonic()
-        name, moment = (await consumer.stdout.readline()).split()
-        assert int(name) == task
-        found.append(1000 * (float(moment) - ended))
-        # So that the consumer's looks fall anywhere.
-        await asyncio.sleep(random.uniform(0.05, 0.25))
-    await journal.close()
-    await consumer.wait()
+    feed = PartFeed()
+    async with serving(feed_routes(feed, ["read" * 8]), host="127.0.0.1", port=0) as port:
+        consumer = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CONSUMER, location, *([f"127.0.0.1:{port}"] if direct else [])),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert consumer.stdout is not None
+        journal = storage.journal(
+            "shard-00000", owner="worker-00000-00000000", seconds=Observed(), written=feed.written
+        )
+        feed.attach([journal], shards=[0])
+        found: list[float] = []
+        for task in range(groups):
+            stored = [journal.add(long_trajectory(task, rollout, tokens))[0] for rollout in range(REPEATS)]
+            feed.due()
+            if isinstance(storage, DirectoryStorage):
+                await asyncio.gather(*stored)
+            ended = time.monotonic()
+            name, moment = (await consumer.stdout.readline()).split()
+            assert int(name) == task
+            found.append(1000 * (float(moment) - ended))
+            # So that the consumer's looks fall anywhere.
+            await asyncio.sleep(random.uniform(0.05, 0.25))
+        await journal.close()
+        await consumer.wait()
+        feed.end()
     # The first has the start of the consumer's process.
     return sorted(found[1:])
 
@@ -90,8 +104,8 @@ def print_latency(where: str, found: list[float], tokens: int) -> None:
     )
 
 
-def store_latency(groups: int, tokens: int) -> list[float]:
-    """`latency` in moto's S3 server on this machine."""
+def print_store_latencies(groups: int, tokens: int) -> None:
+    """Print `latency` in moto's S3 server on this machine, whose uploads take what those of a real store take, too."""
     import fsspec
 
     server = S3Server()
@@ -104,7 +118,13 @@ def store_latency(groups: int, tokens: int) -> list[float]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     try:
         fsspec.filesystem("s3").mkdir("bucket")
-        return asyncio.run(latency("s3://bucket/run", groups=groups, tokens=tokens))
+        for number, (seconds, direct) in enumerate(itertools.product((0.0, 0.1), (False, True))):
+            server.upload_seconds, listings, uploads = seconds, server.listings, len(server.puts)
+            run = latency(f"s3://bucket/run-{number}", groups=groups, tokens=tokens, direct=direct)
+            way = "the direct path" if direct else "the journal, parts of 1 s"
+            more = f", uploads {1000 * seconds:.0f} ms longer" if seconds else ""
+            print_latency(f"from a trajectory's end to the batch, S3{more}, {way}", asyncio.run(run), tokens)
+            print(f"  {server.listings - listings} listings, {len(server.puts) - uploads} uploads")
     finally:
         server.close()
 
@@ -147,8 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = asyncio.run(latency(directory, groups=options.groups, tokens=options.tokens))
     print_latency("from the journal's sync to the batch, a directory", found, options.tokens)
-    found = store_latency(max(2, options.groups // 4), options.tokens)
-    print_latency("from a trajectory's end to the batch, S3 with parts of 1 s", found, options.tokens)
+    print_store_latencies(max(2, options.groups // 4), options.tokens)
     replay(options.replayed, options.tokens)
 
 
