@@ -129,9 +129,13 @@ def test_only_engines_know_how_weights_are_published(case: str) -> None:
             if engines:
                 assert set(contract.SCOPES) <= tokens
                 continue
-            assert tokens <= {"generate"}
-            assert not [name for name, _, _ in secrets if "WEIGHTS" in name or "_ACCESS_" in name]
-            assert not [secret for _, secret, _ in secrets if "-access-" in secret]
+            # Of pods outside the job workers know the tokens that only read.
+            reading = {entry[0]: entry[1:] for entry in secrets if entry[0].startswith("KUBEROLL_TOKEN_READ_ACCESS_")}
+            assert not reading or child["metadata"]["labels"][names.COMPONENT_LABEL] == names.WORKERS
+            others = [entry for entry in secrets if entry[0] not in reading]
+            assert tokens - {key for _, key in reading.values()} <= {"generate"}
+            assert not [name for name, _, _ in others if "WEIGHTS" in name or "_ACCESS_" in name]
+            assert not [secret for _, secret, _ in others if "-access-" in secret]
 
 
 def job_of(child: Object) -> str:
@@ -179,6 +183,22 @@ def test_engines_accept_the_tokens_of_others_and_others_get_theirs_from_a_secret
     assert not [token for token in found.access_tokens.values() if token in text]
     # Who has access is the operator's affair: it is not in what pods read.
     assert "everyone" not in json.dumps(render.build_config(found))
+
+
+@pytest.mark.parametrize("where", HOSTED)
+def test_workers_know_the_tokens_that_only_read(where: str) -> None:
+    backend, generation = HOSTED[where]
+    reader = {**OTHERS, "name": "reader", "scopes": ["read"]}
+    publisher = {**OTHERS, "name": "publisher", "scopes": ["read", "weights"]}
+    found = context(backend, generation={**generation, "access": [*ALL, reader, publisher]})
+    own = render.build_access_secrets(found)[0]["metadata"]["name"]
+    [workers] = pod_specs(render.build_workers_job(found, suspend=False))
+    assert [item for item in references(workers) if "_ACCESS_" in item[0]] == [
+        ("KUBEROLL_TOKEN_READ_ACCESS_EVERYONE", own, "everyone"),
+        ("KUBEROLL_TOKEN_READ_ACCESS_READER", "shared", "key"),
+    ]
+    [check] = pod_specs(render.build_check_job(found))
+    assert not [item for item in references(check) if "_ACCESS_" in item[0]]
 
 
 def test_tokens_of_others_are_of_a_job_and_a_name() -> None:

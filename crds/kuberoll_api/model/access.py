@@ -18,7 +18,10 @@ from kuberoll_api.model.types import (
 )
 
 Scope = Literal["generate", "weights", "read"]
-"""Permission of a token: `generate` samples, `weights` publishes weights, `read` reads the policy's state."""
+"""Permission of a token: `generate` samples, `weights` publishes weights, `read` reads the policy's state.
+
+A token that has no other scope also opens the direct path of workers, to the records that they have written.
+"""
 
 MAX_ACCESS = 16
 
@@ -96,7 +99,7 @@ class PolicyAccess(Model):
         min_length=1,
         max_length=3,
         description="What the token allows: generate samples, weights publishes weights, read reads the policy's "
-        "state, as the other two do.",
+        "state, as the other two do. A token with read alone also reads finished trajectories from the workers.",
     )
     token_secret: TokenSecret | None = Field(
         default=None,

@@ -15,6 +15,7 @@ from kuberoll_operator.render.hosting import tcp
 from kuberoll_operator.render.objects import digest
 
 _SAMPLING: Final = "generate"
+_READING: Final = "read"
 
 
 def build_access_secrets(context: RenderContext) -> list[Object]:
@@ -52,6 +53,21 @@ def access_token_variables(context: RenderContext) -> list[dict[str, Any]]:
         for entry in _entries(context)
         for scope in contract.SCOPES
         if scope in entry.scopes
+    ]
+
+
+def direct_token_variables(context: RenderContext) -> list[dict[str, Any]]:
+    """Variables of worker pods with the tokens of pods outside the job that only read: workers serve them records.
+
+    Environments' code runs in worker pods, so a token that may do more is never there.
+    """
+    return [
+        {
+            "name": contract.access_token_variable(_READING, entry.name),
+            "valueFrom": {"secretKeyRef": _reference(context, entry)},
+        }
+        for entry in _entries(context)
+        if set(entry.scopes) == {_READING}
     ]
 
 

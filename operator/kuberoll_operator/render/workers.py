@@ -8,6 +8,7 @@ from typing import Any, Final
 from kuberoll_api import contract
 from kuberoll_operator import names
 from kuberoll_operator.model import Object
+from kuberoll_operator.render.access import direct_token_variables
 from kuberoll_operator.render.context import RenderContext
 from kuberoll_operator.render.objects import shaped
 from kuberoll_operator.render.pods import POD_IP, STATE_VARIABLES, container, data_volumes, pod_template
@@ -42,7 +43,7 @@ def worker_template(context: RenderContext, component: str, *, arguments: Sequen
             POD_IP,
             *token_variables(context, "generate"),
             *environment_token_variables(context),
-            *(service_variables(context) if component == names.WORKERS else ()),
+            *((*direct_token_variables(context), *service_variables(context)) if component == names.WORKERS else ()),
         ],
         volumes=volumes,
         read_only=True,
