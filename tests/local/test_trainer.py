@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kuberoll.trainer import Rollouts
+from kuberoll.trainer import Rollouts, run_workers
+from kuberoll_workers.data.record import TrajectoryKey, encode_line
+from kuberoll_workers.output.storage import open_storage
 from tests.local.support import PATIENCE_SECONDS, WAYS, manifest, running, trajectories
+from tests.output.s3 import S3Server, s3, s3_server
 from tests.without_torch import without_torch
+
+__all__ = ["s3", "s3_server"]
 
 GROUPS, REPEATS = 24, 4
 TRAINER = """
@@ -109,3 +115,48 @@ def test_a_trainer_that_is_killed_has_each_group_of_a_run_once(tmp_path: Path, f
         group for batch in Rollouts.open(str(output), allow_simulated=True).batches(5) for group in batch.groups
     ]
     assert {group.key for group in replayed} == stored
+
+
+def test_a_run_in_an_object_store_that_is_interrupted_and_resumed_feeds_its_trainer_directly(
+    s3: tuple[S3Server, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = f"{s3[1]}/run"
+    job = manifest(
+        tmp_path / "job.yaml",
+        dataset={"source": {"generator": {"count": 8}}, "repeats": REPEATS, "epochs": None},
+        rollout={"onPolicy": {"maxAhead": 8}},
+        workers={"replicas": 2},
+        # Nothing comes to the store before the trainer waits for it.
+        output={"uri": uri, "parts": {"maxSeconds": 3600}},
+    )
+    delivered: list[tuple[TrajectoryKey, bytes]] = []
+    with running(job) as run:
+        run.until(r"metrics: ")
+        (local,) = (tmp_path / "runs").glob("test-*")
+        rollouts = Rollouts.open(uri, allow_simulated=True, timeout=200, direct=run_workers(local))
+        batches = rollouts.batches(4, timeout=200)
+
+        def take(count: int) -> None:
+            for _ in range(count):
+                for group in next(batches).groups:
+                    delivered.extend((record.key, encode_line(record)) for record in group.trajectories)
+
+        take(6)
+        workers = json.loads((local / "workers.json").read_bytes())
+        assert len(workers["addresses"]) == 2
+        assert Path(workers["tokens"]).stat().st_mode & 0o777 == 0o600
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.printed()
+    before = rollouts.counts.direct_parts
+    assert before > 1
+    with running(job, "--resume") as run:
+        take(6)
+        assert rollouts.counts.direct_parts > before
+        rollouts.stop()
+        assert run.finish() == 0, run.printed()
+    assert not (local / "workers.json").exists()
+    assert len(dict(delivered)) == len(delivered) == 12 * 4 * REPEATS
+    storage = open_storage(uri)
+    lines = {line for shard in storage.shards() for _, line in storage.lines(shard)}
+    assert {line for _, line in delivered} <= lines
