@@ -235,6 +235,43 @@ async def test_several_consumers_wait_at_once_and_one_that_stays_away_is_no_burd
         assert await taken(iterators[2]) == [1]
 
 
+async def test_workers_are_told_of_each_plan(s3: tuple[S3Server, str]) -> None:
+    location = f"{s3[1]}/run"
+    begin_run(location, groups=2, shards=2, **{"rollout.onPolicy.maxLag": 1, "rollout.onPolicy.onStale": "Drop"})
+    async with worker(location, shards=2) as even, worker(location, shard=1, shards=2) as odd:
+        rollouts = await opened(location, Source([even.address, odd.address]))
+        batches = rollouts.batches_async(1)
+        # Both have answered; one of them may hold a request still.
+        for task, each in enumerate((even, odd)):
+            next_batch = asyncio.create_task(taken(batches))
+            await each.finish(task)
+            assert await next_batch == [task]
+        for note in (rollouts.published, rollouts.stop):
+            await asyncio.to_thread(note)
+            for each in (even, odd):
+                async with asyncio.timeout(60):
+                    await each.feed.plan_written.wait()
+                each.feed.plan_written.clear()
+
+
+async def test_a_source_that_fails_costs_nothing_but_time(
+    s3: tuple[S3Server, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def find(self) -> list[WorkerAddress]:
+            raise LookupError("no workers today")
+
+    location = f"{s3[1]}/run"
+    begin_run(location, groups=1)
+    async with worker(location) as first:
+        rollouts = await opened(location, Broken(), poll_seconds=0.05)
+        next_batch = asyncio.create_task(taken(rollouts.batches_async(1)))
+        await first.finish(0)
+        await first.store.close()
+        assert await next_batch == [0]
+    assert "no workers today" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["", "http://workers", "workers:x", "workers:70000", "[::1]:0"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(ValueError, match="expected the host:port of workers"):

@@ -18,6 +18,7 @@ from kuberoll_workers.output.fed_parts import PARTS_PATH, PLAN_PATH, FedPart, Fe
 _POLL_SECONDS: Final = 5.0
 """Seconds that a worker holds a request; so long it may write early for a consumer that does not wait any more."""
 _TIMEOUT_SECONDS: Final = 15.0
+_TELL_SECONDS: Final = 2.0
 _FIND_SECONDS: Final = 1.0
 _LINGER_SECONDS: Final = 0.5
 """Seconds between two waits in which the consumer still counts as waiting."""
@@ -60,8 +61,9 @@ class DirectPath:
         self._served: dict[WorkerAddress, Collection[int]] = {}
         self._listed: frozenset[WorkerAddress] = frozenset()
         self._polling: set[WorkerAddress] = set()
-        self._plans = 0
-        self._finding = False
+        # Plans that were written, and those that the workers were told of.
+        self._plans = self._told = 0
+        self._begun = False
         self._closed = False
 
     @property
@@ -103,14 +105,15 @@ class DirectPath:
             self._changed.notify_all()
 
     def _begin(self) -> None:
-        if not self._finding:
-            self._finding = True
-            threading.Thread(target=self._find, name="kuberoll-workers", daemon=True).start()
+        if not self._begun:
+            self._begun = True
+            for work, name in ((self._find, "kuberoll-workers"), (self._tell, "kuberoll-plans")):
+                threading.Thread(target=work, name=name, daemon=True).start()
 
     def _find(self) -> None:
         """Keep a thread for each worker that is listed."""
         while True:
-            found = frozenset(self._source.find())
+            found = self._found()
             with self._changed:
                 self._listed = found
                 for address in found - self._polling:
@@ -122,30 +125,52 @@ class DirectPath:
                 if self._wait_until_wanted():
                     return
 
-    def _wait_until_wanted(self, plans: int | None = None) -> bool:
-        """Wait until a consumer waits, or there are other plans than so many; True if the path is closed."""
-        while not self._closed and time.monotonic() >= self._wanted_until and plans in (None, self._plans):
+    def _found(self) -> frozenset[WorkerAddress]:
+        try:
+            return frozenset(self._source.find())
+        except Exception:
+            # Sources of others have exceptions of their own, and the next look may succeed.
+            _log.warning("the workers of the run cannot be found; the journals are read", exc_info=True)
+            return frozenset()
+
+    def _wait_until_wanted(self) -> bool:
+        """Wait until a consumer waits; True if the path is closed."""
+        while not self._closed and time.monotonic() >= self._wanted_until:
             self._changed.wait()
         return self._closed
 
+    def _tell(self) -> None:
+        """Tell the workers that answer of new plans; one that is not told reads them when it looks."""
+        workers: dict[WorkerAddress, _Worker] = {}
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._told != self._plans)
+                if self._closed:
+                    break
+                self._told, answering = self._plans, set(self._served)
+            for address in workers.keys() - answering:
+                workers.pop(address).close()
+            for address in answering:
+                worker = workers.setdefault(address, _Worker(address, timeout=_TELL_SECONDS))
+                try:
+                    worker.tell_plan()
+                except (_Refused, OSError, http.client.HTTPException):
+                    workers.pop(address).close()
+        for worker in workers.values():
+            worker.close()
+
     def _poll(self, address: WorkerAddress) -> None:
         """Ask a worker until it is gone."""
-        worker = _Worker(address)
-        epoch, place, plans, pause = "", 0, self._plans, _RETRY_SECONDS[0]
+        worker = _Worker(address, timeout=_TIMEOUT_SECONDS)
+        epoch, place, pause = "", 0, _RETRY_SECONDS[0]
         while True:
             with self._changed:
                 # An answer that nobody has taken is all that a worker may have here.
                 while address in self._arrived and not self._closed:
                     self._changed.wait()
-                if self._wait_until_wanted(plans):
+                if self._wait_until_wanted():
                     break
-                told, plans = plans == self._plans, self._plans
-                wanted = time.monotonic() < self._wanted_until
             try:
-                if not told:
-                    worker.tell_plan()
-                if not wanted:
-                    continue
                 answer = worker.parts(epoch, place)
             except _Refused as error:
                 _log.warning("the direct path to worker %s is closed: %s; the journals are read", address, error)
@@ -184,9 +209,9 @@ class _Refused(Exception):
 class _Worker:
     """Requests to one worker, over one connection."""
 
-    def __init__(self, address: WorkerAddress) -> None:
+    def __init__(self, address: WorkerAddress, *, timeout: float) -> None:
         self._address = address
-        self._connection = http.client.HTTPConnection(address.host, address.port, timeout=_TIMEOUT_SECONDS)
+        self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout)
 
     def parts(self, epoch: str, place: int) -> FedParts:
         """Wait for parts.
