@@ -510,3 +510,24 @@ async def test_a_key_that_does_not_fit_is_refused(place: Place, variables: dict[
             cause = started.message()["cause"]
     assert cause.startswith("spec.generation.external")
     assert said in cause
+
+
+async def test_a_token_of_the_direct_path_that_can_be_guessed_is_refused(place: Place) -> None:
+    variable = "KUBEROLL_TOKEN_READ_ACCESS_TRAINER"
+    async with place.pod(0, **{variable: "read"}) as started:
+        assert await started.end() == 78, started.log
+        assert f"{variable}: a token has at least 16 visible ASCII characters" in started.message()["cause"]
+
+
+@pytest.mark.parametrize(
+    ("store", "token", "status"), [(False, "read" * 8, 404), (True, "", 404), (True, "read" * 8, 401)]
+)
+async def test_the_direct_path_is_there_for_those_with_a_token_where_the_output_is_an_object_store(
+    place: Place, endpoint: Endpoint, s3: tuple[S3Server, str], store: bool, token: str, status: int
+) -> None:
+    hold_third_turns(endpoint)
+    place.output = f"{s3[1]}/run" if store else place.output
+    variables = {"KUBEROLL_TOKEN_READ_ACCESS_TRAINER": token} if token else {}
+    async with place.pod(0, **variables) as started:
+        await started.until_answers("/progress", lambda code, _: code == 200)
+        assert (await started.get("/v1/parts"))[0] == status

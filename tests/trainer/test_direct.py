@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kuberoll.trainer import Batch, Rollouts, Workers
+from kuberoll.trainer.jobs import JobWeights
 from kuberoll.trainer.journals import JournalReader, open_place
 from kuberoll.trainer.workers import WorkerAddress
 from kuberoll_api.http_server import serving
+from kuberoll_operator.render.workers import build_workers_service
 from kuberoll_workers.data.record import encode_line
 from kuberoll_workers.output.feed_server import feed_routes
 from kuberoll_workers.output.part_feed import PartFeed
@@ -27,6 +29,7 @@ from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_directory import MANIFEST
 from kuberoll_workers.output.storage import ObjectStorage, open_storage
 from kuberoll_workers.output.store import ResultStore
+from tests.operator.test_render import context
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.output.support import Observed, failure
 from tests.trainer.support import manifest, trajectory
@@ -284,6 +287,15 @@ def test_names_of_workers() -> None:
     assert TOKEN not in repr(found)
     with pytest.raises(ValueError, match="give the host:port of the workers"):
         Workers(token=TOKEN)
+
+
+def test_a_job_s_workers_are_behind_its_service() -> None:
+    service = build_workers_service(context())
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    port = service["spec"]["ports"][0]["port"]
+    found = JobWeights(api=None, namespace=namespace, name=context().name).workers(TOKEN)
+    assert found == Workers(f"{name}.{namespace}.svc:{port}", token=TOKEN)
+    assert service["spec"]["clusterIP"] == "None"
 
 
 @pytest.fixture(scope="module")
