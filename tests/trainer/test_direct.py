@@ -120,14 +120,16 @@ async def test_a_group_comes_when_it_is_in_the_store_and_not_before(s3: tuple[S3
         batches = rollouts.batches_async(1)
         next_batch = asyncio.create_task(taken(batches))
         await first.store.result(trajectory(0, 0))
-        server.held.clear()
         server.waiting.clear()
-        await first.store.result(trajectory(0, 1))
-        await first.store.result(trajectory(0, 2))
-        # It is written because the consumer waits, although parts are written by the hour.
-        assert await asyncio.to_thread(server.waiting.wait, 60)
-        assert not next_batch.done()
-        server.held.set()
+        server.held.clear()
+        try:
+            await first.store.result(trajectory(0, 1))
+            await first.store.result(trajectory(0, 2))
+            # It is written because the consumer waits, although parts are written by the hour.
+            assert await asyncio.to_thread(server.waiting.wait, 60)
+            assert not next_batch.done()
+        finally:
+            server.held.set()
         assert await next_batch == [0]
         assert rollouts.counts.direct_parts >= 1
         # What ended while nobody waited is written when somebody does.
