@@ -184,7 +184,10 @@ class DirectPath:
                     continue
             worker.close()
             with self._changed:
-                self._served.pop(address, None)
+                if self._served.pop(address, None) is not None:
+                    # What it wrote last may have been on its way.
+                    self._gap = True
+                    self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed, pause)
                 if self._closed or address not in self._listed:
                     break
