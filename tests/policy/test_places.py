@@ -101,7 +101,7 @@ def test_a_choice_among_a_thousand_replicas_looks_at_few(budget: int, sticky: bo
         turns += 1
         scheduler.record_answer(ticket, ticket.tokens + 100, 0.0, load=3)
         if ticket.tokens >= 800:
-            scheduler.end_session(ticket.session_id)
+            scheduler.end_session(ticket.session_id, 0.0)
         else:
             following = Ticket(ticket.session_id, ticket.tokens + 200)
             following.wake = functools.partial(in_flight.append, following)

@@ -82,7 +82,7 @@ class Requests(RuleBasedStateMachine):
         home = self.homes.get(ticket.session_id)
         if ticket in self.new:
             # A new one fits, or is the only one that is answered there.
-            self.check(replica.room.in_flight <= BUDGET or replica.window.in_flight == 1, "sent where it does not fit")
+            self.check(replica.resident <= BUDGET or replica.window.in_flight == 1, "sent where it does not fit")
         elif home is not None and not moved:
             self.check(home == replica.id, "sent elsewhere than home")
         self.homes[ticket.session_id] = replica.id
@@ -118,14 +118,14 @@ class Requests(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(sorted(self.idle)))
         del self.idle[session]
         self.homes.pop(session, None)
-        self.admission.end_session(session)
+        self.admission.end_session(session, self.now)
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), outside=st.none() | st.integers(0, 20), cached=st.none() | st.integers(0, 6000))
-    def is_answered(self, data: Any, outside: int | None, cached: int | None) -> None:
+    @rule(data=st.data(), outside=st.none() | st.integers(0, 20))
+    def is_answered(self, data: Any, outside: int | None) -> None:
         ticket = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
         self.idle[ticket.session_id] = ticket.tokens + 10
-        self.admission.record_answer(ticket, ticket.tokens + 10, self.now, load=outside, cached=cached)
+        self.admission.record_answer(ticket, ticket.tokens + 10, self.now, load=outside)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data(), blame=st.booleans())
@@ -183,9 +183,7 @@ class Requests(RuleBasedStateMachine):
                 if (session := admission.sessions.find(name)) is not None and session.replica is replica
             ]
             assert replica.sessions == len(living)
-            assert replica.load == replica.sessions + replica.outside
-            assert replica.room.in_flight == sum(ticket.tokens for ticket in self.sent if ticket.replica is replica)
-            assert 0 < replica.room.limit <= BUDGET
+            assert replica.resident == sum(session.tokens for session in living)
             assert replica.window.in_flight == sum(ticket.replica is replica for ticket in self.sent)
             assert 1 <= replica.window.limit <= LARGEST
             kept = replica.listed or living or replica.window.in_flight
@@ -217,11 +215,11 @@ class Requests(RuleBasedStateMachine):
         assert not self.faults, self.faults
         assert not self.asking
         for session in list(self.idle):
-            self.admission.end_session(session)
+            self.admission.end_session(session, self.now)
         assert len(self.admission.sessions) == self.admission.waiting == self.admission.in_flight == 0
         assert not self.admission.sessions._groups
         for replica in self.ever:
-            assert replica.sessions == replica.room.in_flight == replica.window.in_flight == 0
+            assert replica.sessions == replica.resident == replica.window.in_flight == 0
             assert not replica.queue
         self.admission.set_listed([], self.now)
         assert not self.admission.replicas
@@ -329,12 +327,11 @@ def test_new_trajectories_wait_in_order_for_room_in_the_cache() -> None:
     for ticket in waiting:
         ticket.wake = functools.partial(woken.append, ticket.session_id)
         assert not admission.submit(ticket, 0.0)
-    assert woken == []
-    # While the first one waits for its environment there is room for both; then its own next turn does not wait.
+    # Its own next turn does not wait.
     admission.record_answer(first, 900, 0.0)
+    assert woken == ["1-0-0"]
+    admission.end_session("0-0-0", 0.0)
     assert woken == ["1-0-0", "2-0-0"]
-    sent(admission, "0-0-0", 950)
-    assert not admission.submit(Ticket("3-0-0", 50), 0.0)
 
 
 def test_a_bound_on_what_is_remembered() -> None:
@@ -342,8 +339,9 @@ def test_a_bound_on_what_is_remembered() -> None:
     place = ReplicaLoad("here")
     for number in range(100):
         session = table.add(f"{number}-0-0")
-        table.assign(session, place)
+        table.assign(session, place, 5)
     assert len(table) == place.sessions == len(table._groups) == 10
+    assert place.resident == 50
 
 
 @given(st.lists(st.sampled_from(["success", "failure", "fatal", "healthy", "ill", "wait"]), max_size=60))

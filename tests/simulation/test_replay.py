@@ -164,14 +164,13 @@ def test_the_cause_of_idleness(waiting: int, stepping: int, unbegun: int, cause:
     assert cause_of_idleness(waiting=waiting, stepping=stepping, unbegun=unbegun) == cause
 
 
-def test_what_a_cache_holds_is_learned() -> None:
+def test_room_for_what_contexts_become_keeps_their_prefixes() -> None:
     engine = EngineLimits(max_num_seqs=64, kv_cache_tokens=8192, prefill_seconds=0.0003)
     plays = [
         report(synthetic(256), engine=engine, replicas=1, workers=1, concurrency=64, admission=way)
-        for way in ("Resident", "Learned")
+        for way in ("Resident", "Reserve")
     ]
     assert plays[1]["hit_rate"] > plays[0]["hit_rate"]
-    assert plays[1]["makespan_seconds"] < plays[0]["makespan_seconds"]
 
 
 def test_sessions_find_more_of_their_prefixes_than_the_least_loaded_replicas() -> None:

@@ -200,8 +200,8 @@ def _engine_options(command: _Command) -> _Command:
 @click.option("--margin", type=click.IntRange(0), default=8, show_default=True, help="Of Margin, in trajectories.")
 @click.option(
     "--admission",
-    type=click.Choice(["Learned", "Unlimited", "Resident", "Reserve"]),
-    default="Learned",
+    type=click.Choice(["Resident", "Unlimited", "Reserve"]),
+    default="Resident",
     show_default=True,
     help="Of new trajectories; the others are candidates.",
 )

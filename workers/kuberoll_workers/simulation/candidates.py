@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import zlib
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from kuberoll_workers.policy.routing.places import Places, ReplicaLoad
-from kuberoll_workers.policy.routing.scheduler import Replica, RequestScheduler, Ticket
+from kuberoll_workers.policy.routing.scheduler import Replica, RequestScheduler
 from kuberoll_workers.policy.routing.sessions import MoveCause, Session, SessionTable
 
 Routing = Literal["Session", "LeastLoaded", "Hash", "Margin"]
 """`Session` and `LeastLoaded` are the workers' own; `Hash` is HAProxy's, of the session's id; with `Margin` a
 trajectory of any length leaves its replica for one that has much less load."""
 
-Admission = Literal["Learned", "Unlimited", "Resident", "Reserve"]
-"""Which new trajectories a worker begins. `Learned` is the workers' own, see `CacheRoom`. `Unlimited`: all. `Resident`:
-if the contexts of all trajectories, also of those in their environments, fit into the worker's share of a cache as they
-are now. `Reserve`: besides, each counts as much as those that ended had on the average."""
+Admission = Literal["Resident", "Unlimited", "Reserve"]
+"""Which new trajectories a worker begins. `Resident` is the workers' own: if the contexts of all trajectories, also of
+those in their environments, fit into the worker's share of a cache as they are now. `Unlimited`: all. `Reserve`:
+besides, each counts as much as those that ended had on the average."""
 
 _Load = TypeVar("_Load", bound=ReplicaLoad)
 
@@ -67,10 +65,8 @@ class CandidateScheduler(RequestScheduler):
         self._routing = routing
         self._margin = margin if routing == "Margin" else None
         self._way = admission
-        # Mean length of those that ended; and where each trajectory is with how many tokens, with their sums.
+        # Mean length of those that ended.
         self._final = 0.0
-        self._held: dict[Session, tuple[str, int]] = {}
-        self._resident: Counter[str] = Counter()
 
     def _is_crowded(self, others: int, least: int, tokens: int) -> bool:
         if self._routing == "Hash":
@@ -80,39 +76,14 @@ class CandidateScheduler(RequestScheduler):
         return others > least + self._margin
 
     def _has_room(self, replica: Replica, tokens: int) -> bool:
-        capacity = replica.room.capacity
-        if self._way == "Learned":
-            return super()._has_room(replica, tokens)
-        if self._way == "Unlimited" or not capacity or not replica.window.in_flight:
+        if self._way == "Unlimited" or not replica.budget or not replica.window.in_flight:
             return True
-        if self._way == "Reserve" and (replica.sessions + 1) * self._final > capacity:
+        if self._way == "Reserve" and (replica.sessions + 1) * self._final > replica.budget:
             return False
-        return self._resident[replica.id] + tokens <= capacity
+        return super()._has_room(replica, tokens)
 
-    def end_session(self, session_id: str) -> None:
+    def end_session(self, session_id: str, now: float) -> None:
         session = self.sessions.find(session_id)
-        if session is not None and (held := self._held.pop(session, None)) is not None:
-            home = session.replica
-            self._resident[held[0]] -= held[1]
-            self._final += (held[1] - self._final) * (_SMOOTHING if self._final else 1.0)
-            super().end_session(session_id)
-            self._note_change(home)
-            self._dispatch_new(asyncio.get_running_loop().time())
-            return
-        super().end_session(session_id)
-
-    def _begin(self, ticket: Ticket, session: Session, replica: Replica) -> None:
-        self._hold(session, replica, ticket.tokens)
-        super()._begin(ticket, session, replica)
-
-    def record_answer(self, ticket: Ticket, tokens: int, now: float, **reported: Any) -> None:
-        if ticket.session is not None and ticket.replica is not None:
-            self._hold(ticket.session, ticket.replica, tokens)
-        super().record_answer(ticket, tokens, now, **reported)
-
-    def _hold(self, session: Session, replica: Replica, tokens: int) -> None:
-        before = self._held.get(session)
-        if before is not None:
-            self._resident[before[0]] -= before[1]
-        self._held[session] = replica.id, tokens
-        self._resident[replica.id] += tokens
+        if session is not None:
+            self._final += (session.tokens - self._final) * (_SMOOTHING if self._final else 1.0)
+        super().end_session(session_id, now)

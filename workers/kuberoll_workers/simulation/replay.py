@@ -67,7 +67,7 @@ class ReplaySettings:
     concurrency: int = 64
     window: int = 1024
     routing: Routing = "Session"
-    admission: Admission = "Learned"
+    admission: Admission = "Resident"
     margin: int = 8
     scheduling: Scheduling = "Concurrent"
     request_seconds: float = 0.0
@@ -247,7 +247,7 @@ class _Replay:
     def _scheduler(self, worker: int) -> RequestScheduler | None:
         """A scheduler with the candidates of the settings; None: they have none."""
         settings = self._settings
-        if settings.routing in ("Session", "LeastLoaded") and settings.admission == "Learned":
+        if settings.routing in ("Session", "LeastLoaded") and settings.admission == "Resident":
             return None
         return CandidateScheduler(
             routing=settings.routing,

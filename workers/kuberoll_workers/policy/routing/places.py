@@ -23,13 +23,15 @@ class ReplicaLoad:
 
     Attributes:
         load: Number of our trajectories assigned to it, and of requests of other workers there.
+        resident: Tokens of these trajectories, as of their newest turns.
     """
 
-    __slots__ = ("_outside", "_places", "_seed", "_sessions", "id", "load")
+    __slots__ = ("_outside", "_places", "_seed", "_sessions", "id", "load", "resident")
 
     def __init__(self, name: str) -> None:
         self.id = name
         self.load = 0
+        self.resident = 0
         self._sessions = 0
         self._outside = 0
         self._seed = zlib.crc32(name.encode()) * 0x9E3779B1 & _MASK

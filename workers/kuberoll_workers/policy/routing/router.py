@@ -70,7 +70,7 @@ class RoutedPolicy:
 
         Args:
             sticky: Keep the turns of a trajectory on one replica, and a prompt group too, as far as load allows.
-            share: Fraction of each replica's key-value cache for requests in flight of this process; 0: no limit.
+            share: Fraction of each replica's key-value cache for the trajectories of this process; 0: no limit.
             jitter_seed: Seed of the jitter of pauses; None: random.
             scheduler: Decides where and when requests are sent, instead of `sticky` and `jitter_seed`; None: one that
                 does as these say.
@@ -145,7 +145,7 @@ class RoutedPolicy:
 
     def end_session(self, session_id: str) -> None:
         """Release a trajectory that has ended."""
-        self._admission.end_session(session_id)
+        self._admission.end_session(session_id, self._loop.time())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one sequence.
@@ -161,9 +161,7 @@ class RoutedPolicy:
             # The engine may still work on the old request, so a retry needs another id.
             name = f"{request.request_id}.{tries}" if tries else request.request_id
             result = await client.generate(dataclasses.replace(request, request_id=name) if tries else request)
-            spans = result.policy_versions
-            versions = (spans[0][0], spans[-1][0]) if spans else (None, None)
-            return _Sent(result, prompt + len(result.token_ids), result.cached_tokens, versions)
+            return _Sent(result, prompt + len(result.token_ids))
 
         result = await self._routed(Ticket(request.session_id, prompt), send)
         self._metrics.record_answer(result.policy_versions)
@@ -256,12 +254,10 @@ class RoutedPolicy:
                 self._outages.record_answer(replica.id)
                 self._silent_since = time()
                 self._repeated.pop(replica.id, None)
-                admission.record_answer(
-                    ticket, sent.tokens, time(), load=client.load, cached=sent.cached, versions=sent.versions
-                )
+                admission.record_answer(ticket, sent.tokens, time(), load=client.load)
                 return sent.answer
         except BaseException:
-            admission.abandon(ticket)
+            admission.abandon(ticket, time())
             raise
         finally:
             if quarantined:
@@ -510,14 +506,10 @@ class _Sent(Generic[_Answer]):
 
     Attributes:
         tokens: Length of the trajectory's context with it.
-        cached: Tokens of the prompt that the replica had cached; None: unknown.
-        versions: Of the weights, of its first and last token; None: unknown.
     """
 
     answer: _Answer
     tokens: int = 0
-    cached: int | None = None
-    versions: tuple[str | None, str | None] = (None, None)
 
 
 class _Opening:

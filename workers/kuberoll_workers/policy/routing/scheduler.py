@@ -1,8 +1,8 @@
 """Scheduling of requests over replicas. Pure: the time is an argument, and waiting requests are woken by a callback.
 
 A turn goes to the replica of its trajectory, and waits there while that replica takes no more requests. A new
-trajectory waits, first come first served, until a replica has room for one more request, and for its context beside
-those in flight. An idle replica always has room for one, so no request waits for ever.
+trajectory waits, first come first served, until a replica has room for one more request and for its context. An idle
+replica always has room for one, so no request waits for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kuberoll_workers.policy.routing.breaker import Breaker
-from kuberoll_workers.policy.routing.cache_room import CacheRoom
 from kuberoll_workers.policy.routing.places import Places, ReplicaLoad
 from kuberoll_workers.policy.routing.sessions import (
     SHORT_CONTEXT_TOKENS,
@@ -36,17 +35,16 @@ class Replica(ReplicaLoad):
 
     Attributes:
         listed: Discovery lists it; one that is no longer listed finishes its requests.
-        room: For contexts in flight.
+        budget: Maximum number of resident tokens; 0: unknown.
         queue: Requests of its trajectories that wait.
     """
 
-    __slots__ = ("breaker", "listed", "queue", "room", "window")
+    __slots__ = ("breaker", "budget", "listed", "queue", "window")
 
     def __init__(self, name: str, *, budget: int = 0, window: int = WINDOW) -> None:
-        """`budget` is the number of tokens of its cache for our trajectories; 0: unknown."""
         super().__init__(name)
         self.listed = True
-        self.room = CacheRoom(budget)
+        self.budget = budget
         self.window = Window(window)
         self.breaker = Breaker()
         self.queue: deque[Ticket] = deque()
@@ -62,7 +60,7 @@ class Replica(ReplicaLoad):
 
     def has_room(self, tokens: int) -> bool:
         """True if it has room for a new trajectory's context."""
-        return not self.window.in_flight or self.room.fits(tokens)
+        return not self.budget or not self.window.in_flight or self.resident + tokens <= self.budget
 
 
 class Ticket:
@@ -74,19 +72,7 @@ class Ticket:
         wake: Called when it may be sent after waiting.
     """
 
-    __slots__ = (
-        "_epoch",
-        "_known",
-        "_room_epoch",
-        "_version",
-        "avoid",
-        "replica",
-        "session",
-        "session_id",
-        "tokens",
-        "waiting",
-        "wake",
-    )
+    __slots__ = ("_epoch", "avoid", "replica", "session", "session_id", "tokens", "waiting", "wake")
 
     def __init__(self, session_id: str, tokens: int, wake: Callable[[], Any] = lambda: None) -> None:
         self.session_id = session_id
@@ -96,8 +82,7 @@ class Ticket:
         self.replica: Replica | None = None
         self.avoid: set[str] | None = None
         self.waiting = False
-        self._epoch = self._room_epoch = self._known = 0
-        self._version: str | None = None
+        self._epoch = 0
 
 
 class RequestScheduler:
@@ -162,37 +147,20 @@ class RequestScheduler:
             ticket.waiting = False
             self.waiting -= 1
 
-    def record_answer(
-        self,
-        ticket: Ticket,
-        tokens: int,
-        now: float,
-        *,
-        load: int | None = None,
-        cached: int | None = None,
-        versions: tuple[str | None, str | None] = (None, None),
-    ) -> None:
+    def record_answer(self, ticket: Ticket, tokens: int, now: float, *, load: int | None = None) -> None:
         """Record a response.
 
         Args:
             tokens: Length of the context, with the response.
             load: Number of other requests that the replica reported; None: it did not.
-            cached: Tokens of its prompt that the replica had cached; None: unknown.
-            versions: Of the weights, of the response's first and last token; None: unknown.
         """
-        # New weights forget what was cached.
-        if ticket._known and cached is not None and versions[0] == ticket._version and ticket.replica is not None:
-            ticket.replica.room.record_prefix(
-                ticket._room_epoch, known=ticket._known, cached=cached, requests=ticket.replica.window.in_flight
-            )
         replica, session = self._end(ticket)
         replica.window.record_success()
         replica.breaker.record_success()
         if load is not None:
             replica.outside = max(0, load - replica.window.in_flight)
         session.deaths = 0
-        if session.replica is replica:
-            session.known, session.version = tokens, versions[1]
+        self.sessions.set_tokens(session, tokens)
         if not self._sticky:
             self.sessions.release(ticket.session_id)
         self.dispatch(replica, now)
@@ -230,10 +198,10 @@ class RequestScheduler:
             self.mark_down(replica, now)
         return pause
 
-    def abandon(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: Ticket, now: float) -> None:
         """End the retries of a request, after its last attempt was recorded."""
         if not self._sticky:
-            self.end_session(ticket.session_id)
+            self.end_session(ticket.session_id, now)
 
     def mark_down(self, replica: Replica, now: float) -> bool:
         """Record that a replica is down; True if this opened its breaker."""
@@ -242,13 +210,15 @@ class RequestScheduler:
             self._reroute(replica, now)
         return opened
 
-    def end_session(self, session_id: str) -> None:
+    def end_session(self, session_id: str, now: float) -> None:
         """Release a trajectory that has ended."""
         session = self.sessions.find(session_id)
         if session is not None:
             home = session.replica
             self.sessions.release(session_id)
+            self._note_change(home)
             self._remove_if_unused(home)
+            self._dispatch_new(now)
 
     def add_replica(self, replica: Replica, now: float, *, last: bool = True) -> None:
         """Add a replica, which may get requests from now on.
@@ -336,7 +306,7 @@ class RequestScheduler:
         session = sessions.find(ticket.session_id)
         if session is None:
             session = sessions.add(ticket.session_id)
-        sessions.assign(session, chosen)
+        sessions.assign(session, chosen, tokens)
         self._begin(ticket, session, chosen)
         return True
 
@@ -389,7 +359,7 @@ class RequestScheduler:
             if chosen := self.sessions.choose(ticket.session_id, session, self._usable, fits):
                 if chosen is not home:
                     self._on_move(cause)
-                self._settle(session, chosen)
+                self._settle(session, chosen, ticket.tokens)
                 return chosen
         return None
 
@@ -413,7 +383,7 @@ class RequestScheduler:
         if chosen is None:
             return None
         self._on_move("overload")
-        self._settle(session, chosen)
+        self._settle(session, chosen, ticket.tokens)
         return chosen
 
     def _is_crowded(self, others: int, least: int, tokens: int) -> bool:
@@ -426,22 +396,20 @@ class RequestScheduler:
     def _has_room(self, replica: Replica, tokens: int) -> bool:
         return replica.has_room(tokens)
 
-    def _settle(self, session: Session, replica: Replica) -> None:
+    def _settle(self, session: Session, replica: Replica, tokens: int) -> None:
         before = session.replica
+        self.sessions.assign(session, replica, tokens)
         if before is not replica:
-            self.sessions.assign(session, replica)
+            self._note_change(before)
             self._remove_if_unused(before)
 
     def _begin(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.session = session
         ticket.replica = replica
         ticket._epoch = replica.window.begin()
-        ticket._room_epoch = replica.room.begin(ticket.tokens)
-        # An agent's call may go on from an earlier one.
-        ticket._known = session.known if session.known <= ticket.tokens else 0
-        ticket._version = session.version
         self.in_flight += 1
         session.in_flight += 1
+        self.sessions.set_tokens(session, ticket.tokens)
 
     def _grant(self, ticket: Ticket, session: Session, replica: Replica) -> None:
         ticket.waiting = False
@@ -460,7 +428,6 @@ class RequestScheduler:
         assert replica is not None
         assert session is not None
         replica.window.end()
-        replica.room.end(ticket.tokens)
         self.in_flight -= 1
         session.in_flight -= 1
         return replica, session

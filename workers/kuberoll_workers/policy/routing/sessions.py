@@ -25,19 +25,17 @@ class Session:
 
     Attributes:
         replica: The replica that it is assigned to; None: none.
-        known: Tokens that this replica had at the end of its newest turn there; 0: none.
-        version: Of the weights, at that time; None: unknown.
+        tokens: Length of its context as of its newest turn.
         in_flight: Number of its requests in flight.
         deaths: Number of replicas in a row that died with one of its requests in flight.
     """
 
-    __slots__ = ("deaths", "group", "in_flight", "known", "replica", "version")
+    __slots__ = ("deaths", "group", "in_flight", "replica", "tokens")
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.replica: ReplicaLoad | None = None
-        self.known = 0
-        self.version: str | None = None
+        self.tokens = 0
         self.in_flight = 0
         self.deaths = 0
 
@@ -93,11 +91,13 @@ class SessionTable:
         self._groups.setdefault(session.group, _Group()).sessions += 1
         return session
 
-    def assign(self, session: Session, replica: ReplicaLoad) -> None:
+    def assign(self, session: Session, replica: ReplicaLoad, tokens: int) -> None:
         """Assign a trajectory to a replica, replacing its present one."""
         self.unassign(session)
         session.replica = replica
+        session.tokens = tokens
         replica.sessions += 1
+        replica.resident += tokens
         self._groups[session.group].replica = replica
 
     def unassign(self, session: Session) -> None:
@@ -105,8 +105,14 @@ class SessionTable:
         replica = session.replica
         if replica is not None:
             replica.sessions -= 1
+            replica.resident -= session.tokens
             session.replica = None
-            session.known = 0
+
+    def set_tokens(self, session: Session, tokens: int) -> None:
+        """Set the length of a trajectory's context."""
+        if session.replica is not None:
+            session.replica.resident += tokens - session.tokens
+            session.tokens = tokens
 
     def release(self, session_id: str) -> bool:
         """Forget a trajectory; True if it was known."""
