@@ -62,11 +62,11 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def folders(settings: Mapping[str, str]) -> list[Path]:
-    """Directories of this machine that pip looks for distributions in."""
+    """Directories of this machine that pip looks for distributions in, and those of files that its settings name."""
     words = [word for name, value in settings.items() if name != "cert" for word in value.split()]
     paths = {Path(word.removeprefix("file://")) for word in words if word.startswith(("/", "file:///"))}
     # An index points to files beside itself.
-    return sorted({path.parent if path.name == "simple" else path for path in paths if path.is_dir()})
+    return sorted({path.parent if path.name == "simple" or path.is_file() else path for path in paths if path.exists()})
 
 
 class Builder:

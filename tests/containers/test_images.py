@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from tests.containers.images import IMAGES, ROOT, builder, tag_of
+from tests.containers.images import IMAGES, ROOT, builder, folders, tag_of
 from tests.containers.node import ContainerNode, phase
 from tests.containers.test_runtime import pod
 
@@ -25,6 +26,20 @@ ABSENT: Mapping[str, tuple[str, ...]] = {
     "worker": ("torch", "vllm"),
     "generation": ("pip", "triton"),
 }
+
+
+def test_builds_see_the_files_that_pip_s_settings_name(tmp_path: Path) -> None:
+    for name in ("settings/constraints.txt", "index/simple/uv/index.html", "wheels/a.whl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    settings = {
+        "constraint": f"{tmp_path}/settings/constraints.txt",
+        "index-url": f"file://{tmp_path}/index/simple",
+        "find-links": f"{tmp_path}/wheels {tmp_path}/missing",
+        "cert": f"{tmp_path}/wheels/a.whl",
+        "timeout": "60",
+    }
+    assert folders(settings) == [tmp_path / "index", tmp_path / "settings", tmp_path / "wheels"]
 
 
 @pytest.fixture(scope="session", params=IMAGES)
