@@ -20,7 +20,12 @@ def lines_of(text: str) -> list[str]:
     """Lines without progress, and without the numbers that a machine's speed decides."""
     timed = ("checks:", "metrics:", "time:", "per trajectory:")
     return [
-        re.sub(r"[\d.]+", "N", line) if line.startswith(timed) else line.rstrip()
+        # Which losses it names depends on the machine, too.
+        "schedule:"
+        if line.startswith("schedule:")
+        else re.sub(r"[\d.]+", "N", line)
+        if line.startswith(timed)
+        else line.rstrip()
         for line in text.rstrip("\n").split("\n")
         if not re.match(r"\d+/\d+ trajectories", line)
     ]
