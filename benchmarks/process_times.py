@@ -67,9 +67,11 @@ class ProcessTimes:
                 try:
                     spent = process.cpu_times()
                     # A process may change its title after its start.
-                    command = " ".join(process.cmdline()) or process.name()
+                    command = " ".join(process.cmdline())
                 except psutil.Error:
                     continue
                 times[process.pid] = spent.user + spent.system
-                self._commands[process.pid] = command
+                # One that ends has none any more.
+                if command or process.pid not in self._commands:
+                    self._commands[process.pid] = command
             self._looks.append((time.time(), times))

@@ -102,12 +102,12 @@ def manifest(model: Path, case: Case, *, trajectories: int, tokens: int) -> dict
             "generation": {
                 "model": {"source": str(model)},
                 "engineArgs": ENGINE,
-                # Half of the vocabulary ends a response after the minimum: one that reached the maximum would end its
-                # trajectory.
+                # An eighth of the vocabulary ends a response after the minimum: one that reached the maximum would end
+                # its trajectory.
                 "sampling": {
                     "maxTokens": tokens + 64,
                     "minTokens": tokens,
-                    "stopTokenIds": list(range(100, 300)),
+                    "stopTokenIds": list(range(100, 164)),
                     "seed": 1,
                 },
             },
