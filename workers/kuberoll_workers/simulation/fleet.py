@@ -113,7 +113,6 @@ class ModelledReplica:
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ns: int | None = None
         self._updating = False
-        self._version = "0"
         self._paused_until = 0
         self._state: EngineState = "starting"
         ledger.add("starting", self._loop.time())
@@ -144,7 +143,6 @@ class ModelledReplica:
     def pause(self, seconds: float, *, clear: bool) -> None:
         """Load weights: take no steps for so long, from the end of the present one on."""
         if self.alive:
-            self._version = str(int(self._version) + 1)
             now = self._now()
             self._paused_until = now + round(seconds * NANOSECONDS)
             self.engine.pause(now, self._paused_until, clear=clear)
@@ -195,7 +193,6 @@ class ModelledReplica:
             logprobs=_logprobs_of_length(task.generated),
             finish_reason="stop",
             cached_tokens=sequence.cached,
-            policy_versions=((self._version, 0, task.generated),) if task.generated else (),
         )
 
     def _update(self) -> None:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from kuberoll_workers.policy.agent_sessions import AgentSession, ClosedSession, SessionSettings
 from kuberoll_workers.policy.client import Overloaded, ServeClient, Unreachable, answering_within
@@ -157,11 +157,11 @@ class RoutedPolicy:
         """
         prompt = len(request.token_ids)
 
-        async def send(client: ReplicaClient, tries: int) -> _Sent[GenerationResult]:
+        async def send(client: ReplicaClient, tries: int) -> tuple[GenerationResult, int]:
             # The engine may still work on the old request, so a retry needs another id.
             name = f"{request.request_id}.{tries}" if tries else request.request_id
             result = await client.generate(dataclasses.replace(request, request_id=name) if tries else request)
-            return _Sent(result, prompt + len(result.token_ids))
+            return result, prompt + len(result.token_ids)
 
         result = await self._routed(Ticket(request.session_id, prompt), send)
         self._metrics.record_answer(result.policy_versions)
@@ -170,8 +170,8 @@ class RoutedPolicy:
     async def open_session(self, session_id: str, settings: SessionSettings) -> AgentSession:
         """See `AgentPolicy`."""
 
-        async def send(client: ReplicaClient, _: int) -> _Sent[AgentSession]:
-            return _Sent(await client.open_session(settings))
+        async def send(client: ReplicaClient, _: int) -> tuple[AgentSession, int]:
+            return await client.open_session(settings), 0
 
         return await self._routed(Ticket(session_id, 0), send)
 
@@ -192,11 +192,14 @@ class RoutedPolicy:
         async with answering_within(session.url, _CLOSING_SECONDS):
             return await client.close_session()
 
-    async def _routed(self, ticket: Ticket, send: Callable[[ReplicaClient, int], Awaitable[_Sent[_Answer]]]) -> _Answer:
+    async def _routed(
+        self, ticket: Ticket, send: Callable[[ReplicaClient, int], Awaitable[tuple[_Answer, int]]]
+    ) -> _Answer:
         """Send a request to the best replica, and to others while it fails there.
 
         Args:
-            send: Called with the replica's client, and with the number of times that the request was sent and broke.
+            send: Called with the replica's client, and with the number of times that the request was sent and broke;
+                returns the answer, and the length of the trajectory's context with it, tokens.
         """
         admission, metrics, time = self._admission, self._metrics, self._loop.time
         failures, broken = 0, 0
@@ -210,7 +213,7 @@ class RoutedPolicy:
                 client = self._clients[replica.id]
                 self._in_flight[replica.id].add(ticket)
                 try:
-                    sent = await send(client, broken)
+                    result, tokens = await send(client, broken)
                 except Overloaded as error:
                     metrics.record_request("overloaded")
                     if self._in_flight[replica.id] == {ticket}:
@@ -254,8 +257,8 @@ class RoutedPolicy:
                 self._outages.record_answer(replica.id)
                 self._silent_since = time()
                 self._repeated.pop(replica.id, None)
-                admission.record_answer(ticket, sent.tokens, time(), load=client.load)
-                return sent.answer
+                admission.record_answer(ticket, tokens, time(), load=client.load)
+                return result
         except BaseException:
             admission.abandon(ticket, time())
             raise
@@ -498,18 +501,6 @@ class RoutedPolicy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sent(Generic[_Answer]):
-    """The answer of a replica.
-
-    Attributes:
-        tokens: Length of the trajectory's context with it.
-    """
-
-    answer: _Answer
-    tokens: int = 0
 
 
 class _Opening:
