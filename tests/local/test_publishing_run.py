@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from kuberoll.trainer import Deltas, EndpointError, Publisher, PublishFailed, run_endpoint
 from kuberoll_workers.data.weights.manifest import CHANGES_FILE, directory_name
 from tests.local.support import TINY, manifest, running, trajectories, wait_for_trajectories
+from tests.serving.stepped_model import greedy_ids
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -37,11 +38,7 @@ def greedy(model: Any) -> list[int]:
     """What the model says, computed by transformers in single precision."""
     exact = LlamaForCausalLM(model.config).float()
     exact.load_state_dict(model.state_dict())
-    with torch.inference_mode():
-        ids = exact.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS, pad_token_id=2
-        )
-    return list(map(int, ids[0, len(PROMPT) :]))
+    return greedy_ids(exact, PROMPT, TOKENS)
 
 
 def asked(run: Path) -> tuple[list[int], list[Any]]:

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
 from kuberoll.trainer import Broadcast, PolicyEndpoint, Publisher, PublishFailed, senders
 from kuberoll_workers.data.weights.manifest import MODEL_FILE
 from kuberoll_workers.local.watchdog import processes_of
 from tests.local.support import TINY
 from tests.serving.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready
+from tests.serving.stepped_model import greedy_ids, stepped
 from tests.trainer.gated_sender import Gate
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.long]
@@ -58,24 +57,8 @@ def serving() -> Iterator[Serving]:
         yield Serving(started, until_ready(started)[-1]["url"])
 
 
-def stepped(seed: int) -> Any:
-    """The model after a large step of some weights."""
-    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            chosen = torch.rand(parameter.shape, generator=draw) < 0.05
-            parameter += chosen * torch.randn(parameter.shape, generator=draw) * parameter.std()
-    return model
-
-
 def greedy(model: Any) -> list[int]:
-    """What the model says, by transformers."""
-    with torch.inference_mode():
-        ids = model.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=COUNT, min_new_tokens=COUNT, pad_token_id=2
-        )
-    return list(map(int, ids[0, len(PROMPT) :]))
+    return greedy_ids(model, PROMPT, COUNT)
 
 
 def ask(url: str, path: str, body: Any = None) -> Any:

@@ -17,6 +17,7 @@ from kuberoll.trainer.transports import describe
 from kuberoll_workers.policy.interface import GenerationResult
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
+from tests.serving.stepped_model import greedy_ids
 from tests.serving.test_vllm import TINY, request
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -64,11 +65,7 @@ def published(model: Any, place: Path, version: int) -> str:
 def offline(model: Any, count: int) -> list[int]:
     """What the model says, by transformers, with the adapter merged into it."""
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    with torch.inference_mode():
-        ids = merged.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=2
-        )
-    return list(map(int, ids[0, len(PROMPT) :]))
+    return greedy_ids(merged, PROMPT, count)
 
 
 async def said(engine: VLLMEngine, count: int = 24) -> GenerationResult:

@@ -18,6 +18,7 @@ from kuberoll_workers.policy.interface import GenerationResult
 from kuberoll_workers.serving.engines.interface import WeightsRefused
 from kuberoll_workers.serving.engines.vllm_engine import VLLMEngine
 from tests.rollouts.fakes import until
+from tests.serving.stepped_model import greedy_ids, stepped
 from tests.serving.test_vllm import TINY, request
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -52,24 +53,8 @@ def broadcast() -> Iterator[Broadcast]:
     made.close()
 
 
-def stepped(seed: int) -> Any:
-    """The model after a large step of some weights."""
-    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            chosen = torch.rand(parameter.shape, generator=draw) < 0.05
-            parameter += chosen * torch.randn(parameter.shape, generator=draw) * parameter.std()
-    return model
-
-
 def greedy(model: Any) -> list[int]:
-    """What the model says, by transformers."""
-    with torch.inference_mode():
-        ids = model.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS, pad_token_id=2
-        )
-    return list(map(int, ids[0, len(PROMPT) :]))
+    return greedy_ids(model, PROMPT, TOKENS)
 
 
 def offered(broadcast: Broadcast, weights: Any, version: int, files: Path) -> str:
