@@ -14,7 +14,8 @@ import psutil
 PARTS: Final = {
     "engine": ("EngineCore", "spare_interpreter"),
     "replica": ("ray::ServeReplica",),
-    "worker": ("bin/kuberoll",),
+    "worker": ("kuberoll_workers.worker",),
+    "command": ("bin/kuberoll", "kuberoll_workers.local"),
     "host": ("kuberoll_workers.serving.host",),
     "haproxy": ("haproxy",),
 }
@@ -54,10 +55,11 @@ class ProcessTimes:
         inside = [times for at, times in self._looks if begin - _LOOK_SECONDS <= at <= end + _LOOK_SECONDS]
         if len(inside) < 2:
             raise ValueError("the processes were not looked at in this time")
-        first, last = inside[0], inside[-1]
+        # The last look may have come when most of them had ended: each has what it had when it was seen last.
+        last = {pid: seconds for times in inside for pid, seconds in times.items()}
         spent: Counter[str] = Counter()
         for pid, seconds in last.items():
-            spent[part_of(self._commands[pid])] += seconds - first.get(pid, 0.0)  # type: ignore[assignment]
+            spent[part_of(self._commands[pid])] += seconds - inside[0].get(pid, 0.0)  # type: ignore[assignment]
         return dict(spent)
 
     def _run(self) -> None:
