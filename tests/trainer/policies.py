@@ -84,6 +84,13 @@ class Policy:
     def endpoint(self) -> PolicyEndpoint:
         return PolicyEndpoint(self.url, TOKEN)
 
+    @property
+    def wanted(self) -> str:
+        """The version that replicas are to serve."""
+        newest = self._publications.newest()
+        assert newest is not None
+        return version_of(newest.weights)
+
     def add(self, name: str) -> Replica:
         """Start a replica, which loads the newest weights before it takes requests."""
         started: Replica = self._portal.call(self._start, name)
@@ -130,13 +137,11 @@ class Policy:
     async def _show(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": {"type": "x", "message": "no"}}, status=403)
-        newest = self._publications.newest()
-        assert newest is not None
         for replica in self.replicas.values():
             await replica.follower.follow()
         return web.json_response(
             {
-                "wanted": version_of(newest.weights),
+                "wanted": self.wanted,
                 "replicas": {name: replica.served for name, replica in self.replicas.items()},
                 "problems": {
                     name: replica.live.problem
