@@ -108,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # What a test makes is a tenth of what one in every few thousand objects would have looked at.
+    gc.set_threshold(20_000, 20, 50)
     gc.enable()
 
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import kubernetes_validate
 import orjson
+from kubernetes_validate import utils
 
 VERSION = "1.31"
 """The oldest version of Kubernetes that the chart accepts."""
+
+
+# It parses a megabyte of definitions for each object.
+utils.schema_contents = functools.cache(utils.schema_contents)
 
 
 def validate(item: Mapping[str, Any]) -> None:

@@ -37,7 +37,8 @@ def places(given: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
             yield from places(given[key], path + mark)
 
 
-PLACES = [place for place in places(crd.schema()) if place[0] not in ("", ".metadata", ".apiVersion", ".kind")]
+SCHEMA = crd.schema()
+PLACES = [place for place in places(SCHEMA) if place[0] not in ("", ".metadata", ".apiVersion", ".kind")]
 
 
 def test_the_files_are_as_the_model_is() -> None:
@@ -112,7 +113,7 @@ def test_rules_name_fields_and_say_what_to_do(path: str) -> None:
 
 
 def test_every_rule_is_of_a_model_that_is_there() -> None:
-    written = [rule for _, given in places(crd.schema()) for rule in given.get("x-kubernetes-validations", ())]
+    written = [rule for _, given in places(SCHEMA) for rule in given.get("x-kubernetes-validations", ())]
     meant = [rule.as_json() for model in rules._RULES.values() for rule in model]
     # A model may be in several places.
     assert set(map(str, written)) == set(map(str, meant))
@@ -146,9 +147,9 @@ def with_defaults(given: Schema, value: Any) -> Any:
 @pytest.mark.parametrize("change", ACCEPTED.values(), ids=ACCEPTED)
 def test_a_job_with_its_defaults_filled_in_is_the_same_job(change: dict[str, Any]) -> None:
     job = changed(JOB, change)
-    assert RolloutJob.model_validate(
-        job | {"spec": with_defaults(crd.schema()["properties"]["spec"], job["spec"])}
-    ) == (RolloutJob.model_validate(job))
+    assert RolloutJob.model_validate(job | {"spec": with_defaults(SCHEMA["properties"]["spec"], job["spec"])}) == (
+        RolloutJob.model_validate(job)
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

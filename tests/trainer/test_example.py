@@ -38,7 +38,10 @@ def test_the_puzzles_are_those_of_their_script_and_none_is_in_both_files(part: A
 
 def test_the_puzzles_of_both_files_are_equally_hard(part: Any) -> None:
     puzzles = part("puzzles")
-    boards = [[puzzles.parse_board(row["metadata"]["board"]) for row in rows] for rows in puzzles.split()]
+    boards = [
+        [puzzles.parse_board(json.loads(line)["metadata"]["board"]) for line in (EXAMPLE / f"{name}.jsonl").open()]
+        for name in ("train", "held-out")
+    ]
     trained, held_out = ([puzzles.moves_to_goal(board) for board in some] for some in boards)
     assert max(trained) == max(held_out) == 8
     assert abs(sum(trained) / len(trained) - sum(held_out) / len(held_out)) < 0.5
