@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -125,7 +124,8 @@ class GroupRun:
         self._quota = quota
         self._rollout = rollout
         self._run_ahead = run_ahead
-        self._todo = deque(group.samples)
+        # The next one is the last. Lists, because a deque has room for 64, and a run may have ten thousand groups.
+        self._todo = list(reversed(group.samples))
         self._in_flight: set[InFlight] = set()
         self._finished: list[tuple[InFlight, TrajectoryRecord]] = []
         # Finished trajectories whose results wait for the group.
@@ -133,7 +133,7 @@ class GroupRun:
         self._failure: FailureRecord | None = None
         self._stale = False
         # Samples of a stale group that will not be started.
-        self._unstarted: deque[Sample] = deque()
+        self._unstarted: list[Sample] = []
         self.pending_results = 0
         self.started = 0
         self.closed = False
@@ -151,7 +151,7 @@ class GroupRun:
             flight.stop("stale")
             self._stale = self._stale or flight.drop_reason == "stale"
         if self._stale:
-            self._unstarted, self._todo = self._todo, deque()
+            self._unstarted, self._todo = self._todo, []
 
     @property
     def ended(self) -> bool:
@@ -181,7 +181,7 @@ class GroupRun:
         """
         if not self._todo:
             return None
-        flight = self._admit(self._todo.popleft())
+        flight = self._admit(self._todo.pop())
         self._in_flight.add(flight)
         return flight
 
@@ -234,7 +234,7 @@ class GroupRun:
     def _stop_unneeded(self, due: list[DueResult]) -> None:
         if self._stale:
             while self._unstarted:
-                flight = self._admit(self._unstarted.popleft())
+                flight = self._admit(self._unstarted.pop())
                 self._due(flight, flight.trajectory.dropped_record("stale"), due)
             return
         keep = self.result.group.keep
@@ -246,7 +246,7 @@ class GroupRun:
             for flight in tuple(self._in_flight):
                 flight.stop(self._shared_failure())
             while self._todo:
-                self._fail(self._admit(self._todo.popleft()), due)
+                self._fail(self._admit(self._todo.pop()), due)
 
     def _decide(self, due: list[DueResult]) -> None:
         records = [(flight, flight.result()) for flight in self._held]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from types import TracebackType
 
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import DroppedRecord, DropReason, FailureRecord, TrajectoryRecord
@@ -16,7 +15,7 @@ from kuberoll_workers.telemetry import EnvironmentMetrics
 
 
 class InFlight:
-    """A trajectory in flight, with its deadline and what ended it.
+    """A trajectory in flight, with its deadline and what ended it; the context in which it is played.
 
     Attributes:
         sample: Its sample, as the source gave it.
@@ -76,7 +75,7 @@ class InFlight:
         self.closing: asyncio.Future[None] | None = None
         self.lost = False
         self.losses = 0
-        self.faults: Counter[int] = Counter()
+        self.faults: dict[int, int] = {}
         self.deferred = deferred
         self.metrics = metrics
         self._seconds = seconds
@@ -109,35 +108,46 @@ class InFlight:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
-    @contextlib.asynccontextmanager
-    async def guarded(self) -> AsyncIterator[None]:
+    # Methods and no generator: it would be half a kilobyte more for each trajectory.
+    async def __aenter__(self) -> None:
+        self._timeout = asyncio.timeout_at(self.deadline)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         """Convert any error of the body into this trajectory's own failure, so that others are not affected."""
-        self._timeout = timeout = asyncio.timeout_at(self.deadline)
+        timeout = self._timeout
+        assert timeout is not None
         interrupted = False
         try:
-            async with timeout:
-                yield
-        except TrajectoryFailed as failure:
-            self._fail(failure)
-        except asyncio.CancelledError as error:
-            if is_cancelled():
+            try:
+                await timeout.__aexit__(kind, error, trace)
+            except TimeoutError as expired:
+                error = expired
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 interrupted = True
-                raise
-            # User code raised it; this task was not cancelled.
-            self._fail(failure_of(error, stage="trajectory", tries=1))
-        except PrefixBroken as error:
-            self.metrics.record_prefix_violation()
-            self._fail(TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1))
-        except Exception as error:
-            if timeout.expired():
-                limit = self._seconds or 0.0
-                cause = f"the trajectory took longer than rollout.timeouts.trajectorySeconds ({limit:g} s)"
-                self._fail(TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1))
-            else:
-                self._fail(failure_of(error, stage="trajectory", tries=1))
+                return False
+            # User code may raise CancelledError, too, when nobody has cancelled this task.
+            if not isinstance(error, Exception | asyncio.CancelledError):
+                return False
+            self._fail(self._failure_of(error, expired=timeout.expired()))
+            return True
         finally:
             self._timeout = None
             self._ended(self, interrupted)
+
+    def _failure_of(self, error: Exception | asyncio.CancelledError, *, expired: bool) -> TrajectoryFailed:
+        if isinstance(error, TrajectoryFailed):
+            return error
+        if isinstance(error, PrefixBroken):
+            self.metrics.record_prefix_violation()
+            return TrajectoryFailed(str(error), kind="model", stage="trajectory", tries=1)
+        if expired and not isinstance(error, asyncio.CancelledError):
+            limit = self._seconds or 0.0
+            cause = f"the trajectory took longer than rollout.timeouts.trajectorySeconds ({limit:g} s)"
+            return TrajectoryFailed(cause, kind="infrastructure", stage="trajectory", tries=1)
+        return failure_of(error, stage="trajectory", tries=1)
 
     def _fail(self, failure: TrajectoryFailed) -> None:
         # `stop` has recorded the reason already; an error caused by stopping is of no interest.

@@ -281,9 +281,8 @@ class Rollout:
                 flight.lost = flight.episode is not None and environment.hooks.stateful
                 if flight.lost and environment.hooks.recovery == "restart" and is_retryable(fault):
                     # A trajectory that starts over comes to the same turn again.
-                    flight.faults[trajectory.turn] += 1
-                    tries = flight.faults[trajectory.turn]
-                    exhausted = flight.faults.total() > MAX_RECOVERIES
+                    tries = flight.faults[trajectory.turn] = flight.faults.get(trajectory.turn, 0) + 1
+                    exhausted = sum(flight.faults.values()) > MAX_RECOVERIES
                     if exhausted or tries >= self.settings.retries.environment_attempts:
                         raise failure_of(fault, stage="environment", tries=tries) from fault
                     flight.metrics.record_retry("environment")
@@ -320,7 +319,7 @@ class Rollout:
 
     async def play(self, flight: InFlight) -> None:
         """Run a trajectory until it finishes, fails or is stopped."""
-        async with flight.guarded():
+        async with flight:
             if (agent := self._agents.get(flight.trajectory.task_name)) is not None:
                 await (self._play_agent(flight, agent) if agent.sessions else self._play_gym_agent(flight))
                 return

@@ -169,7 +169,7 @@ class _Run:
 
     async def _play_in_step(self, group: GroupRun, flight: InFlight, phases: _Phases) -> None:
         try:
-            async with flight.guarded():
+            async with flight:
                 await self._rollout.begin(flight)
                 while not flight.is_over:
                     await self._rollout.generate(flight)

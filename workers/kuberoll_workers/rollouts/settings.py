@@ -65,6 +65,8 @@ def sampling_of(defaults: SamplingParameters, overrides: Mapping[str, Any]) -> S
         overrides: Settings by their snake_case names, as plain data.
     """
     settings = {name: value for name, value in overrides.items() if value is not None}
+    if not settings:
+        return defaults
     greedy = settings.pop("greedy", False)
     for name in ("stop", "stop_token_ids"):
         if name in settings:
