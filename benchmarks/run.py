@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.run                       # make bench
     .venv/bin/python -m benchmarks.run --compare COMMIT      # make bench COMPARE=COMMIT
 
-With `--compare` both commits are measured in turns, in this virtual environment, and what differs by more than each
-differs from itself is marked.
+With `--compare` both commits are measured in turns, each by its own benchmarks and with the packages of this virtual
+environment, and what differs by more than each differs from itself is marked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -52,23 +54,38 @@ def main() -> None:
     if given.compare is not None:
         compare(suites, given.compare)
         return
-    figures = [figure for suite in suites for figure in measure(suite, HERE)]
+    figures = [figure for suite in suites for figure in measure(suite, HERE, Path(sys.executable))]
     print_table(figures)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(as_json(figures), indent=1) + "\n")
     print(f"written to {RESULTS.relative_to(HERE)}")
 
 
-def measure(suite: str, checkout: Path) -> list[Figure]:
-    """The figures of one suite, of a checkout."""
+def measure(suite: str, checkout: Path, python: Path) -> list[Figure]:
+    """The figures of one suite, of a checkout and an interpreter that imports it."""
     print(f"--- {suite}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         written = Path(directory) / "figures.json"
-        command = [sys.executable, "-m", "benchmarks.run", "--suite", suite, "--written", str(written)]
-        sources = [checkout / part for part in ("", "crds", "operator", "workers")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
-        subprocess.run(command, cwd=checkout, env=environment, check=True)
+        command = [str(python), "-m", "benchmarks.run", "--suite", suite, "--written", str(written)]
+        subprocess.run(command, cwd=checkout, check=True)
         return [Figure(**values) for values in json.loads(written.read_text())]
+
+
+def make_environment(checkout: Path) -> Path:
+    """Make a virtual environment that has the sources of a checkout and the packages of this one; return its Python."""
+    place = checkout / ".venv"
+    venv.create(place, symlinks=True)
+    packages = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
+    sources = [str(checkout / part) for part in ("crds", "operator", "workers")]
+    # Names are found where they come first: in this order.
+    lines = [*sources, f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"]
+    (Path(packages) / "checkout.pth").write_text("\n".join(lines) + "\n")
+    python, command = place / "bin" / "python", Path(sys.executable).with_name("kuberoll")
+    _, _, program = command.read_text().partition("\n")
+    own = python.with_name("kuberoll")
+    own.write_text(f"#!{python}\n{program}")
+    own.chmod(0o755)
+    return python
 
 
 def as_json(figures: Sequence[Figure]) -> dict[str, Any]:
@@ -123,11 +140,12 @@ def compare(suites: Sequence[str], other: str) -> None:
         try:
             if not (checkout / "benchmarks" / "run.py").exists():
                 raise SystemExit(f"{other} has no benchmarks/run.py: it is older than make bench")
+            sides = ((HERE, Path(sys.executable)), (checkout, make_environment(checkout)))
             values: dict[str, tuple[list[float], list[float]]] = {}
             for _ in range(_ROUNDS):
                 for suite in suites:
-                    for side, place in enumerate((HERE, checkout)):
-                        for figure in measure(suite, place):
+                    for side, (place, python) in enumerate(sides):
+                        for figure in measure(suite, place, python):
                             values.setdefault(figure.name, ([], []))[side].append(figure.value)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(checkout)], cwd=HERE, check=True)
