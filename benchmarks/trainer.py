@@ -29,6 +29,7 @@ from kuberoll_workers.output.part_feed import PartFeed
 from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_directory import MANIFEST
 from kuberoll_workers.output.storage import DirectoryStorage, open_storage
+from kuberoll_workers.telemetry import RolloutMetrics
 from tests.output.s3 import S3Server
 from tests.output.support import Observed
 from tests.trainer.support import WrittenRun, manifest, trajectory
@@ -68,7 +69,9 @@ async def latency(location: str, *, groups: int, tokens: int, direct: bool = Fal
     storage = open_storage(location, parts=PartLimits(max_seconds=1.0))
     storage.write(MANIFEST, json.dumps(manifest(groups=groups, repeats=REPEATS)).encode())
     feed = PartFeed()
-    async with serving(feed_routes(feed, ["read" * 8]), host="127.0.0.1", port=0) as port:
+    async with serving(
+        feed_routes(feed, ["read" * 8], RolloutMetrics("benchmark").direct), host="127.0.0.1", port=0
+    ) as port:
         consumer = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", CONSUMER, location, *([f"127.0.0.1:{port}"] if direct else [])),
             stdout=asyncio.subprocess.PIPE,

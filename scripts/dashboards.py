@@ -347,6 +347,18 @@ ROLLOUTS: Final = Page(
                     ],
                     unit="s",
                 ),
+                Panel(
+                    title="Direct path",
+                    about="Of jobs whose trainer takes what workers write to an object store from them: parts handed over "
+                    "per second, answers per second after which it lists the store, and the most trainers that wait for "
+                    "a worker.",
+                    queries=[
+                        ("parts per second", f"sum(rate(kuberoll_direct_parts_total{{{JOB}}}{RATE}))"),
+                        ("gaps per second", f"sum(rate(kuberoll_direct_gaps_total{{{JOB}}}{RATE}))"),
+                        ("waiting", f"max(kuberoll_direct_waiting_requests{{{JOB}}})"),
+                    ],
+                    unit="short",
+                ),
             ],
         ),
         (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -132,7 +134,7 @@ def test_a_run_in_an_object_store_that_is_interrupted_and_resumed_feeds_its_trai
     )
     delivered: list[tuple[TrajectoryKey, bytes]] = []
     with running(job) as run:
-        run.until(r"metrics: ")
+        metrics = run.until(r"metrics: (\S+)")
         (local,) = (tmp_path / "runs").glob("test-*")
         rollouts = Rollouts.open(uri, allow_simulated=True, timeout=200, direct=run_workers(local))
         batches = rollouts.batches(4, timeout=200)
@@ -143,6 +145,13 @@ def test_a_run_in_an_object_store_that_is_interrupted_and_resumed_feeds_its_trai
                     delivered.extend((record.key, encode_line(record)) for record in group.trajectories)
 
         take(6)
+        shown = urllib.request.urlopen(metrics[1], timeout=PATIENCE_SECONDS).read().decode()
+        handed = {
+            name: float(value) for name, value in re.findall(r'kuberoll_direct_(\w+){rolloutjob="test"} (\S+)', shown)
+        }
+        assert handed["parts_total"] > 0
+        assert handed["bytes_total"] > handed["parts_total"]
+        assert handed["waiting_requests"] <= 1
         workers = json.loads((local / "workers.json").read_bytes())
         # On a busy machine the other worker may still start.
         assert 1 <= len(workers["addresses"]) <= 2

@@ -236,6 +236,9 @@ def _let_a_trainer_take(metrics: RolloutMetrics, times: int) -> None:
     )
     metrics.consumer.update(counts, since_start=False)
     metrics.consumer.hold(0.5)
+    # And what it has of the worker itself.
+    metrics.direct.wait(1)
+    metrics.direct.hand_over(4, 4000, gap=times == 2)
 
 
 async def _scraped(api: Api, times: int) -> bool:

@@ -14,6 +14,7 @@ from kuberoll_api.http_server import serving
 from kuberoll_workers.output.fed_parts import FedPart, FedParts
 from kuberoll_workers.output.feed_server import MOST_REQUESTS, feed_routes
 from kuberoll_workers.output.part_feed import PartFeed
+from kuberoll_workers.telemetry import RolloutMetrics
 
 TOKENS = ["first" * 8, "second" * 8]
 
@@ -36,9 +37,10 @@ class CountingFeed(PartFeed):
 class Served:
     """A feed behind its routes."""
 
-    def __init__(self, feed: CountingFeed, port: int, session: aiohttp.ClientSession) -> None:
+    def __init__(self, feed: CountingFeed, metrics: RolloutMetrics, port: int, session: aiohttp.ClientSession) -> None:
         self.feed = feed
         self.port = port
+        self._metrics = metrics
         self._session = session
 
     async def ask(
@@ -49,6 +51,12 @@ class Served:
         async with self._session.request(method, url, params=query, headers=headers) as answer:
             return answer.status, await answer.read()
 
+    def metric(self, name: str) -> float:
+        """Value of a metric of the direct path."""
+        value = self._metrics.registry.get_sample_value(f"kuberoll_direct_{name}", {"rolloutjob": "test"})
+        assert value is not None
+        return value
+
     async def parts(self, **query: Any) -> FedParts:
         """The answer to a request that is in order."""
         status, body = await self.ask(**query)
@@ -58,14 +66,14 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    feed = CountingFeed()
+    feed, metrics = CountingFeed(), RolloutMetrics("test")
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        serving(feed_routes(feed, TOKENS), host="127.0.0.1", port=0) as port,
+        serving(feed_routes(feed, TOKENS, metrics.direct), host="127.0.0.1", port=0) as port,
         aiohttp.ClientSession(connector=connector) as session,
     ):
         try:
-            yield Served(feed, port, session)
+            yield Served(feed, metrics, port, session)
         finally:
             feed.end()
 
@@ -92,10 +100,26 @@ async def test_a_part_comes_to_all_who_wait_and_those_beyond_the_limit_are_refus
     waiting = [asyncio.create_task(served.parts(**place)) for _ in range(MOST_REQUESTS)]
     await served.feed.full.wait()
     assert (await served.ask(**place))[0] == 503
+    assert served.metric("waiting_requests") == MOST_REQUESTS
     served.feed.written("shard-00000/w-1.jsonl", b"{}\n")
     for answer in await asyncio.gather(*waiting):
         assert answer.parts == [FedPart("shard-00000/w-1.jsonl", b"{}\n")]
     assert (await served.ask(**place))[0] == 200
+    assert served.metric("waiting_requests") == 0
+
+
+async def test_what_was_sent_is_counted_and_gaps_of_those_who_had_a_place(served: Served) -> None:
+    counted = ("parts_total", "bytes_total", "gaps_total")
+    first = await served.parts()
+    assert first.gap
+    assert [served.metric(name) for name in counted] == [0, 0, 0]
+    for number in (1, 2):
+        served.feed.written(f"shard-00000/w-{number}.jsonl", b"12\n")
+    for _ in range(2):
+        await served.parts(epoch=first.epoch, after=first.next)
+    assert [served.metric(name) for name in counted] == [4, 12, 0]
+    assert (await served.parts(epoch="of another process", after=3)).gap
+    assert [served.metric(name) for name in counted] == [4, 12, 1]
 
 
 async def test_a_consumer_that_reads_nothing_keeps_nobody_waiting(served: Served) -> None:

@@ -82,8 +82,9 @@ def fits(found: Mapping[str, str], defined: Mapping[str, api.Metric]) -> None:
 
 def test_workers_show_what_is_defined() -> None:
     metrics = RolloutMetrics("test")
-    # Those of a trainer are there if the run has one.
+    # Those of a trainer are there if the run has one, and of the direct path if the worker serves it.
     assert metrics.consumer
+    assert metrics.direct
     fits(shown(metrics.registry), workers.METRICS)
 
 

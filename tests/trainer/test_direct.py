@@ -29,6 +29,7 @@ from kuberoll_workers.output.part_journal import PartLimits
 from kuberoll_workers.output.run_directory import MANIFEST
 from kuberoll_workers.output.storage import ObjectStorage, open_storage
 from kuberoll_workers.output.store import ResultStore
+from kuberoll_workers.telemetry import RolloutMetrics
 from tests.operator.test_render import context
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.output.support import Observed, failure
@@ -86,7 +87,7 @@ async def worker(location: str, *, shard: int = 0, shards: int = 1) -> AsyncIter
         stored=lambda _: None,
         feed=feed,
     )
-    async with serving(feed_routes(feed, [TOKEN]), host="127.0.0.1", port=0) as port:
+    async with serving(feed_routes(feed, [TOKEN], RolloutMetrics("test").direct), host="127.0.0.1", port=0) as port:
         try:
             yield Worker(store, feed, WorkerAddress("127.0.0.1", port, TOKEN))
         finally:

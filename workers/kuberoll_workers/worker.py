@@ -746,7 +746,7 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
 
     feed = PartFeed() if config.direct_token is not None else None
     try:
-        async with direct_path(feed, config.direct_token, reports):
+        async with direct_path(feed, config.direct_token, metrics, reports):
             progress.complete = await run_worker(
                 config,
                 metrics=metrics,
@@ -772,7 +772,9 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
 
 
 @asynccontextmanager
-async def direct_path(feed: PartFeed | None, token: str | None, reports: TextIO) -> AsyncIterator[None]:
+async def direct_path(
+    feed: PartFeed | None, token: str | None, metrics: RolloutMetrics, reports: TextIO
+) -> AsyncIterator[None]:
     """Serve a feed to consumers on this machine while the body runs, and report where."""
     if feed is None or token is None:
         yield
@@ -781,7 +783,7 @@ async def direct_path(feed: PartFeed | None, token: str | None, reports: TextIO)
     from kuberoll_api.http_server import serving
     from kuberoll_workers.output.feed_server import feed_routes
 
-    async with serving(feed_routes(feed, [token]), host="127.0.0.1", port=0) as port:
+    async with serving(feed_routes(feed, [token], metrics.direct), host="127.0.0.1", port=0) as port:
         reports.write(msgspec.json.encode({"direct": f"127.0.0.1:{port}"}).decode() + "\n")
         reports.flush()
         try:

@@ -13,6 +13,7 @@ from aiohttp import web
 from kuberoll_workers.output.fed_parts import MOST_SECONDS, PARTS_PATH, PLAN_PATH
 from kuberoll_workers.output.part_feed import PartFeed
 from kuberoll_workers.policy.auth import AccessDenied, require_token
+from kuberoll_workers.telemetry.direct import DirectMetrics
 
 MOST_REQUESTS: Final = 64
 """Requests for parts at a time: each may hold an answer in memory."""
@@ -20,11 +21,12 @@ MOST_REQUESTS: Final = 64
 _SEND_SECONDS: Final = 30.0
 
 
-def feed_routes(feed: PartFeed, tokens: Collection[str]) -> list[web.RouteDef]:
+def feed_routes(feed: PartFeed, tokens: Collection[str], metrics: DirectMetrics) -> list[web.RouteDef]:
     """The routes of a feed.
 
     Args:
         tokens: Bearer tokens that open them.
+        metrics: Told of what is asked and sent.
     """
     requests = 0
 
@@ -49,11 +51,19 @@ def feed_routes(feed: PartFeed, tokens: Collection[str]) -> list[web.RouteDef]:
         if requests >= MOST_REQUESTS:
             return web.Response(status=503, text=f"{MOST_REQUESTS} requests wait already", headers={"Retry-After": "1"})
         requests += 1
+        metrics.wait(requests)
         try:
             found = await feed.after(epoch, place, min(max(0.0, seconds), MOST_SECONDS))
-            return await _sent(request, msgspec.msgpack.encode(found))
+            answer, sent = await _answer(request, msgspec.msgpack.encode(found))
         finally:
             requests -= 1
+            metrics.wait(requests)
+        if sent:
+            # Who has no place yet is told that it lacks what was before.
+            metrics.hand_over(
+                len(found.parts), sum(len(part.lines) for part in found.parts), gap=found.gap and epoch != ""
+            )
+        return answer
 
     async def plan(request: web.Request) -> web.Response:
         if (refused := refusal(request)) is not None:
@@ -65,8 +75,8 @@ def feed_routes(feed: PartFeed, tokens: Collection[str]) -> list[web.RouteDef]:
     return [web.get(PARTS_PATH, parts), web.post(PLAN_PATH, plan)]
 
 
-async def _sent(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Send an answer to a consumer that may have stopped to read."""
+async def _answer(request: web.Request, body: bytes) -> tuple[web.StreamResponse, bool]:
+    """Answer a consumer that may have stopped to read; False if it did."""
     response = web.StreamResponse(headers={"Content-Type": "application/msgpack"})
     response.content_length = len(body)
     try:
@@ -77,4 +87,5 @@ async def _sent(request: web.Request, body: bytes) -> web.StreamResponse:
     except (TimeoutError, ConnectionError):
         if request.transport is not None:
             request.transport.abort()
-    return response
+        return response, False
+    return response, True

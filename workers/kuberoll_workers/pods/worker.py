@@ -219,7 +219,7 @@ class ShardPod:
             metrics_route(self._metrics.registry, before=self._metrics.flush),
             json_route("/progress", self.progress),
             health_route(_healthy),
-            *([] if feed is None else feed_routes(feed, self._direct_tokens)),
+            *([] if feed is None else feed_routes(feed, self._direct_tokens, self._metrics.direct)),
         ]
         async with serving(routes, host=host, port=PROGRESS_PORT):
             background = [

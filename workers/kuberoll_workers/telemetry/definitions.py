@@ -293,6 +293,32 @@ PUBLISH_SECONDS: Final = Counter(
     labels=(*_JOB, "stage"),
     help="Seconds of publishing weights, by stage.",
 )
+DIRECT_PARTS: Final = Counter(
+    name="kuberoll_direct_parts_total",
+    unit="parts",
+    labels=_JOB,
+    help="Parts of journals that this worker has handed over to trainers on the direct path.",
+)
+DIRECT_BYTES: Final = Counter(
+    name="kuberoll_direct_bytes_total",
+    unit="bytes",
+    labels=_JOB,
+    help="Bytes of the parts in kuberoll_direct_parts_total.",
+)
+DIRECT_GAPS: Final = Counter(
+    name="kuberoll_direct_gaps_total",
+    unit="gaps",
+    labels=_JOB,
+    help="Answers on the direct path that lacked parts, after which the trainer lists the store; without the first one "
+    "to each trainer, which always does.",
+)
+DIRECT_WAITING_REQUESTS: Final = Gauge(
+    name="kuberoll_direct_waiting_requests",
+    unit="requests",
+    labels=_JOB,
+    help="Requests of trainers for the next part that this worker holds now, one of each trainer; 64 at most.",
+    over_processes="max",
+)
 
 GROUPS: Final = (
     MetricGroup(
@@ -339,6 +365,10 @@ GROUPS: Final = (
             HELD_BACK_SECONDS,
             PUBLICATIONS,
             PUBLISH_SECONDS,
+            DIRECT_PARTS,
+            DIRECT_BYTES,
+            DIRECT_GAPS,
+            DIRECT_WAITING_REQUESTS,
         ),
     ),
     MetricGroup(

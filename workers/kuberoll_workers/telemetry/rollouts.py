@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from kuberoll_workers.data.record import FailureKind
 from kuberoll_workers.telemetry import definitions as metrics
 from kuberoll_workers.telemetry.consumer import ConsumerMetrics
+from kuberoll_workers.telemetry.direct import DirectMetrics
 from kuberoll_workers.telemetry.idle import IdleMetrics
 from kuberoll_workers.telemetry.routing import RoutingMetrics
 from kuberoll_workers.telemetry.tallies import HistogramTally, counter, gauge, histogram
@@ -113,6 +114,7 @@ class RolloutMetrics:
         self.idle = IdleMetrics(job, registry)
         self._registry = registry
         self._consumer: ConsumerMetrics | None = None
+        self._direct: DirectMetrics | None = None
 
     @property
     def consumer(self) -> ConsumerMetrics:
@@ -120,6 +122,13 @@ class RolloutMetrics:
         if self._consumer is None:
             self._consumer = ConsumerMetrics(self.job, self._registry)
         return self._consumer
+
+    @property
+    def direct(self) -> DirectMetrics:
+        """The metrics of the direct path; a worker that does not serve it has none."""
+        if self._direct is None:
+            self._direct = DirectMetrics(self.job, self._registry)
+        return self._direct
 
     def environment(self, name: str) -> EnvironmentMetrics:
         """The metrics of one environment, with bound labels."""
