@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from steps import read, waste
@@ -34,13 +34,14 @@ def main() -> None:
         print(f"engine and job: {time.monotonic() - began:.0f} s; the job's log is {directory / 'run.log'}", flush=True)
         trainer = [sys.executable, str(HERE / "grpo.py"), str(directory), *others]
         try:
-            code = subprocess.run(trainer, check=False).returncode
+            code = train(trainer, job)
         except KeyboardInterrupt:
             sys.exit(f"interrupted; go on with --output {directory} --resume")
-        if code:
+        if code and not job.poll():
             sys.exit(f"the trainer ended with exit code {code}; go on with --output {directory} --resume")
     if job.returncode:
-        sys.exit(f"the job ended with exit code {job.returncode}: {directory / 'run.log'}")
+        log = directory / "run.log"
+        sys.exit(f"the job ended with exit code {job.returncode}: {log}; go on with --output {directory} --resume")
     steps = read(directory / "steps.jsonl")
     held_out = [step.held_out for step in steps if step.held_out is not None]
     if held_out:
@@ -66,6 +67,19 @@ def running_job(directory: Path, changes: list[str]) -> Iterator[subprocess.Pope
             if job.poll() is None:
                 job.send_signal(signal.SIGINT)
                 job.wait()
+
+
+def train(command: list[str], job: subprocess.Popen[bytes]) -> int:
+    """Run the trainer; its exit code. One whose job has died is killed: it would wait for minutes for a policy."""
+    trainer = subprocess.Popen(command)
+    try:
+        while trainer.poll() is None and not job.poll():
+            with suppress(subprocess.TimeoutExpired):
+                trainer.wait(timeout=0.5)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    return trainer.returncode
 
 
 def wait_for_policy(directory: Path, job: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,13 @@
-"""The parts of examples/train that start nothing; tests/local/test_train_example.py runs the whole."""
+"""The parts of examples/train that need no engine; tests/local/test_train_example.py runs the whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,3 +78,33 @@ def test_the_picture_has_a_dot_for_every_step(part: Any) -> None:
 def test_nothing_is_drawn_before_the_first_step(part: Any, tmp_path: Path) -> None:
     part("picture").draw([part("steps").Step(step=0, version=0, groups=[], held_out=0.2)], tmp_path / "learning.svg")
     assert not list(tmp_path.iterdir())
+
+
+WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+@pytest.fixture
+def job() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in place of the job, which goes on until its input ends."""
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_trainer_whose_job_has_died_is_ended(part: Any, job: subprocess.Popen[bytes]) -> None:
+    job.kill()
+    # It would go on as long as this test.
+    assert part("watch").train(["tail", "-f", "/dev/null"], job) == -9
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_trainer_ends_by_itself_while_its_job_goes_on(part: Any, job: subprocess.Popen[bytes], code: int) -> None:
+    assert part("watch").train([sys.executable, "-c", f"raise SystemExit({code})"], job) == code
+    assert job.poll() is None
+
+
+def test_a_trainer_is_waited_for_whose_job_it_has_ended(part: Any, job: subprocess.Popen[bytes]) -> None:
+    job.communicate()
+    assert part("watch").train([sys.executable, "-c", "raise SystemExit(3)"], job) == 3
