@@ -14,6 +14,7 @@ import pytest
 from kuberoll.trainer import Rollouts
 from kuberoll.trainer.pace_control import PacedByAnother
 from kuberoll_api.contract import ServeArgs
+from kuberoll_workers.output import records
 from kuberoll_workers.output.consumer_plan import PLAN, read_plan
 from kuberoll_workers.output.manifest import AGGREGATES
 from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, PolicyRefused
@@ -118,6 +119,14 @@ async def test_what_is_too_old_is_recorded_and_never_delivered(tmp_path: Path) -
     assert counts is not None
     tokens = sum(record.tokens.generated for record in stale)
     assert counts.counts.stale_tokens == rollouts.counts.stale_tokens == tokens
+    # The end of a run makes one file of the parts, which who goes on from a checkpoint reads from its beginning.
+    state = json.loads(json.dumps(rollouts.state_dict()))
+    run.storage.compact(records.DROPPED)
+    resumed = run.open()
+    resumed.load_state_dict(state)
+    list(resumed.batches(4, wait=False))
+    assert resumed.counts.stale_groups == 4
+    assert resumed.counts.stale_tokens == tokens
 
 
 async def test_trajectories_in_flight_are_stopped_when_they_are_too_old(tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ class GroupTracker:
 
     Attributes:
         closed: Groups that were delivered, filtered out, or left out by the caller.
+        counted: Groups that were closed when a state was saved: what is read of them again has been counted.
         short: Rollout indexes of the closed groups that had fewer trajectories than they should have.
         filtered_groups, stale_groups: Number of closed groups that were filtered out, and that were too old.
         stale_tokens: Tokens that were generated for trajectories that were too old, as far as they were seen.
@@ -239,6 +240,7 @@ class GroupTracker:
     def __init__(self, rules: GroupRules) -> None:
         self.rules = rules
         self.closed = ClosedGroups(rules.shards)
+        self.counted = ClosedGroups(rules.shards)
         self.short: dict[GroupKey, tuple[int, ...]] = {}
         self.filtered_groups = 0
         self.stale_groups = 0
@@ -319,7 +321,7 @@ class GroupTracker:
             RecordError: It belongs to another run.
         """
         key = self._key(record, where)
-        if record.reason == "stale":
+        if record.reason == "stale" and key not in self.counted:
             self.count_stale(record)
         if record.reason not in WHOLE_GROUP or key in self._ready or key in self.closed:
             return

@@ -407,12 +407,13 @@ class Rollouts:
             StateRefused: It is no state, or one of another run, or of another consumer.
         """
         loaded = decode_state(state, consumer=self.consumer, run=identity_of(self.manifest), location=self.location)
-        closed, short, pace = loaded.closed_groups(), loaded.short_groups(), loaded.pace_state()
+        closed, counted = loaded.closed_groups(), loaded.closed_groups()
+        short, pace = loaded.short_groups(), loaded.pace_state()
         with self._lock:
             self._begin(loaded)
             if self._pace is not None:
                 self._pace.load(pace)
-            self._tracker.closed = closed
+            self._tracker.closed, self._tracker.counted = closed, counted
             self._tracker.short = short
             self._tracker.filtered_groups = loaded.counts.get("filtered_groups", 0)
             self._tracker.stale_groups = loaded.counts.get("stale_groups", 0)
