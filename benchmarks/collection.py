@@ -25,7 +25,9 @@ from kuberoll_workers.output.store import ResultStore
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, run_worker, tune_garbage_collector
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.garbage import tune_garbage_collector
+from kuberoll_workers.worker.run import run_worker
 
 TINY = Path(__file__).parents[1] / "examples" / "models" / "tiny-policy"
 REPEATS = 4
@@ -112,7 +114,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def main() -> None:
-    import kuberoll_workers.worker as worker
+    import kuberoll_workers.worker.run as worker
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=1_000_000)

@@ -19,7 +19,7 @@ from benchmarks.figures import Figure
 from benchmarks.parts import InstantEnvironment, SlowPolicy, lognormal, rollout_of, samples
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.rollouts.scheduling import run_rollout
-from kuberoll_workers.worker import tune_garbage_collector
+from kuberoll_workers.worker.garbage import tune_garbage_collector
 
 INTERVAL_SECONDS = 0.01
 

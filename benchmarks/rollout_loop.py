@@ -23,7 +23,7 @@ from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 from kuberoll_workers.output.turn_log import TurnLog
 from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import Scheduling
-from kuberoll_workers.worker import tune_garbage_collector
+from kuberoll_workers.worker.garbage import tune_garbage_collector
 
 TOKENS = 64
 

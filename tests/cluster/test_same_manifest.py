@@ -14,7 +14,7 @@ from kuberoll_api.manifest.loading import load_job
 from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.output.run_directory import differences, new_manifest, read_manifest
 from kuberoll_workers.output.storage import open_storage
-from kuberoll_workers.worker import isolated_environment_factory
+from kuberoll_workers.worker.environments import isolated_environment_factory
 from tests.cluster.api import Api, ApiError, Object, is_true
 from tests.cluster.control_plane import ApiServer
 from tests.cluster.jobs import ANSWERS, CLAIM, TINY, contents, light_engine, read_output

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kuberoll_workers.commands.console import BarReporter, LogReporter, describe
 from kuberoll_workers.local.reporter import RunProgress
-from kuberoll_workers.worker import Progress
+from kuberoll_workers.worker.config import Progress
 
 PROGRESS = RunProgress(
     planned=64,

@@ -21,7 +21,7 @@ from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.builtin.sliding_puzzle import SlidingPuzzleEnvironment
 from kuberoll_workers.output.run_directory import MANIFEST, new_manifest
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.worker import environment_factory
+from kuberoll_workers.worker.environments import environment_factory
 from tests.local.support import manifest
 
 CONFIG = {"size": 2, "maxMoves": 3}

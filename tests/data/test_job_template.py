@@ -12,7 +12,7 @@ from kuberoll_api.model.generation import ModelSource
 from kuberoll_api.model.rolloutjob import RolloutJob
 from kuberoll_workers.data.observations import ChatTemplateObservations
 from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
-from kuberoll_workers.worker import job_tokenizer
+from kuberoll_workers.worker.settings import job_tokenizer
 from tests.data.support import model
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]

@@ -27,7 +27,7 @@ from kuberoll_workers.environments import BUILT_INS, UnusableRow, resolve
 from kuberoll_workers.environments.batches import awaited
 from kuberoll_workers.policy.interface import SamplingParameters, StructuredOutputs
 from kuberoll_workers.rollouts.settings import sampling_of
-from kuberoll_workers.worker import rollout_settings
+from kuberoll_workers.worker.settings import rollout_settings
 from tests.environments.support import SERVED
 from tests.examples import examples
 

@@ -23,14 +23,10 @@ from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.scheduling import TrajectoriesMissing
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import (
-    Progress,
-    WorkerConfig,
-    count_abandoned,
-    environments_policy,
-    isolated_environment_factory,
-    run_worker,
-)
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.environments import environments_policy, isolated_environment_factory
+from kuberoll_workers.worker.run import run_worker
+from kuberoll_workers.worker.settings import count_abandoned
 from tests.local.support import TINY, Endpoint, endpoint
 from tests.rollouts.fakes import until
 

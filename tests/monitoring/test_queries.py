@@ -29,7 +29,8 @@ from kuberoll_workers.data.consumer_counts import ConsumerCounts
 from kuberoll_workers.monitor.prometheus import Target, prometheus
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, run_worker
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.run import run_worker
 from tests.local.support import TINY, Endpoint
 from tests.monitoring.support import (
     Api,

@@ -23,7 +23,9 @@ from kuberoll_workers.output.storage import open_storage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, environment_factory, run_worker
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.environments import environment_factory
+from kuberoll_workers.worker.run import run_worker
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-policy"
 WAYS = [f"<action>{way}</action>" for way in ("up", "down", "left", "right")]

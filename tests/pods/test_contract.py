@@ -21,7 +21,7 @@ from kuberoll_workers.pods.exit_codes import exit_status, is_permanent
 from kuberoll_workers.pods.files import ConfigRefused, clip, encode_message, read_config
 from kuberoll_workers.pods.worker import check_files, claim_output, with_mounted_dataset
 from kuberoll_workers.policy.interface import PolicyRefused, PolicyUnavailable
-from kuberoll_workers.worker import planned_trajectories
+from kuberoll_workers.worker.settings import planned_trajectories
 
 
 @given(cause=st.text(max_size=6000), environments=st.integers(0, 64), name=st.text(min_size=1, max_size=63))

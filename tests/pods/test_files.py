@@ -13,7 +13,7 @@ from kuberoll_workers.dataset.inputs import scan
 from kuberoll_workers.environments.source_digest import source_digest
 from kuberoll_workers.pods.files import add_modules
 from kuberoll_workers.pods.worker import check_files
-from kuberoll_workers.worker import isolated_environment_factory
+from kuberoll_workers.worker.environments import isolated_environment_factory
 
 FILES = {
     "played_beside.py": "from pack_beside import rules\n"

@@ -39,7 +39,8 @@ from kuberoll_workers.rollouts.groups import GroupPolicy, Result, rewards_differ
 from kuberoll_workers.rollouts.scheduling import run_groups
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, run_worker
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.run import run_worker
 from tests.rollouts.fakes import ScriptedPolicy, rollout_of, sample, until
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,8 @@ from kuberoll_workers.output import records
 from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, run_worker
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.run import run_worker
 from tests.local.support import TINY, WAYS
 from tests.rollouts.fakes import until
 from tests.serving.hosts import PATIENCE_SECONDS, TOKENS, StartingHost, starting, until_ready

@@ -21,7 +21,9 @@ from kuberoll_workers.output.storage import DirectoryStorage
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.serving.engines.simulated import Simulated
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import Progress, WorkerConfig, isolated_environment_factory, run_worker
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.environments import isolated_environment_factory
+from kuberoll_workers.worker.run import run_worker
 from tests.local.support import TINY, WAYS
 
 

@@ -17,7 +17,8 @@ from kuberoll_workers.analysis.tracking import log_run
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.output.records import DROPPED, FAILURES
 from kuberoll_workers.output.run_files import RunFiles
-from kuberoll_workers.worker import environment_factory, planned_trajectories
+from kuberoll_workers.worker.environments import environment_factory
+from kuberoll_workers.worker.settings import planned_trajectories
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from kuberoll_workers.environments.registry import (
     resolve,
 )
 from kuberoll_workers.environments.sandbox import Sandbox
-from kuberoll_workers.worker import isolated_environment_factory, sandbox_of
+from kuberoll_workers.worker.environments import isolated_environment_factory, sandbox_of
 
 DECLARATIONS = "kuberoll_workers.authoring.subject:Declarations"
 

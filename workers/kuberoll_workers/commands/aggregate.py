@@ -76,7 +76,7 @@ def _environments(manifest: Path | None) -> tuple[MakeEnvironment | None, list[s
     if manifest is None:
         return None, []
     from kuberoll_workers.environments import registry
-    from kuberoll_workers.worker import environment_of
+    from kuberoll_workers.worker.environments import environment_of
 
     job = load_job(manifest)
     # An entrypoint's module may be next to the manifest, or in the working directory.

@@ -32,7 +32,7 @@ def check_dataset(job: RolloutJob, base: Path) -> tuple[str, list[str]]:
     from kuberoll_workers.dataset.inputs import scan
     from kuberoll_workers.dataset.rows import DatasetError
     from kuberoll_workers.local.options import import_directories
-    from kuberoll_workers.worker import isolated_environment_factory
+    from kuberoll_workers.worker.environments import isolated_environment_factory
 
     errors: list[str] = []
 

@@ -372,7 +372,7 @@ def _rendering(tokenizer: str | None, job: RolloutJob | None) -> Any:
     if tokenizer is None:
         return Rendering()
     from kuberoll_workers.data.tokenizer import HuggingFaceTokenizer, TemplateRefused
-    from kuberoll_workers.worker import job_tokenizer, observation_template
+    from kuberoll_workers.worker.settings import job_tokenizer, observation_template
 
     try:
         found = HuggingFaceTokenizer.load(tokenizer)

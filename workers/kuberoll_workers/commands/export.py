@@ -143,7 +143,7 @@ def _groups(job: RolloutJob, manifest: Path, files: RunFiles) -> Iterator[Prompt
     from kuberoll_workers.analysis.export.formats import ExportError
     from kuberoll_workers.dataset.inputs import prompt_groups, scan
     from kuberoll_workers.local.options import import_directories
-    from kuberoll_workers.worker import isolated_environment_factory, local_paths
+    from kuberoll_workers.worker.environments import isolated_environment_factory, local_paths
 
     base = manifest.parent
     # As for a run: an entrypoint's module may be next to the manifest, or in the working directory.

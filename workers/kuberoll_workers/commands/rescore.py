@@ -99,7 +99,7 @@ def _rescore(
     from kuberoll_workers.dataset.inputs import prompt_groups, scan
     from kuberoll_workers.local.options import import_directories
     from kuberoll_workers.output.run_files import RunFiles
-    from kuberoll_workers.worker import environment_factory, isolated_environment_factory, local_paths
+    from kuberoll_workers.worker.environments import environment_factory, isolated_environment_factory, local_paths
 
     source = RunFiles(run)
     names = _names(job, environments)
@@ -136,7 +136,7 @@ async def _replay(
     from kuberoll_workers.rollouts.seeds import job_seed
     from kuberoll_workers.rollouts.settings import RetryPolicy
     from kuberoll_workers.telemetry import RolloutMetrics
-    from kuberoll_workers.worker import open_environments
+    from kuberoll_workers.worker.environments import open_environments
 
     rollout = job.spec.rollout
     retries = RetryPolicy(

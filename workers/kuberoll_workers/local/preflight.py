@@ -16,7 +16,8 @@ from kuberoll_workers.data.tracebacks import with_frames
 from kuberoll_workers.dataset.inputs import InputSummary, scan
 from kuberoll_workers.dataset.reading import DatasetError
 from kuberoll_workers.serving.engines.registry import ENGINES
-from kuberoll_workers.worker import check_environment, isolated_environment_factory, job_tokenizer, observation_template
+from kuberoll_workers.worker.environments import check_environment, isolated_environment_factory
+from kuberoll_workers.worker.settings import job_tokenizer, observation_template
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kuberoll_workers.data.failure_causes import FailureCause
 from kuberoll_workers.rollouts.drop_report import DropReport
-from kuberoll_workers.worker import Progress
+from kuberoll_workers.worker.config import Progress
 
 if TYPE_CHECKING:
     from kuberoll_workers.analysis.aggregation.aggregates import EnvironmentSummary

@@ -65,7 +65,8 @@ from kuberoll_workers.output.storage import DirectoryStorage, Storage
 from kuberoll_workers.output.workers_file import WORKERS_FILE, WorkersFile
 from kuberoll_workers.policy.auth import Tokens
 from kuberoll_workers.policy.readiness import waiting_text
-from kuberoll_workers.worker import Progress, planned_trajectories
+from kuberoll_workers.worker.config import Progress
+from kuberoll_workers.worker.settings import planned_trajectories
 
 if TYPE_CHECKING:
     from kuberoll_workers.local.engine_load import EngineLoad

@@ -16,7 +16,7 @@ from kuberoll_workers.local.preflight import JobRefused, Preflight
 from kuberoll_workers.output.run_directory import RunDirectory, RunRefused, check_contents, new_manifest
 from kuberoll_workers.output.run_state import read_state
 from kuberoll_workers.output.storage import DirectoryStorage, Storage, StorageError, open_storage
-from kuberoll_workers.worker import remote_digests
+from kuberoll_workers.worker.environments import remote_digests
 
 
 def storage_of(output: str) -> Storage:

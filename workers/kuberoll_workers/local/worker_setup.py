@@ -17,7 +17,7 @@ from kuberoll_workers.local.options import RunOptions
 from kuberoll_workers.local.preflight import Preflight
 from kuberoll_workers.local.processes import Child
 from kuberoll_workers.output.storage import DirectoryStorage, Storage
-from kuberoll_workers.worker import WorkerConfig, WorkerStart
+from kuberoll_workers.worker.config import WorkerConfig, WorkerStart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,19 +79,17 @@ from kuberoll_workers.policy.readiness import answering_text, waiting_text
 from kuberoll_workers.rollouts.admission import Drain
 from kuberoll_workers.rollouts.failure_log import FailureLog
 from kuberoll_workers.telemetry import RolloutMetrics
-from kuberoll_workers.worker import (
-    Progress,
-    WorkerConfig,
+from kuberoll_workers.worker.config import Progress, WorkerConfig
+from kuberoll_workers.worker.environments import (
     check_environment,
     is_elsewhere,
     isolated_environment_factory,
     local_paths,
-    part_limits,
-    planned_trajectories,
     remote_digests,
-    run_worker,
-    tune_garbage_collector,
 )
+from kuberoll_workers.worker.garbage import tune_garbage_collector
+from kuberoll_workers.worker.run import run_worker
+from kuberoll_workers.worker.settings import part_limits, planned_trajectories
 
 DRAIN_SECONDS_VARIABLE = "KUBEROLL_DRAIN_SECONDS"
 

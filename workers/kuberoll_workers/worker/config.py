@@ -1,0 +1,144 @@
+"""A worker's start, its configuration, and its counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import msgspec
+from pydantic import TypeAdapter
+
+from kuberoll_api.contract import ServeArgs
+from kuberoll_api.model.rolloutjob import RolloutJob
+from kuberoll_workers.data.record import WHOLE_GROUP, DroppedRecord, FailureRecord
+from kuberoll_workers.environments.served_models import ServedModel
+from kuberoll_workers.rollouts.groups import Result
+from kuberoll_workers.telemetry import Activity
+
+
+class WorkerStart(msgspec.Struct, kw_only=True, frozen=True):
+    """What a worker can begin with before there is an engine.
+
+    Attributes:
+        tokenizer: Directory or hub id of the tokenizer.
+        log: File to which standard error is appended from now on.
+        endpoint: True if it will generate at an endpoint, and not simulate its engine.
+    """
+
+    tokenizer: str
+    log: str
+    endpoint: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Configuration of a worker.
+
+    Attributes:
+        base: The directory where the job's relative paths start.
+        tokenizer: Directory or hub id of the tokenizer.
+        endpoint: Base URL of the policy; None: see `simulated`.
+        max_model_len: The engine's window, tokens.
+        output: The run's directory, which must exist, or URI.
+        turns: Directory of the turn log; None: turns are not journaled.
+        shards: The shards to run, out of `shard_count`.
+        tasks, rollouts: Number of tasks of the dataset, and of samples of the largest one; None: unknown.
+        blocks: Digests of the dataset's rows, see `inputs.InputSummary`; None: rows are not checked.
+        planned: Number of trajectories of this worker, for the metrics; None: unknown.
+        token: Bearer token for the policy; None: none.
+        discovery: Source of the list of replicas: the endpoint, DNS, or `replicas`.
+        replicas: Base URLs of the replicas, with discovery `Static`.
+        replicas_host: `host:port` whose addresses are the replicas, with discovery `DNS`.
+        simulated: Arguments of an engine that this worker simulates instead of using an endpoint.
+        services: Endpoints of the job's services, by name, of those that are not in this process's variables.
+        direct_token: Bearer token of consumers on the direct path; None: there is none.
+    """
+
+    job: RolloutJob
+    base: str
+    tokenizer: str
+    endpoint: str | None
+    max_model_len: int
+    output: str
+    turns: str | None
+    shards: list[int]
+    shard_count: int
+    tasks: int | None = None
+    rollouts: int | None = None
+    blocks: list[str] | None = None
+    planned: int | None = None
+    token: str | None = None
+    discovery: Literal["Endpoint", "DNS", "Static"] = "Endpoint"
+    replicas: list[str] = field(default_factory=list)
+    replicas_host: str | None = None
+    simulated: ServeArgs | None = None
+    services: dict[str, ServedModel] = field(default_factory=dict)
+    direct_token: str | None = None
+
+    def encode(self) -> bytes:
+        """The configuration as one line of JSON."""
+        return _CONFIG.dump_json(self, by_alias=True, exclude_unset=True)
+
+    @classmethod
+    def decode(cls, line: bytes) -> WorkerConfig:
+        """Decode the output of `encode`, and validate the job."""
+        return _CONFIG.validate_json(line)
+
+
+_CONFIG: Final = TypeAdapter(WorkerConfig)
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Counts of one worker since it started; trajectories stored earlier are counted in `resumed` only.
+
+    Attributes:
+        dropped: Dropped trajectories, `filtered` of them with their whole group: filtered out, or too old.
+        generating, stepping: Trajectories that wait for generation, or for an environment, now.
+        ended_turns, received_tokens: Turns and generated tokens, with those of unfinished trajectories.
+        done: The worker has ended in good order.
+        complete: Its shards have nothing left to do.
+    """
+
+    resumed: int = 0
+    trajectories: int = 0
+    failed: int = 0
+    dropped: int = 0
+    filtered: int = 0
+    turns: int = 0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    environment_seconds: float = 0.0
+    reward_sum: float = 0.0
+    generating: int = 0
+    stepping: int = 0
+    ended_turns: int = 0
+    received_tokens: int = 0
+    done: bool = False
+    complete: bool = False
+
+    @property
+    def results(self) -> int:
+        """Number of stored results of all kinds."""
+        return self.trajectories + self.failed + self.dropped
+
+    def update(self, activity: Activity) -> None:
+        """Take over the counts of the present work."""
+        self.generating, self.stepping = activity.generating, activity.stepping
+        self.ended_turns, self.received_tokens = activity.turns, activity.tokens
+
+    def add(self, result: Result) -> None:
+        """Count a stored trajectory."""
+        if isinstance(result, FailureRecord):
+            self.failed += 1
+            return
+        if isinstance(result, DroppedRecord):
+            self.dropped += 1
+            self.filtered += result.reason in WHOLE_GROUP
+            return
+        self.trajectories += 1
+        self.turns += result.turn_count
+        self.generated_tokens += result.tokens.generated
+        self.generation_seconds += sum(result.timing.generation_seconds)
+        self.environment_seconds += sum(result.timing.environment_seconds)
+        self.reward_sum += result.total_reward
