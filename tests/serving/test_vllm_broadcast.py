@@ -30,7 +30,7 @@ TOKENS = 24
 
 @asynccontextmanager
 async def running(**arguments: Any) -> AsyncIterator[VLLMEngine]:
-    settings = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27, **arguments}
+    settings = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 27, **arguments}
     made = VLLMEngine(model=TINY, tokenizer=TINY, revision=None, engine_args=settings)
     await made.start()
     try:
@@ -86,9 +86,11 @@ async def test_the_engine_says_what_the_published_model_says(
 async def test_a_response_goes_on_with_the_new_weights(
     engine: VLLMEngine, broadcast: Broadcast, tmp_path: Path
 ) -> None:
-    task = asyncio.create_task(said(engine, 400))
+    # Made before the response begins, which must not end meanwhile.
+    uri = offered(broadcast, stepped(11), 11, tmp_path)
+    task = asyncio.create_task(said(engine, 900))
     await until(lambda: engine.info().tokens_in_flight >= 4)
-    await engine.load_weights(offered(broadcast, stepped(11), 11, tmp_path), "11")
+    await engine.load_weights(uri, "11")
     spans = (await task).policy_versions
     assert [version for version, *_ in spans][-1] == "11"
     assert len(spans) == 2
