@@ -111,9 +111,9 @@ def test_trainer_and_rollouts_that_are_killed_in_turns(tmp_path: Path) -> None:
             role = list(ROLES)[kill % 2]
             with training(directory) as life:
                 victim = life.part(role)
-                # Anywhere: as it starts, or after some steps, and a moment that leads into what follows them.
+                # Anywhere: as it starts or after some steps, before the checkpoint of the last one or in the next.
                 life.until(chance.randint(0, 9))
-                time.sleep(chance.uniform(0, 3))
+                time.sleep(chance.choice((0.0, chance.uniform(0, 3))))
                 below = family(victim.pid)
                 killed += [victim, *below]
                 victim.kill()
