@@ -70,7 +70,10 @@ def running_job(directory: Path, changes: list[str]) -> Iterator[subprocess.Pope
 
 
 def train(command: list[str], job: subprocess.Popen[bytes]) -> int:
-    """Run the trainer; its exit code. One whose job has died is killed: it would wait for minutes for a policy."""
+    """Run the trainer, and return its exit code.
+
+    If the job dies it is killed: it would wait for a policy for minutes.
+    """
     trainer = subprocess.Popen(command)
     try:
         while trainer.poll() is None and not job.poll():
