@@ -31,7 +31,7 @@ from kuberoll_workers.rollouts.scheduling import run_rollout
 from kuberoll_workers.rollouts.settings import RetryPolicy
 from tests.data.test_plain import same
 from tests.examples import examples
-from tests.output.support import dropped, failure, record, store_at
+from tests.output.support import dropped, failure, record, store_at, turn
 from tests.rollouts.fakes import rollout_of, runners, sample
 from tests.values import anything, texts
 
@@ -192,6 +192,21 @@ def test_encoding_refuses_what_decoding_could_not_give_back(make: Any, fields: d
 def test_what_is_wrong_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(Unstorable, match=rf"trajectory \(3, 0\): .*{words}"):
         encode_line(record(3, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reward": math.nan}, "reward or seconds: found nan"),
+        ({"environment_seconds": math.inf}, "reward or seconds: found inf"),
+        ({"ended_at": math.nan}, "ended_at: found nan"),
+        ({"ended_at": ""}, "ended_at: found ''"),
+        ({"reward_parts": {"a": None}}, "reward_parts: found None"),
+    ],
+)
+def test_what_is_wrong_in_a_turn_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unstorable, match=rf"trajectory \(3, 0\): .*{words}"):
+        encode_line(dataclasses.replace(turn(3), **changes))
 
 
 async def test_a_record_that_no_line_can_hold_is_stored_as_a_failure(tmp_path: Path) -> None:

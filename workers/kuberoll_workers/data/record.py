@@ -315,11 +315,10 @@ def _without_defaults(record: TrajectoryRecord | TurnRecord, line: bytes) -> byt
         if not line.endswith(_NO_AGENT):
             return line
         line = line.removesuffix(_NO_AGENT) + b"}\n"
-    if record.tools is None and record.token_source == "engine":
-        return line.removesuffix(_ENGINE_TOKENS_NO_TOOLS) + b"}\n"
-    if record.tools is None:
-        return line.removesuffix(_NO_TOOLS) + b"}\n"
-    return line
+    if record.tools is not None:
+        return line
+    usual = _ENGINE_TOKENS_NO_TOOLS if record.token_source == "engine" else _NO_TOOLS
+    return line.removesuffix(usual) + b"}\n"
 
 
 def _checked(record: AnyRecord) -> AnyRecord:
@@ -333,10 +332,9 @@ def _checked(record: AnyRecord) -> AnyRecord:
     if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is not None:
         plain(record.tools, "tools")
     if isinstance(record, TurnRecord):
-        seconds = (record.generation_seconds, record.environment_seconds)
-        _finite("reward or seconds", (record.reward, *seconds, record.ended_at or 0.0))
-        if record.reward_parts:
-            _finite("reward_parts", record.reward_parts.values())
+        _finite("reward or seconds", (record.reward, record.generation_seconds, record.environment_seconds))
+        _finite("ended_at", () if record.ended_at is None else (record.ended_at,))
+        _finite("reward_parts", record.reward_parts.values())
         return record
     idx = already_plain(record.idx, "idx")
     if idx is not record.idx:
