@@ -14,7 +14,7 @@ VERSION = "1.31"
 """The oldest version of Kubernetes that the chart accepts."""
 
 
-# It parses a megabyte of definitions for each object.
+# Without a cache kubernetes_validate parses its definitions again for each object.
 utils.schema_contents = functools.cache(utils.schema_contents)
 
 

@@ -15,7 +15,7 @@ AT_THE_END = (
 HEAVY = ("aiohttp", "ray", "starlette", "torch", "transformers", "vllm")
 
 
-@pytest.mark.parametrize("module", ["kuberoll_workers.worker.run", "kuberoll_workers.local.run"])
+@pytest.mark.parametrize("module", ["kuberoll_workers.worker.__main__", "kuberoll_workers.local.run"])
 def test_a_simulated_run_imports_neither_an_engine_nor_an_http_client(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

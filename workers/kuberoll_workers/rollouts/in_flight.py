@@ -108,7 +108,7 @@ class InFlight:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
-    # Methods and no generator: it would be half a kilobyte more for each trajectory.
+    # A generator would take half a kilobyte more for each trajectory.
     async def __aenter__(self) -> None:
         self._timeout = asyncio.timeout_at(self.deadline)
         await self._timeout.__aenter__()
