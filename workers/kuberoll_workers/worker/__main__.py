@@ -21,7 +21,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -62,12 +62,10 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
 
     def trouble(reason: str | None, seconds: float) -> None:
         _log.warning("%s", answering_text(seconds) if reason is None else waiting_text(reason, seconds))
-        reports.write(msgspec.json.encode({"waiting": reason, "seconds": seconds}).decode() + "\n")
-        reports.flush()
+        _write({"waiting": reason, "seconds": seconds}, reports)
 
     def pace_report(report: PaceReport) -> None:
-        reports.write(msgspec.json.encode(report._asdict()).decode() + "\n")
-        reports.flush()
+        _write(report._asdict(), reports)
 
     feed = PartFeed() if config.direct_token is not None else None
     try:
@@ -86,13 +84,13 @@ async def _main(config: WorkerConfig, tokenizer: HuggingFaceTokenizer, reports: 
     except BaseException as error:
         if (problem := problem_of(error)) is None:
             raise
-        reports.write(msgspec.json.encode({"problem": problem}).decode() + "\n")
+        _write({"problem": problem}, reports)
     finally:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
     progress.update(metrics.activity())
-    _print(progress, reports)
+    _write(progress, reports)
     return problem
 
 
@@ -109,8 +107,7 @@ async def direct_path(
     from kuberoll_workers.output.feed_server import feed_routes
 
     async with serving(feed_routes(feed, [token], metrics.direct), host="127.0.0.1", port=0) as port:
-        reports.write(msgspec.json.encode({"direct": f"127.0.0.1:{port}"}).decode() + "\n")
-        reports.flush()
+        _write({"direct": f"127.0.0.1:{port}"}, reports)
         try:
             yield
         finally:
@@ -142,12 +139,12 @@ def problem_of(error: BaseException) -> str | None:
 async def _report(progress: Progress, metrics: RolloutMetrics, reports: TextIO) -> None:
     while True:
         progress.update(metrics.activity())
-        _print(progress, reports)
+        _write(progress, reports)
         await asyncio.sleep(REPORT_SECONDS)
 
 
-def _print(progress: Progress, reports: TextIO) -> None:
-    reports.write(msgspec.json.encode(progress).decode() + "\n")
+def _write(report: Progress | dict[str, Any], reports: TextIO) -> None:
+    reports.write(msgspec.json.encode(report).decode() + "\n")
     reports.flush()
 
 
