@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kuberoll_workers.data.plain import MAX_DEPTH, NotPlain, message_of, own_copy, parse, plain, printable, repr_of
+from kuberoll_workers.data.plain import (
+    MAX_DEPTH,
+    NotPlain,
+    is_finite,
+    message_of,
+    own_copy,
+    parse,
+    plain,
+    printable,
+    repr_of,
+)
 from tests.values import anything, texts
 
 
@@ -115,3 +125,13 @@ def test_words_are_found_for_what_has_none() -> None:
     assert message_of(Wordless()) == "(its message cannot be shown: __str__ raised SystemExit)"
     assert repr_of(Wordless()) == "Wordless (its representation cannot be shown)"
     assert repr_of("x" * 200) == "str '" + "x" * 76 + "..."
+
+
+@given(st.one_of(st.floats(), st.integers(), st.integers(10**300, 10**320), st.booleans(), anything))
+def test_a_finite_number_is_one_that_a_float_can_hold(value: Any) -> None:
+    try:
+        finite = isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        finite = False
+    assert is_finite(value) is finite
+    assert is_finite(numpy.float64("nan")) is False

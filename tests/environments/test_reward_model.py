@@ -98,6 +98,7 @@ async def test_requests_of_one_s_own(server: Judge, url: str) -> None:
         (web.json_response({"data": []}), "did not answer with scores of one text"),
         (web.json_response({"data": [{"probs": ["high"]}]}), "did not answer with scores of one text"),
         (web.json_response([]), "did not answer with scores of one text"),
+        (web.Response(text=f'{{"data": [{{"probs": [1{"0" * 400}]}}]}}'), "did not answer with"),
         (web.Response(text='{"data": [{"probs": [1e999]}]}'), "did not answer with JSON|gave the score inf"),
         (answer(), "config.label is 0; the model has 0 classes"),
     ],

@@ -290,6 +290,8 @@ def with_field(name: str, value: Any) -> dict[str, Any]:
         (with_field("generation_log_probs", ["x"]), r"response\.output\[1\]\.generation_log_probs: "),
         (with_field("generation_log_probs", [math.nan]), "one is not a finite number"),
         (answer_of(LINEAR, reward=None), r"reward must be a finite number"),
+        (answer_of(LINEAR, reward=10**400), r"reward must be a finite number; found int "),
+        (answer_of(LINEAR, reward_components={"a": 10**400}), r"reward_components must be numbers by name"),
         (answer_of(LINEAR, reward_components={"a": 3.0}), r"is 0\.1 but its reward_components sum to 3\.0"),
     ],
 )

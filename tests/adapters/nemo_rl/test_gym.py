@@ -250,7 +250,7 @@ def with_message(at: int, **changes: Any) -> dict[str, Any]:
         (with_message(1, generation_logprobs=torch.tensor([0.0, math.nan, 0.0])), "not a finite number"),
         (change(input_message_log=[]), "must be the first message"),
         (change(input_message_log=[{"token_ids": [1]}]), "differ from those of message_log"),
-        (result(("p", "x"), reward=math.nan), "must be a finite number; found nan"),
+        (result(("p", "x"), reward=math.nan), "must be a finite number; found float nan"),
         (result(("p", "x"), reward_components={"a": 3.0}), "reward_components sum to 3.0"),
         (result(("p", "x"), reward_components=[1]), "must be numbers by name"),
         (result(("p", "x"), reward=0.0, _ng_failure_class="judge_failed"), "reports a failed rollout: judge_failed"),

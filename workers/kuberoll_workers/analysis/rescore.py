@@ -503,7 +503,7 @@ class Rescoring:
             group_sizes: Rollout indexes of each row, by environment; needed for those that score prompt groups.
             environments: Names of the environments whose trajectories are rescored; all others are copied unchanged.
             concurrency: Maximum number of concurrent replays.
-            seconds: WriteObserver the wall seconds of each write.
+            seconds: Told the wall seconds of each write.
             force: Accept rewards of environments that now answer differently.
             parquet: Convert finished shards to Parquet.
         """

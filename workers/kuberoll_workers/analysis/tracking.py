@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import math
 import os
 import re
 import tempfile
@@ -26,6 +25,7 @@ from kuberoll_workers.analysis.export.nemo_gym import rollout_of_record
 from kuberoll_workers.analysis.export.nemo_gym_metrics import GymMetrics, logged
 from kuberoll_workers.analysis.export.writers import json_line
 from kuberoll_workers.analysis.report.make import PAGE
+from kuberoll_workers.data.plain import is_finite
 from kuberoll_workers.output.run_directory import AGGREGATES, MANIFEST, MODEL, RunManifest
 from kuberoll_workers.output.run_files import RunFiles
 
@@ -172,7 +172,7 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
         for key, item in value.items():
             if key not in _NOT_NUMBERS or not isinstance(item, Mapping):
                 yield from _numbers(item, f"{path}/{_name(key)}" if path else _name(key))
-    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    elif not isinstance(value, bool) and is_finite(value):
         yield path, float(value)
 
 

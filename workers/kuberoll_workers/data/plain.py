@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import marshal
 import math
-from typing import Any
+import sys
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -62,6 +63,14 @@ def already_plain(value: Any, where: str) -> Any:
         NotPlain: See `plain`.
     """
     return value if _copied(value, MAX_BYTES)[0] else plain(value, where)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """True for a number that a 64-bit float can hold: not NaN, not infinite, no integer beyond its range."""
+    if type(value) is float:
+        return math.isfinite(value)
+    # The comparison of an integer with a float is exact and never overflows.
+    return isinstance(value, int | float) and bool(-sys.float_info.max <= value <= sys.float_info.max)
 
 
 def parse(text: bytes, where: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any, Final, Literal, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ import numpy
 import orjson
 
 from kuberoll_workers.data.messages import ExtendedMessage, Message
-from kuberoll_workers.data.plain import NotPlain, already_plain, plain, printable
+from kuberoll_workers.data.plain import NotPlain, already_plain, is_finite, plain, printable, repr_of
 from kuberoll_workers.data.tracebacks import Frame
 
 StopReason = Literal["terminated", "truncated", "max_turns", "failed"]
@@ -275,7 +275,7 @@ def decode_branches(text: bytes | str) -> list[Branch]:
 def _arrays(value: object) -> object:
     """orjson writes numpy arrays at C speed and float32 in its shortest form; `array` shares its memory with one."""
     if isinstance(value, array):
-        return numpy.asarray(value)
+        return numpy.frombuffer(value, value.typecode)
     raise TypeError(f"{type(value).__name__} cannot be stored in a trajectory")
 
 
@@ -368,13 +368,10 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise NotPlain(f"messages[{number}].logprobs: one of them is not finite")
 
 
-def _finite(where: str, values: Collection[float]) -> None:
-    with contextlib.suppress(TypeError):
-        if all(map(isfinite, values)):
-            return
+def _finite(where: str, values: Iterable[float]) -> None:
     for value in values:
-        if not isinstance(value, int | float) or not isfinite(value):
-            raise NotPlain(f"{where}: found {value!r}; it must be a finite number")
+        if not is_finite(value):
+            raise NotPlain(f"{where}: found {repr_of(value)}; it must be a finite number")
 
 
 def failure_to_store(record: TrajectoryRecord | FailureRecord | DroppedRecord, error: Unstorable) -> FailureRecord:

@@ -77,7 +77,7 @@ class BatchJournal(abc.ABC):
         """
         Args:
             where: Name of the journal for errors.
-            seconds: WriteObserver the wall seconds of each write.
+            seconds: Told the wall seconds of each write.
         """
         self._where = where
         self._seconds = seconds
@@ -178,7 +178,7 @@ class FileJournal(BatchJournal):
         """Repair an existing file; a new one is created by the first record.
 
         Args:
-            seconds: WriteObserver the wall seconds of each write and sync.
+            seconds: Told the wall seconds of each write and sync.
             sync: Wait for the disk. Without it a record survives its process, but not a crash of the machine.
         """
         super().__init__(str(path), seconds=seconds)

@@ -67,7 +67,7 @@ class Storage(Protocol):
         Args:
             owner: Name of the writer, unique among the writers of the journal.
             shared: True if others may write to it, too.
-            seconds: WriteObserver the wall seconds of each write.
+            seconds: Told the wall seconds of each write.
             written: Called with the name within the run, and the content, of each part of an object store when it is
                 there; a directory has none.
         """

@@ -55,7 +55,7 @@ class ResultStore:
         Args:
             repeats: Samples of a whole group, by environment.
             turns: Directory of the turn log; None if turns are not journaled.
-            seconds: WriteObserver the wall seconds of each write.
+            seconds: Told the wall seconds of each write.
             stored: Called with each result when it is durable.
             tasks, rollouts: Number of tasks in the dataset, and maximum number of samples of a task; None if unknown.
             pending_bytes: Maximum number of bytes that wait to be written before `result` blocks.

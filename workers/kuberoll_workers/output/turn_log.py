@@ -43,7 +43,7 @@ class TurnLog:
 
         Args:
             output: The run's directory.
-            seconds: WriteObserver the wall seconds of each write.
+            seconds: Told the wall seconds of each write.
         """
         self._directory = output / DIRECTORY
         self._shard = shard

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kuberoll_workers.data.gym_requests import FAILURE, TERMINAL
 from kuberoll_workers.data.messages import LOGPROB_TYPE, token_array
-from kuberoll_workers.data.plain import repr_of
+from kuberoll_workers.data.plain import is_finite, repr_of
 from kuberoll_workers.data.response_items import InvalidItem, messages_of_items
 from kuberoll_workers.environments.interface import ChatMessage
 from kuberoll_workers.environments.outcome import EnvironmentFault, RowFault, StepInvalid
@@ -61,8 +61,8 @@ def reward_of(result: Mapping[str, Any], where: str) -> float:
         StepInvalid: It is no finite number.
     """
     reward = result.get("reward")
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise StepInvalid(f"{where}.reward must be a finite number; found {reward!r}")
+    if not is_finite(reward):
+        raise StepInvalid(f"{where}.reward must be a finite number; found {repr_of(reward)}")
     return float(reward)
 
 
@@ -70,7 +70,7 @@ def reward_components(result: Mapping[str, Any]) -> dict[str, float]:
     """The components of a result's reward by name; none if it names none.
 
     Raises:
-        AttributeError, TypeError, ValueError: They are no numbers.
+        AttributeError, OverflowError, TypeError, ValueError: They are no numbers.
     """
     return {str(name): float(score) for name, score in (result.get("reward_components") or {}).items()}
 
@@ -83,7 +83,7 @@ def check_components(result: Mapping[str, Any], reward: float, where: str) -> di
     """
     try:
         components = reward_components(result)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise StepInvalid(f"{where}.reward_components must be numbers by name: {error}") from error
     total = sum(components.values())
     # NeMo RL's tolerance.

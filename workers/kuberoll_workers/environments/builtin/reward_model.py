@@ -98,7 +98,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         try:
             (item,) = answer["data"]
             scores = [float(score) for score in item["probs"]]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ServerFailed(f"{config.place} did not answer with scores of one text: {str(answer)[:500]}") from error
         if config.label >= len(scores):
             raise ServerFailed(f"config.label is {config.label}; the model has {len(scores)} classes, numbered from 0")
