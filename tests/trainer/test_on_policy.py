@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 import pytest
 
 from kuberoll.trainer import Rollouts
@@ -196,6 +197,20 @@ async def test_one_consumer_sets_the_pace_and_others_read(tmp_path: Path) -> Non
             reader.published(9)
         with pytest.raises(ValueError, match="found 3, but 3 was published before"):
             rollouts.published(3)
+
+
+def test_versions_are_whole_numbers_of_any_kind(tmp_path: Path) -> None:
+    run = paced(tmp_path, maxLag=1)
+    rollouts = run.open()
+    assert rollouts.published(numpy.int64(3)) == 3  # type: ignore[arg-type]
+    for version in (4.5, "4", True):
+        with pytest.raises(ValueError, match="expected a whole number from 4"):
+            rollouts.published(version)  # type: ignore[arg-type]
+    # Workers could not read a plan with another one, and the trainer could not begin again.
+    assert run.open().version == 3
+    plan = read_plan(run.storage, shards=1)
+    assert plan is not None
+    assert plan.version == 3
 
 
 def test_a_batch_is_never_larger_than_what_may_wait(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_versions_only_grow_and_are_never_overwritten(policy: Policy, place: Pat
     for version in (3, 2, 0, -1, True, "4"):
         with pytest.raises(ValueError, match="whole number from 4"):
             one.publish(weights(2), version=version)  # type: ignore[arg-type]
+    assert one.publish(weights(2), version=numpy.int64(4)).version == 4  # type: ignore[arg-type]
     # As a publisher that knows nothing of the policy would.
     location = DirectoryLocation(place)
     with location.writing(), location.workspace(3) as made:
@@ -129,7 +130,7 @@ def test_versions_only_grow_and_are_never_overwritten(policy: Policy, place: Pat
         with pytest.raises(LocationError, match="never overwritten"):
             location.commit(3, made)
     assert (place / directory_name(3) / MODEL_FILE).read_bytes() == before
-    assert names(place) == [directory_name(3)]
+    assert names(place) == [directory_name(3), directory_name(4)]
 
 
 @pytest.mark.parametrize(("transport", "kept"), [(Files(), [4, 5, 6]), (Deltas(anchor_every=4), [1, 2, 3, 4, 5, 6])])

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kuberoll.trainer.groups import Group, GroupKey
 from kuberoll.trainer.pacing import Pacer, PaceRules, PaceState
+from kuberoll.trainer.publishing import whole_number
 from kuberoll_workers.data.consumer_counts import ConsumerCounts
 from kuberoll_workers.data.record import DroppedRecord, TrajectoryRecord
 from kuberoll_workers.data.shards import shard_of
@@ -140,17 +141,21 @@ class PaceControl:
             stale_tokens=self._counts.stale_tokens + sum(record.tokens.generated for record in records),
         )
 
-    def check_version(self, version: int) -> None:
-        """Check the number of the next weights.
+    def checked_version(self, version: object) -> int:
+        """The number of the next weights.
 
         Raises:
-            ValueError: It is not greater than the newest one.
+            ValueError: It is no whole number, or not greater than the newest one.
         """
-        if version <= self.version:
+        number = whole_number(version)
+        if number is None:
+            raise ValueError(f"version: found {version!r}, expected a whole number from {self.version + 1}")
+        if number <= self.version:
             raise ValueError(
-                f"version: found {version}, but {self.version} was published before: versions grow for as long as a "
+                f"version: found {number}, but {self.version} was published before: versions grow for as long as a "
                 "run lasts, also after a trainer's restart; leave it out, and the next one is taken"
             )
+        return number
 
     def published(self, version: int, *, seconds: Mapping[str, float] | None = None) -> None:
         """Note that every replica serves new weights.
@@ -159,10 +164,9 @@ class PaceControl:
             seconds: Seconds of publishing, by phase.
 
         Raises:
-            ValueError: The version is not greater than the newest one.
+            ValueError: The version is no whole number, or not greater than the newest one.
         """
-        self.check_version(version)
-        self.pacer.state.publish(version)
+        self.pacer.state.publish(self.checked_version(version))
         phases = dict(self._counts.publish_seconds)
         for name, amount in (seconds or {}).items():
             phases[name] = phases.get(name, 0.0) + amount

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -174,7 +175,7 @@ class Publisher:
             ValueError: The version is not greater than those before.
         """
         before = self.endpoint.weights()
-        self._check_version(version, before)
+        version = self._checked_version(version, before)
         clock = _Clock()
         with self._location.writing(), self._location.workspace(version) as target:
             try:
@@ -227,13 +228,15 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_version(self, version: int, before: ServedWeights) -> None:
+    def _checked_version(self, version: object, before: ServedWeights) -> int:
         newest = max(self.newest, _number(before.wanted))
-        if isinstance(version, bool) or not isinstance(version, int) or version <= newest:
+        number = whole_number(version)
+        if number is None or number <= newest:
             raise ValueError(
                 f"version: found {version!r}, but {newest} has been published: give a whole number from {newest + 1}; "
                 "versions only grow during a run"
             )
+        return number
 
     def _uri(self, version: int) -> str:
         if self._replica_location is None:
@@ -374,6 +377,14 @@ class _Clock:
             yield
         finally:
             self.seconds[name] = time.perf_counter() - began
+
+
+def whole_number(value: Any) -> int | None:
+    """The value of a whole number, also of numpy or PyTorch; None: it is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _number(version: str) -> int:

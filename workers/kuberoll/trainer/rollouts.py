@@ -258,7 +258,7 @@ class Rollouts:
             self._publisher = Publisher(endpoint=run_endpoint(self.location), location=f"{self.location}-weights")
         number = max(self.version + 1, self._publisher.next_version()) if version is None else version
         if self._pace is not None:
-            self._pace.check_version(number)
+            number = self._pace.checked_version(number)
         publication = self._publisher.publish(weights, version=number)
         if (pace := self._pace) is not None:
             with self._lock:
@@ -281,14 +281,13 @@ class Rollouts:
 
         Raises:
             RuntimeError: This consumer does not set the pace of the run.
-            ValueError: The version is not greater than the newest one.
+            ValueError: The version is no whole number, or not greater than the newest one.
         """
         pace = self._required_pace("published")
         with self._lock:
-            number = pace.version + 1 if version is None else version
-            pace.published(number)
+            pace.published(pace.version + 1 if version is None else version)
             self._give_up_stale()
-            return number
+            return pace.version
 
     def stop(self) -> None:
         """Let the run end: workers finish what is in flight, and begin no more, also if the run is resumed.
