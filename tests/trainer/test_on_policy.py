@@ -217,6 +217,15 @@ def test_a_batch_is_never_larger_than_what_may_wait(tmp_path: Path) -> None:
     run = paced(tmp_path, maxAhead=4)
     with pytest.raises(ValueError, match="maxAhead of the run is 4"):
         run.open().batches(5)
+    with pytest.raises(ValueError, match="maxAhead of the run is 4"):
+        run.open(groups_per_version=2).batches(5)
+
+
+def test_a_batch_is_never_larger_than_what_may_begin_with_a_version(tmp_path: Path) -> None:
+    rollouts = paced(tmp_path, maxLag=1).open(groups_per_version=2)
+    rollouts.batches(4)
+    with pytest.raises(ValueError, match=r"groups: 5, but .* only 4 may begin .* greater groups_per_version"):
+        rollouts.batches(5)
 
 
 def test_a_plan_that_is_torn_is_refused_with_its_name(tmp_path: Path) -> None:

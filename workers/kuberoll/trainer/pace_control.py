@@ -93,20 +93,29 @@ class PaceControl:
         loaded.version = max(loaded.version, known)
         self.pacer.state = loaded
 
-    def begin(self, groups: int) -> None:
-        """Note that the consumer takes so many groups between two publications, and let them begin.
+    def begin(self, groups: int, *, groups_per_version: int) -> None:
+        """Note what the consumer takes, and let it begin.
+
+        Args:
+            groups: Number of groups of a batch.
+            groups_per_version: Number of groups that it takes between two publications.
 
         Raises:
-            ValueError: The run may never have so many.
+            ValueError: The run never has so many for a batch.
         """
-        ahead = None if self.rules is None else self.rules.max_ahead
+        ahead, lag = (None, None) if self.rules is None else (self.rules.max_ahead, self.rules.max_lag)
         if ahead is not None and groups > ahead:
             raise ValueError(
                 f"groups: {groups}, but rollout.onPolicy.maxAhead of the run is {ahead}: so many never wait at once; "
                 "take smaller batches, or raise it"
             )
-        if groups != self.pacer.groups_per_version:
-            self.pacer.groups_per_version = groups
+        if lag is not None and groups > (window := (lag + 1) * groups_per_version):
+            raise ValueError(
+                f"groups: {groups}, but with groups_per_version={groups_per_version} and rollout.onPolicy.maxLag {lag} "
+                f"only {window} may begin before new weights are published: take smaller batches, or open the run "
+                "with a greater groups_per_version"
+            )
+        self.pacer.groups_per_version = groups_per_version
         self.write()
 
     def settle(self, key: GroupKey, order: int | None) -> None:

@@ -444,7 +444,7 @@ class Rollouts:
         function = advantage_function(advantages)
         if self._pace is not None:
             with self._lock:
-                self._pace.begin(self._groups_per_version or groups)
+                self._pace.begin(groups, groups_per_version=self._groups_per_version or groups)
         return self._steps(groups, function, wait, timeout)
 
     def _steps(
