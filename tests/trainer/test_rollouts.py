@@ -172,6 +172,19 @@ def test_the_last_batch_may_be_smaller(run: WrittenRun) -> None:
     assert tasks(Rollouts.open(str(run.path)), 2) == [[0, 1], [2]]
 
 
+def test_without_waiting_only_the_last_batch_is_smaller(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run", groups=9, repeats=1)
+    rollouts = Rollouts.open(str(run.path))
+    run.write(*map(trajectory, range(5)))
+    given = []
+    # The run goes on meanwhile.
+    for batch, task in zip(rollouts.batches(3, wait=False), range(5, 9), strict=False):
+        given.append(len(batch.groups))
+        run.write(trajectory(task))
+    assert given == [3, 3, 1]
+    assert tasks(rollouts, 3, wait=False) == [[7]]
+
+
 def test_a_stopped_run_is_waited_for_as_long_as_asked_and_nothing_is_lost(run: WrittenRun) -> None:
     run.write(trajectory(0, 0), trajectory(0, 1))
     rollouts = Rollouts.open(str(run.path))

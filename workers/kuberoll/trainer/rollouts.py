@@ -467,6 +467,9 @@ class Rollouts:
                 if self._inexact == "error":
                     require_exact(ready)
                 yield make_batch(ready, advantages=advantages, pad_id=self._pad_id)
+                if not wait and len(ready) < groups and all(group.key in tracker.closed for group in ready):
+                    # What was there has been taken; what has come since is for the next call.
+                    return
                 came, last_came = 0, time.monotonic()
                 continue
             if over:
