@@ -12,7 +12,7 @@ import msgspec
 import numpy
 import pytest
 
-from kuberoll.trainer import Rollouts
+from kuberoll.trainer import Rollouts, StateRefused
 from kuberoll.trainer.pace_control import PacedByAnother
 from kuberoll_api.contract import ServeArgs
 from kuberoll_workers.output import records
@@ -197,6 +197,21 @@ async def test_one_consumer_sets_the_pace_and_others_read(tmp_path: Path) -> Non
             reader.published(9)
         with pytest.raises(ValueError, match="found 3, but 3 was published before"):
             rollouts.published(3)
+
+
+@pytest.mark.parametrize("on_stale", ["Drop", "Finish"])
+async def test_a_state_without_the_pace_is_refused_by_the_consumer_that_sets_it(tmp_path: Path, on_stale: str) -> None:
+    async with paced(tmp_path, maxLag=1, onStale=on_stale) as run:
+        rollouts = run.open()
+        await anext(rollouts.batches_async(2, timeout=30))
+        reader = run.open(pace=False)
+        await anext(reader.batches_async(2, timeout=30))
+        # The workers would wait for what it has had, and it for the workers.
+        with pytest.raises(StateRefused, match=r"saved with pace=False.*open the run with pace=False"):
+            run.open().load_state_dict(reader.state_dict())
+        # The other way round nothing is lacking.
+        reader.load_state_dict(rollouts.state_dict())
+        assert len((await anext(reader.batches_async(2, timeout=30))).groups) == 2
 
 
 def test_versions_are_whole_numbers_of_any_kind(tmp_path: Path) -> None:

@@ -86,12 +86,10 @@ class PaceControl:
         """Number of the newest weights."""
         return self.pacer.state.version
 
-    def load(self, state: PaceState | None) -> None:
+    def load(self, state: PaceState) -> None:
         """Continue from a checkpoint; the newest weights stay the newest."""
-        known = self.version
-        loaded = PaceState.new(self._shards) if state is None else state
-        loaded.version = max(loaded.version, known)
-        self.pacer.state = loaded
+        state.version = max(state.version, self.version)
+        self.pacer.state = state
 
     def begin(self, groups: int, *, groups_per_version: int) -> None:
         """Note what the consumer takes, and let it begin.

@@ -23,7 +23,7 @@ from kuberoll.trainer.journals import JournalReader, Line, Place, open_place
 from kuberoll.trainer.pace_control import PaceControl, PacedByAnother
 from kuberoll.trainer.pacing import pace_rules, versions_of
 from kuberoll.trainer.publishing import Publication, Publisher
-from kuberoll.trainer.state import FORMAT, ConsumerState, decode_state, encode_state, identity_of
+from kuberoll.trainer.state import FORMAT, ConsumerState, StateRefused, decode_state, encode_state, identity_of
 from kuberoll.trainer.workers import WorkerSource
 from kuberoll_api.contract import token_variable
 from kuberoll_workers.data.record import (
@@ -403,14 +403,20 @@ class Rollouts:
         Iterators that were made before end with a RuntimeError.
 
         Raises:
-            StateRefused: It is no state, or one of another run, or of another consumer.
+            StateRefused: It is no state, or one of another run, or of another consumer, or of one that does not set the
+                run's pace as this one does.
         """
         loaded = decode_state(state, consumer=self.consumer, run=identity_of(self.manifest), location=self.location)
         closed, counted = loaded.closed_groups(), loaded.closed_groups()
         short, pace = loaded.short_groups(), loaded.pace_state()
+        if pace is None and self._pace is not None:
+            raise StateRefused(
+                f"state: it was saved with pace=False, and lacks what the workers of {self.location} need to know: "
+                "open the run with pace=False, or start without a state"
+            )
         with self._lock:
             self._begin(loaded)
-            if self._pace is not None:
+            if self._pace is not None and pace is not None:
                 self._pace.load(pace)
             self._tracker.closed, self._tracker.counted = closed, counted
             self._tracker.short = short
