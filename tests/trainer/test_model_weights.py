@@ -79,6 +79,41 @@ def test_wrappers_do_not_change_names_and_floats_are_converted(tmp_path: Path) -
     }
 
 
+def test_a_transformers_model_has_the_tensors_of_its_files(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "moe_intermediate_size": 4, "num_hidden_layers": 2, "head_dim": 4}
+    config = Qwen3MoeConfig(
+        num_attention_heads=2, num_key_value_heads=2, num_experts=3, tie_word_embeddings=True, **sizes
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    files = model_tensors(tmp_path / "model", dtype=None)
+    # In memory all experts of a layer are one tensor.
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in files
+    for model in (Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM.from_pretrained(tmp_path / "model")):
+        model.load_state_dict(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "model").state_dict())
+        for weights in (model, torch.nn.DataParallel(model), torch.compile(model), full_state(model)):
+            found = model_tensors(weights, dtype=None)
+            assert found.keys() == files.keys()
+            for name, tensor in files.items():
+                assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+                assert found[name].bits.tolist() == tensor.bits.tolist()
+
+
+def test_an_adapter_is_not_published_as_a_model() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    class Small(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(2, 3)
+
+    adapted = get_peft_model(Small(), LoraConfig(r=1, target_modules=["up"]))
+    with pytest.raises(UnusableWeights, match=r"up\.base_layer\.weight has a LoRA adapter .* transport='adapters'"):
+        model_tensors(adapted, dtype=None)
+    assert model_tensors(adapted.merge_and_unload(), dtype=None).keys() == {"up.weight", "up.bias"}
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     import torch.distributed as dist

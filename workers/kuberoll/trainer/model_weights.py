@@ -23,15 +23,16 @@ FLOATS = ("bfloat16", "float16", "float32")
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _PARALLEL = "module."
 _OUTPUT_LAYER = "lm_head.weight"
+# PEFT's name of a layer that has an adapter.
+_ADAPTED = "base_layer"
 
 
 def full_state(model: Any) -> dict[str, Any]:
-    """The state dict of a module, or of a mapping, with whole tensors in place of shards.
+    """The state dict of a module, or of a mapping, with whole tensors in place of shards, and names as in files.
 
     Call it on all ranks: shards are gathered from all of them. Publish what it returns on one rank.
     """
-    state = _state_of(model)
-    return {name: _whole(value) for name, value in state.items()}
+    return _as_saved(model, {name: _whole(value) for name, value in _state_of(model).items()})
 
 
 def model_tensors(weights: Any, *, dtype: str | None) -> dict[str, Tensor]:
@@ -43,8 +44,8 @@ def model_tensors(weights: Any, *, dtype: str | None) -> dict[str, Tensor]:
         dtype: Type for floating-point torch tensors, one of `FLOATS`; None: as they are.
 
     Raises:
-        UnusableWeights: One is sharded over several ranks, on no device, sparse or quantized, or has a type that
-            safetensors lacks; the message names it.
+        UnusableWeights: One is sharded over several ranks, on no device, sparse or quantized, has a type that
+            safetensors lacks, or has a LoRA adapter beside it; the message names it.
     """
     if dtype is not None and dtype not in FLOATS:
         raise UnusableWeights(f"dtype: found {dtype!r}; use one of {', '.join(FLOATS)}, or None")
@@ -55,9 +56,14 @@ def model_tensors(weights: Any, *, dtype: str | None) -> dict[str, Tensor]:
                 f"{weights}: {odd[0]} is {found[odd[0]].dtype}, and files are published as they are: leave out dtype"
             )
         return found
-    state = _state_of(weights)
+    state = _as_saved(weights, {name: _of_one_rank(name, value) for name, value in _state_of(weights).items()})
     tensors = {}
     for name, value in state.items():
+        if _ADAPTED in name.split("."):
+            raise UnusableWeights(
+                f"{name} has a LoRA adapter beside it: publish the adapter, with transport='adapters', or a copy of "
+                "the model with the adapter in its weights: copy.deepcopy(model).merge_and_unload()"
+            )
         if (bits := _bits_of(name, value, dtype)) is not None:
             tensors[name] = bits
     if not tensors:
@@ -82,6 +88,28 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix(_PARALLEL)
 
 
+def _as_saved(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a transformers model as its files have them: in memory, experts of a layer may be one tensor."""
+    inner = model
+    while (wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None))) is not None:
+        inner = wrapped
+    # Where there is such a model the package has been imported.
+    loading = sys.modules.get("transformers.core_model_loading")
+    if loading is None or not hasattr(inner, "save_pretrained") or not hasattr(inner, "config"):
+        return state
+    saved: dict[str, Any] = loading.revert_weight_conversion(inner, state)
+    return saved
+
+
+def _of_one_rank(name: str, value: Any) -> Any:
+    if _is_sharded(value) and value.device_mesh.size() > 1:
+        raise UnusableWeights(
+            f"{name} is sharded over {value.device_mesh.size()} ranks: call kuberoll.trainer.full_state(model) on "
+            "all of them, and publish what it returns on one"
+        )
+    return _whole(value)
+
+
 def _is_sharded(value: Any) -> bool:
     return hasattr(value, "full_tensor") and hasattr(value, "device_mesh")
 
@@ -97,13 +125,6 @@ def _bits_of(name: str, value: Any, dtype: str | None) -> Tensor | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return None
-    if _is_sharded(value):
-        if value.device_mesh.size() > 1:
-            raise UnusableWeights(
-                f"{name} is sharded over {value.device_mesh.size()} ranks: call kuberoll.trainer.full_state(model) on "
-                "all of them, and publish what it returns on one"
-            )
-        value = value.full_tensor()
     value = value.detach()
     if value.is_quantized or value.layout != torch.strided:
         raise UnusableWeights(f"{name} is sparse or quantized: publish the weights that it was made of")
