@@ -6,7 +6,7 @@ from typing import Any
 
 from kuberoll_workers.data.weights.offers import Tensors
 from kuberoll_workers.serving.engines.gloo_receiver import GlooInitInfo, GlooReceiver
-from kuberoll_workers.serving.engines.packed_weights import repack_output_layers
+from kuberoll_workers.serving.engines.packed_weights import repack
 
 BACKEND = "gloo"
 
@@ -57,7 +57,7 @@ def register() -> None:
                 is_checkpoint_format=True,
             )
             if self.device.type == "cpu":
-                repack_output_layers(self.model)
+                repack(self.model)
 
         def received(self) -> bool:
             return self._receiver.done()

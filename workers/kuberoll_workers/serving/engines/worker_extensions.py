@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kuberoll_workers.serving.engines import gloo_backend
-from kuberoll_workers.serving.engines.packed_weights import repack_output_layers
+from kuberoll_workers.serving.engines.packed_weights import repack
 
 FOR_CPUS: Final = f"{__name__}.CPUWorkerExtension"
 FOR_TRANSFERS: Final = f"{__name__}.TransferWorkerExtension"
@@ -33,12 +33,12 @@ class _TransferWorkerExtension:
 
 
 class _CPUWorkerExtension(_TransferWorkerExtension):
-    """Reloads weights, including those of an output layer that shares the embedding."""
+    """Reloads weights, including those that layers have packed."""
 
     def kuberoll_reload_weights(self: Any, weights_path: str) -> None:
         """vLLM's `reload_weights`, with nothing left of the old weights."""
         self.reload_weights(weights_path=weights_path)
-        repack_output_layers(self.model_runner.get_model())
+        repack(self.model_runner.get_model())
 
 
 _EXTENSIONS = {FOR_CPUS: _CPUWorkerExtension, FOR_TRANSFERS: _TransferWorkerExtension}
