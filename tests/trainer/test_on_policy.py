@@ -130,6 +130,16 @@ async def test_what_is_too_old_is_recorded_and_never_delivered(tmp_path: Path) -
     assert resumed.counts.stale_tokens == tokens
 
 
+async def test_a_trainer_whose_groups_are_all_too_old_is_told_so(tmp_path: Path) -> None:
+    async with paced(tmp_path, maxLag=0) as run:
+        rollouts = run.open()
+        await anext(rollouts.batches_async(2, timeout=30))
+        # The engine goes on with its old weights, as one does whose trainer has only said that it has new ones.
+        rollouts.published()
+        with pytest.raises(TimeoutError, match=r"[1-9]\d* were too old and 0 failed"):
+            await anext(rollouts.batches_async(2, timeout=1))
+
+
 async def test_trajectories_in_flight_are_stopped_when_they_are_too_old(tmp_path: Path) -> None:
     slow = {"firstTokenSeconds": 0.1, "sigma": 0.0}
     run = PacedRun(tmp_path / "run", job(simulated=slow, rollout={"onPolicy": {"maxLag": 0}}))

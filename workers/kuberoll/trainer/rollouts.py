@@ -676,7 +676,8 @@ class Rollouts:
         counts, ready = self.counts, len(self._queue)
         return (
             f"{self.location}: no prompt group has ended for {seconds:g} s: {counts.groups} were delivered, {ready} "
-            f"wait for their batch, {counts.filtered_groups} were filtered out and {counts.failed_groups} failed"
+            f"wait for their batch, {counts.filtered_groups} were filtered out, {counts.stale_groups} were too old and "
+            f"{counts.failed_groups} failed"
             f"{'' if self._rules.groups is None else f', of {self._rules.groups} of the dataset'}. If the run was "
             "stopped, continue it with --resume, or use batches(…, wait=False) for what is there"
             f"{self._why_held()}"
