@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 
@@ -18,14 +20,17 @@ from kuberoll.trainer import (
     Publisher,
     PublishFailed,
     PublishSuperseded,
+    Rollouts,
 )
 from kuberoll.trainer.locations import DirectoryLocation
 from kuberoll.trainer.transports import Files
 from kuberoll_workers.data.weights.manifest import CHANGES_FILE, MANIFEST_FILE, MODEL_FILE, directory_name
 from kuberoll_workers.data.weights.tensors import read_directory
+from kuberoll_workers.output.policy_file import POLICY_FILE, PolicyFile
 from kuberoll_workers.serving.engines.fetching import fetch
 from tests.output.s3 import S3Server, s3, s3_server
 from tests.trainer.policies import Policy
+from tests.trainer.support import WrittenRun
 
 __all__ = ["s3", "s3_server"]
 
@@ -113,6 +118,19 @@ def test_a_directory_is_published_as_it_is(policy: Policy, place: Path, tmp_path
     first = publisher(policy, tmp_path / "other").publish(weights(3), version=1)
     publisher(policy, place).publish(first.uri, version=2)
     assert policy.replicas["one"].engine.values == bits(3)
+
+
+@pytest.mark.parametrize("form", [Path, "{}/".format, "file://{}".format], ids=["path", "slash", "uri"])
+def test_a_run_s_weights_are_beside_it_however_its_place_is_written(
+    policy: Policy, tmp_path: Path, form: Callable[[Path], Any]
+) -> None:
+    run = WrittenRun(tmp_path / "run", groups=1)
+    (tmp_path / "tokens.json").write_text(json.dumps({"weights": policy.endpoint.token}))
+    given = PolicyFile(url=policy.url, tokens=str(tmp_path / "tokens.json"))
+    (run.path / POLICY_FILE).write_bytes(msgspec.json.encode(given))
+    published = Rollouts.open(form(run.path)).publish(weights(1))
+    assert published.uri == str(tmp_path / "run-weights" / directory_name(1))
+    assert served(policy) == ["1", "1"]
 
 
 def test_versions_only_grow_and_are_never_overwritten(policy: Policy, place: Path) -> None:

@@ -152,7 +152,7 @@ def run_endpoint(run: str | Path) -> PolicyEndpoint:
     Raises:
         EndpointError: It is not running, has no policy of its own, or is another user's.
     """
-    file = Path(run) / POLICY_FILE
+    file = Path(run).expanduser() / POLICY_FILE
     try:
         policy = msgspec.json.decode(file.read_bytes(), type=PolicyFile)
         tokens = msgspec.json.decode(Path(policy.tokens).read_bytes(), type=dict[str, str])

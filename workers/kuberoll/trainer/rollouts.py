@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName, advantage_function
@@ -87,7 +88,7 @@ class Rollouts:
     threads; each group goes to one of them.
 
     Attributes:
-        location: Directory or URI of the run, as given.
+        location: Directory or URI of the run.
         consumer: Name of this consumer.
         manifest: The run's manifest.
     """
@@ -137,7 +138,7 @@ class Rollouts:
     @classmethod
     def open(
         cls,
-        location: str,
+        location: str | Path,
         *,
         consumer: str = "trainer",
         inexact: Inexact = "error",
@@ -148,7 +149,7 @@ class Rollouts:
         pace: bool = True,
         groups_per_version: int | None = None,
         publisher: Publisher | None = None,
-        directory: str | None = None,
+        directory: str | Path | None = None,
         direct: WorkerSource | None = None,
     ) -> Rollouts:
         """Open a run, whether it goes on or has ended.
@@ -187,11 +188,13 @@ class Rollouts:
             raise ValueError(f"groups_per_version: found {groups_per_version}, expected a number of groups from 1")
         if not consumer:
             raise ValueError("consumer: found an empty name; name the consumer, such as 'grpo'")
+        # "-weights" is written behind it.
+        location = str(location).rstrip("/") or "/"
         if location.startswith(SCHEME):
             job = find_job(location)
-            location = output_of(job, directory)
+            location = output_of(job, None if directory is None else str(directory)).rstrip("/")
             if publisher is None:
-                publisher = Publisher(endpoint=job, location=f"{location.rstrip('/')}-weights")
+                publisher = Publisher(endpoint=job, location=f"{location}-weights")
             if direct is None and (token := os.environ.get(token_variable("read"))):
                 direct = job.workers(token)
         try:
@@ -255,7 +258,8 @@ class Rollouts:
             EndpointError, LocationError, UnusableWeights, ValueError: As `Publisher.publish`; nothing was published.
         """
         if self._publisher is None:
-            self._publisher = Publisher(endpoint=run_endpoint(self.location), location=f"{self.location}-weights")
+            endpoint = run_endpoint(self.location.removeprefix("file://"))
+            self._publisher = Publisher(endpoint=endpoint, location=f"{self.location}-weights")
         number = max(self.version + 1, self._publisher.next_version()) if version is None else version
         if self._pace is not None:
             number = self._pace.checked_version(number)
