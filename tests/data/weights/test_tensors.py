@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy
@@ -92,6 +93,22 @@ def test_what_is_no_whole_file_is_refused(tmp_path: Path) -> None:
         read_directory(tmp_path / "empty")
     with pytest.raises(UnusableWeights, match="lm_head: weights of type float4"):
         dtype_named("float4_e2m1fn_x2", where="lm_head")
+
+
+def test_a_directory_without_a_file_of_its_index_is_refused(tmp_path: Path) -> None:
+    names = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    for name in names:
+        save_file({name: numpy.zeros(3, numpy.float32)}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}))
+    assert read_directory(tmp_path).keys() == set(names)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(UnusableWeights, match=f"names {names[1]}, which is not there; was it written completely"):
+        read_directory(tmp_path)
+    for content in ("", "{}", "[]", '{"weight_map": [1]}'):
+        index.write_text(content)
+        with pytest.raises(UnusableWeights, match="was it written completely"):
+            read_directory(tmp_path)
 
 
 def test_descriptions_of_others_are_refused() -> None:

@@ -130,8 +130,13 @@ def read_directory(path: Path) -> dict[str, Tensor]:
     """The tensors of all safetensors files of a directory, mapped into memory.
 
     Raises:
-        UnusableWeights: There are none, one is in two files, or a file cannot be read.
+        UnusableWeights: There are none, one is in two files, or a file cannot be read, or is missing.
     """
+    for index in path.glob("*.safetensors.index.json"):
+        if missing := sorted(name for name in _indexed(index) if not (path / name).is_file()):
+            raise UnusableWeights(
+                f"{path}: {index.name} names {missing[0]}, which is not there; was it written completely?"
+            )
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         found = read_file(file)
@@ -141,6 +146,14 @@ def read_directory(path: Path) -> dict[str, Tensor]:
     if not tensors:
         raise UnusableWeights(f"{path} has no *.safetensors; give the directory of a saved model")
     return tensors
+
+
+def _indexed(index: Path) -> set[str]:
+    """The files that an index of tensors names."""
+    try:
+        return set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UnusableWeights(f"{index}: not an index of tensors: {error!r}; was it written completely?") from error
 
 
 def write_file(path: Path, tensors: Tensors) -> None:
