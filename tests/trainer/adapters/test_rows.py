@@ -39,10 +39,11 @@ def test_a_row_without_sampled_tokens_has_a_completion_that_teaches_nothing(tmp_
     assert row.oldest_version == -1
 
 
-def test_versions_that_are_names_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["step-4", "07"])
+def test_versions_that_are_names_are_refused(tmp_path: Path, version: str) -> None:
     messages = [
         Message("user", "p", token_array([1])),
-        Message("assistant", "a", token_array([2]), array("f", [-1.0]), 1, [("step-4", 0, 1)]),
+        Message("assistant", "a", token_array([2]), array("f", [-1.0]), 1, [(version, 0, 1)]),
     ]
-    with pytest.raises(BatchUnfit, match="'step-4' of the weights is not a whole number"):
+    with pytest.raises(BatchUnfit, match=f"'{version}' of the weights is not a whole number"):
         list(rows_of(batch_of(tmp_path, trajectory(0, messages=messages))))

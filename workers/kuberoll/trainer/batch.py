@@ -140,6 +140,11 @@ class Batch:
         return f"task {self.task_index[row]}, rollout {self.rollout_index[row]}{path}"
 
 
+def is_number(version: str) -> bool:
+    """True if a version is a number; one that is written otherwise than numbers are, such as 07, is a name."""
+    return _NUMBER.fullmatch(version) is not None
+
+
 def is_exact(record: TrajectoryRecord) -> bool:
     """True if a trajectory has the ids that the policy sampled, and the log-probability of each."""
     branches = [branch.messages for branch in record.branches or ()]
@@ -263,8 +268,7 @@ class _Versions:
 
     def put(self, row: int, begin: int, end: int, version: str) -> None:
         self._spans.append((row, begin, end, version))
-        # A number that is written otherwise than numbers are is a name.
-        self._numbers &= _NUMBER.fullmatch(version) is not None
+        self._numbers &= is_number(version)
 
     def array(self) -> Integers | Texts:
         if self._numbers:

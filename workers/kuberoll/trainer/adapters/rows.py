@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kuberoll.trainer.batch import NO_VERSION, Batch
+from kuberoll.trainer.batch import NO_VERSION, Batch, is_number
 
 Integers = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ def rows_of(batch: Batch) -> Iterator[Row]:
         BatchUnfit: Versions of weights are names and not whole numbers.
     """
     if batch.policy_version.dtype.kind == "U":
-        named = next(text for text in map(str, batch.policy_version.flat) if text and not text.isdecimal())
+        named = next(text for text in map(str, batch.policy_version.flat) if text and not is_number(text))
         raise BatchUnfit(
             f"version {named!r} of the weights is not a whole number, so that nobody knows how old a token is: publish "
             "weights with whole numbers that grow"
