@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kuberoll.trainer import Rollouts
+from tests.rollouts.fakes import until
 from tests.trainer.adapters.test_trl import GROUPS, MODEL, REPEATS, SAMPLING, played
 from tests.trainer.support import WrittenRun
 
@@ -144,5 +145,25 @@ def test_a_run_that_stands_still_is_named(tmp_path: Path) -> None:
     try:
         with pytest.raises(RuntimeError, match=r"no prompt group for .* see whether the run goes on"):
             worker.check_health(-1)
+    finally:
+        worker.stop()
+
+
+async def test_a_run_that_waits_for_weights_says_what_is_to_be_set(tmp_path: Path) -> None:
+    from kuberoll.trainer.adapters.trl_async import RolloutWorker
+
+    run = WrittenRun(tmp_path / "run", groups=GROUPS, repeats=REPEATS, **{"rollout.onPolicy.maxLag": 1})
+    worker = RolloutWorker(Rollouts.open(str(run.path)))
+
+    def told() -> str:
+        with pytest.raises(RuntimeError) as raised:
+            worker.check_health(-1)
+        return str(raised.value)
+
+    worker.start()
+    try:
+        # It takes groups one by one.
+        await until(lambda: "waits for weights after every 1 groups" in told())
+        assert "open it with groups_per_version" in told()
     finally:
         worker.stop()

@@ -358,7 +358,10 @@ class Rollouts:
         wait: bool = True,
         timeout: float | None = None,
     ) -> AsyncIterator[Batch]:
-        """`batches` for an event loop: files are read, and batches made, in threads."""
+        """`batches` for an event loop: files are read, and batches made, in threads.
+
+        An iterator that is cancelled while it waits is over: the next one goes on with what was not taken.
+        """
         steps = self._checked_steps(groups, advantages, wait, timeout)
 
         async def iterate() -> AsyncIterator[Batch]:

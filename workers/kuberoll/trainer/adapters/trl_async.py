@@ -101,6 +101,8 @@ class RolloutWorker:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        # What reading says while nothing comes.
+        self._waiting = "see whether the run goes on"
         self._last_group = time.monotonic()
         self._groups = 0
 
@@ -136,7 +138,7 @@ class RolloutWorker:
         if (waited := time.monotonic() - self._last_group) > stale_after_s:
             raise RuntimeError(
                 f"{self._rollouts.location}: no prompt group for {waited:.0f} s (heartbeat_stale_after_s="
-                f"{stale_after_s:g}): see whether the run goes on, or allow more time"
+                f"{stale_after_s:g}). Allow more time, or: {self._waiting}"
             )
 
     def _run(self) -> None:
@@ -147,8 +149,9 @@ class RolloutWorker:
                         self._deliver(batch)
                         if self._stopping.is_set():
                             return
-                except TimeoutError:
+                except TimeoutError as error:
                     # Nothing came; look whether to stop.
+                    self._waiting = str(error)
                     continue
                 raise RunEnded(
                     f"{self._rollouts.location} has delivered its {self._rollouts.counts.groups} prompt groups, and "
