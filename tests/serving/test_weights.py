@@ -107,6 +107,14 @@ def test_tensors_that_are_not_the_model_s(new: dict[str, tuple[int, ...]], why: 
     assert mismatch(new, {"a": (2, 3), "b": (4,), "lm_head.weight": (5, 3)}) == why
 
 
+@pytest.mark.parametrize("more", ["mtp.fc.weight", "model.mtp.0.x", "model.mtp_layers.0.x", "model.layers.2.mlp.x"])
+def test_layers_that_predict_further_tokens_are_not_missed(more: str) -> None:
+    own = {"model.layers.1.x": (1,), "model.layers.2.eh_proj.weight": (1,), "model.layers.20.x": (1,), more: (1,)}
+    assert mismatch({"model.layers.1.x": (1,), "model.layers.20.x": (1,)}, own) is None
+    assert mismatch({"model.layers.20.x": (1,)}, own) == "model.layers.1.x is missing"
+    assert mismatch({"model.layers.1.x": (1,)}, own) == "model.layers.20.x is missing"
+
+
 class Reading(Simulated):
     """Reads its weights, and breaks on those that are called so."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from kuberoll_workers.serving.engines.interface import WeightsRefused
@@ -14,6 +15,10 @@ _TENSORS = "*.safetensors"
 _OTHERS = ("*.bin", "*.pt", "*.pth")
 # A model whose output layer shares the embedding may be saved with or without it.
 _TIED = "lm_head.weight"
+# Names of layers that predict further tokens (MTP): of Qwen and others; and within those of DeepSeek and GLM, whose is
+# one more of the model's layers.
+_AHEAD = re.compile(r"(^|\.)mtp(_layers)?\.")
+_AHEAD_LAYER = ".eh_proj."
 
 
 def has_weights(path: Path) -> bool:
@@ -53,9 +58,19 @@ def mismatch(new: Shapes, own: Shapes) -> str | None:
     for name in sorted(shared):
         if new[name] != own[name]:
             return f"{name} has the shape {new[name]}, but {own[name]} in the model"
-    if missing := sorted(own.keys() - new.keys() - {_TIED}):
+    if missing := sorted(own.keys() - new.keys() - {_TIED} - _ahead(own)):
         return f"{missing[0]} is missing" + (f", and {len(missing) - 1} others are" if len(missing) > 1 else "")
     return None
+
+
+def _ahead(names: Collection[str]) -> set[str]:
+    """Those of layers that predict further tokens.
+
+    transformers does not load them, so that trainers lack them, and vLLM only speculates with them: what is sampled
+    does not depend on them.
+    """
+    layers = tuple(f"{name.partition(_AHEAD_LAYER)[0]}." for name in names if _AHEAD_LAYER in name)
+    return {name for name in names if _AHEAD.search(name) or name.startswith(layers)}
 
 
 def check_fit(path: Path, own: Path | None) -> None:
