@@ -237,7 +237,10 @@ def test_weights_that_break_an_engine_are_withdrawn_by_its_replica(policy: Polic
     assert served(policy) == ["1", "1"]
     (error,) = done
     assert isinstance(error, PublishFailed)
-    assert "the policy wants version 1 again" in str(error)
+    assert (
+        "the policy wants version 1 again: a replica that it broke withdrew it (the log of its engine says why)"
+        in str(error)
+    )
     assert error.served_version == "1"
 
 

@@ -291,8 +291,8 @@ class Publisher:
         self._transport.forget()
         return PublishFailed(
             version,
-            f"the policy wants version {served.wanted} again: a replica that it broke withdrew it, another publisher "
-            "took it back, or the policy was started anew",
+            f"the policy wants version {served.wanted} again: a replica that it broke withdrew it (the log of its "
+            "engine says why), another publisher took it back, or the policy was started anew",
             self._until_everywhere(served.wanted) or served,
         )
 

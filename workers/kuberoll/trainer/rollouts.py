@@ -57,7 +57,8 @@ class Counts:
 
     Attributes:
         groups, trajectories: Delivered.
-        short_groups: Of `groups`, those with fewer trajectories than they should have, because some failed.
+        short_groups: Of `groups`, those with fewer trajectories than they should have, because some failed or were left
+            out.
         filtered_groups: Groups that the run filtered out.
         stale_groups: Groups that were older than `rollout.onPolicy.maxLag` allows.
         stale_tokens: Tokens that were generated for trajectories of such groups, as far as they have been seen.
