@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,6 +47,14 @@ def test_equal_rewards_and_a_group_of_one_have_none(function: AdvantageFunction,
 @given(given=rewards.filter(lambda values: len(values) > 1 and np.std(values) > 0.01), scale=st.floats(0.5, 100))
 def test_grpo_does_not_depend_on_the_scale_of_rewards(given: np.ndarray, scale: float) -> None:
     np.testing.assert_allclose(grpo(given * scale), grpo(given), atol=1e-3)
+
+
+@pytest.mark.parametrize("function", ALL)
+@pytest.mark.parametrize("shape", [(2, 4), (0,), ()], ids=str)
+def test_rewards_are_of_one_group(function: AdvantageFunction, shape: tuple[int, ...]) -> None:
+    # Of several groups the mean would be that of all of them.
+    with pytest.raises(ValueError, match=rf"found the shape {re.escape(str(shape))}, expected those of one group"):
+        function(np.zeros(shape))
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:

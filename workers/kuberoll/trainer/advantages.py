@@ -24,6 +24,7 @@ def grpo(rewards: Rewards) -> Rewards:
     Group Relative Policy Optimization: Shao et al., "DeepSeekMath", arXiv 2402.03300, section 4.1.2. The standard
     deviation is that of a sample (n - 1), plus 1e-6. Zero for equal rewards, and for a group of one.
     """
+    rewards = _of_one_group(rewards)
     if len(rewards) < 2:
         return np.zeros_like(rewards)
     centered: Rewards = _centered(rewards)
@@ -36,6 +37,7 @@ def rloo(rewards: Rewards) -> Rewards:
     REINFORCE Leave-One-Out: Ahmadian et al., "Back to Basics", arXiv 2402.14740, section 3.1. Zero for a group of one,
     which has no others to compare it with.
     """
+    rewards = _of_one_group(rewards)
     count = len(rewards)
     return _centered(rewards) * (count / (count - 1)) if count > 1 else np.zeros_like(rewards)
 
@@ -46,7 +48,14 @@ def dr_grpo(rewards: Rewards) -> Rewards:
     Dr. GRPO: Liu et al., "Understanding R1-Zero-Like Training", arXiv 2503.20783, section 3.2. Its other half, a loss
     that is not divided by each response's length, is the trainer's.
     """
-    return _centered(rewards)
+    return _centered(_of_one_group(rewards))
+
+
+def _of_one_group(rewards: npt.ArrayLike) -> Rewards:
+    made = np.asarray(rewards, np.float64)
+    if made.ndim != 1 or len(made) == 0:
+        raise ValueError(f"rewards: found the shape {made.shape}, expected those of one group, [trajectories]")
+    return made
 
 
 def _centered(rewards: Rewards) -> Rewards:
