@@ -70,11 +70,25 @@ def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
         (("replay", tmp_path / "none.jsonl"), "none.jsonl"),
         (("replay", trace, "--replicas", 0), "replicas: found 0"),
         (("replay", trace, "--kv-cache-tokens", 64), "do not fit into kv_cache_tokens"),
+        (("replay", trace, "--max-num-batched-tokens", 100), "it is at least max_num_seqs (256)"),
+        (("replay", trace, "--step-ms", "inf"), "'--step-ms'"),
+        (("replay", trace, "--prefill-us", "1e30"), "'--prefill-us'"),
+        (("replay", trace, "--cold-start", "nan"), "'--cold-start'"),
+        (("replay", trace, "--deaths-per-hour", "nan"), "'--deaths-per-hour'"),
         (("synthesize", "--trajectories", 3, "--turns", "normal:3"), "--turns"),
     ):
         refused = typed(*arguments)
         assert refused.exit_code == 2, refused.output
         assert message in refused.output
+
+
+def test_a_replay_beyond_the_end_of_time_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"group":0,"sample":0,"environment":"math","prompt":10,"turns":[[5,0,0.5,9999999]]}'
+    path.write_text(f'{{"kuberoll_trace":1,"trajectories":1}}\n{line}\n')
+    refused = typed("replay", path)
+    assert refused.exit_code == 2
+    assert "virtual time" in refused.output
 
 
 def test_an_engine_argument_has_a_name() -> None:

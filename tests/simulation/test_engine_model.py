@@ -262,10 +262,13 @@ def test_a_request_that_can_never_run_is_refused() -> None:
     ("name", "value"),
     [
         ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 3),
         ("kv_cache_tokens", 4),
         ("decode_seconds", -1.0),
         ("attention_seconds", -1.0),
         ("step_seconds", 0.0),
+        ("step_seconds", float("inf")),
+        ("prefill_seconds", float("nan")),
     ],
 )
 def test_limits_that_make_no_engine_are_named(name: str, value: float) -> None:

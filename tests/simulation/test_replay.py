@@ -191,8 +191,29 @@ def test_a_trajectory_that_fits_no_cache_is_an_error() -> None:
         report(alone((900, 0, 0.0)), engine=EngineLimits(kv_cache_tokens=512))
 
 
+def test_weights_that_come_before_the_longest_context_is_computed_are_refused() -> None:
+    # Three chunks of 8,192 tokens; the last one is completed after new weights have come.
+    trajectories = [
+        TraceTrajectory(group=0, sample=0, environment="math", prompt=20_000, turns=(Turn(3, 0, 0.0, 0.0),))
+    ]
+    chunk = 0.006 + 8192 * 0.000_025
+    with pytest.raises(ReplayRefused, match=r"weights_every: found 0\.\d+; the longest trajectory has 20003 tokens"):
+        report(trajectories, engine=EngineLimits(), weights_every=1.99 * chunk, weights_seconds=0.0)
+    played = report(trajectories, engine=EngineLimits(), weights_every=2.01 * chunk, weights_seconds=0.0)
+    assert played["turns"] == 1
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("replicas", 0), ("workers", 0), ("deaths_per_hour", -1.0), ("weights_seconds", 60.0)]
+    ("name", "value"),
+    [
+        ("replicas", 0),
+        ("workers", 0),
+        ("deaths_per_hour", -1.0),
+        ("deaths_per_hour", float("nan")),
+        ("cold_start_seconds", float("inf")),
+        ("weights_seconds", 60.0),
+        ("weights_seconds", 59.995),
+    ],
 )
 def test_settings_that_make_no_fleet_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kuberoll_workers.simulation.engine_model import NANOSECONDS
 from kuberoll_workers.simulation.virtual_loop import LONGEST_SECONDS, NothingLeft, TimeEnds, run_virtually
+from tests.examples import examples
 
 
 def test_timers_come_in_order_at_their_times() -> None:
@@ -48,6 +52,12 @@ def test_a_wait_for_nothing_is_an_error() -> None:
 def test_virtual_time_ends_with_an_error() -> None:
     with pytest.raises(TimeEnds, match="virtual time"):
         run_virtually(asyncio.sleep(LONGEST_SECONDS + 1))
+
+
+@settings(max_examples=examples(1000))
+@given(st.integers(0, int(LONGEST_SECONDS) * NANOSECONDS))
+def test_every_time_of_an_engine_is_told_by_its_timer(due: int) -> None:
+    assert round(due / NANOSECONDS * NANOSECONDS) == due
 
 
 def test_threads_are_refused() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _Command = Callable[..., None]
+
+
+class _Amount(click.FloatRange):
+    """A number from 0 that clocks can count; `nan` and infinity are none."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1_000_000)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See click."""
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value} is no number", param, ctx)
+        return found
+
+
+_AMOUNT: Final = _Amount()
 
 
 @click.group()
@@ -169,11 +187,11 @@ def _engine_options(command: _Command) -> _Command:
         ),
         click.option("--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="Of a block."),
         click.option("--prefix-caching/--no-prefix-caching", default=True, help="Reuse prefixes.  [default: reuse]"),
-        click.option("--step-ms", type=float, default=6.0, show_default=True, help="Fixed time of an engine's step."),
-        click.option("--decode-us", type=float, default=80.0, show_default=True, help="More for each sequence."),
-        click.option("--prefill-us", type=float, default=25.0, show_default=True, help="More for each prompt token."),
+        click.option("--step-ms", type=_AMOUNT, default=6.0, show_default=True, help="Fixed time of an engine's step."),
+        click.option("--decode-us", type=_AMOUNT, default=80.0, show_default=True, help="More for each sequence."),
+        click.option("--prefill-us", type=_AMOUNT, default=25.0, show_default=True, help="More for each prompt token."),
         click.option(
-            "--attention-ns", type=float, default=0.0, show_default=True, help="More for each token of the contexts."
+            "--attention-ns", type=_AMOUNT, default=0.0, show_default=True, help="More for each token of the contexts."
         ),
         click.option(
             "--chunked-prefill/--no-chunked-prefill", default=True, help="Split prompts.  [default: split them]"
@@ -206,11 +224,11 @@ def _engine_options(command: _Command) -> _Command:
     help="Of new trajectories; the others are candidates.",
 )
 @click.option("--scheduling", type=click.Choice(["Concurrent", "Lockstep"]), default="Concurrent", show_default=True)
-@click.option("--request-ms", type=float, default=0.0, show_default=True, help="Of a request, outside of the engine.")
-@click.option("--cold-start", type=float, default=0.0, metavar="SECONDS", help="Until a new replica answers.")
-@click.option("--deaths-per-hour", type=float, default=0.0, help="Replicas of the fleet that die in an hour.")
-@click.option("--weights-every", type=float, default=0.0, metavar="SECONDS", help="New weights for all replicas.")
-@click.option("--weights-seconds", type=float, default=1.0, show_default=True, help="Pause for new weights.")
+@click.option("--request-ms", type=_AMOUNT, default=0.0, show_default=True, help="Of a request, outside of the engine.")
+@click.option("--cold-start", type=_AMOUNT, default=0.0, metavar="SECONDS", help="Until a new replica answers.")
+@click.option("--deaths-per-hour", type=_AMOUNT, default=0.0, help="Replicas of the fleet that die in an hour.")
+@click.option("--weights-every", type=_AMOUNT, default=0.0, metavar="SECONDS", help="New weights for all replicas.")
+@click.option("--weights-seconds", type=_AMOUNT, default=1.0, show_default=True, help="Pause for new weights.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of deaths and jitter.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, the same bytes each time.")
 @_engine_options
@@ -251,6 +269,7 @@ def replay(
     from kuberoll_workers.simulation.replay import replay as play
     from kuberoll_workers.simulation.report import report_of
     from kuberoll_workers.simulation.trace import read_trace
+    from kuberoll_workers.simulation.virtual_loop import NothingLeft, TimeEnds
 
     try:
         settings = ReplaySettings(
@@ -286,7 +305,7 @@ def replay(
         with _quiet():
             found = play(trajectories, settings)
         took = time.perf_counter() - began
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NothingLeft, TimeEnds) as error:
         _end(error)
     report = report_of(trajectories, settings, found)
     if as_json:

@@ -21,6 +21,20 @@ from kuberoll_workers.simulation.kv_cache import Held, KvCache
 
 NANOSECONDS: Final = 1_000_000_000
 
+MOST_SECONDS: Final = 1e6
+"""Longest time that can be asked for, 11 days; virtual time itself ends after 48."""
+
+
+def check_amount(name: str, value: float) -> None:
+    """Check that a time, or a rate, is a number with which can be counted.
+
+    Raises:
+        ValueError: It is not; the message has its name.
+    """
+    # A comparison with `nan` is false.
+    if not 0 <= value <= MOST_SECONDS:
+        raise ValueError(f"{name}: found {value:g}; it is from 0 to {MOST_SECONDS:,.0f}")
+
 
 class RequestTooLong(ValueError):
     """A request does not fit into the empty cache."""
@@ -60,9 +74,13 @@ class EngineLimits:
                 raise ValueError(f"{name}: found {getattr(self, name)}; it is at least 1")
         if self.kv_cache_tokens < self.block_tokens:
             raise ValueError(f"kv_cache_tokens: found {self.kv_cache_tokens}; it is at least one block")
-        for name in ("decode_seconds", "prefill_seconds", "attention_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: found {getattr(self, name):g}; it is not negative")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: found {self.max_num_batched_tokens}; it is at least max_num_seqs "
+                f"({self.max_num_seqs}), of which each may generate a token in a step"
+            )
+        for name in ("step_seconds", "decode_seconds", "prefill_seconds", "attention_seconds"):
+            check_amount(name, getattr(self, name))
         if self.step_seconds * NANOSECONDS < 1:
             raise ValueError(f"step_seconds: found {self.step_seconds:g}; a step takes time")
 

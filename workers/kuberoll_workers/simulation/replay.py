@@ -30,7 +30,7 @@ from kuberoll_workers.rollouts.rollout import Rollout
 from kuberoll_workers.rollouts.scheduling import run_groups
 from kuberoll_workers.rollouts.settings import RolloutSettings, Scheduling
 from kuberoll_workers.simulation.candidates import Admission, CandidateScheduler, Routing
-from kuberoll_workers.simulation.engine_model import EngineLimits, EngineTally
+from kuberoll_workers.simulation.engine_model import EngineLimits, EngineTally, check_amount
 from kuberoll_workers.simulation.fleet import Fleet, ModelledReplica, Task, Waits, tokens_of_length
 from kuberoll_workers.simulation.idle import IdleLedger
 from kuberoll_workers.simulation.trace import TraceTrajectory, groups_of
@@ -82,12 +82,11 @@ class ReplaySettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: found {getattr(self, name)}; it is at least 1")
         for name in ("request_seconds", "cold_start_seconds", "deaths_per_hour", "weights_every", "weights_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: found {getattr(self, name):g}; it is not negative")
-        if self.weights_every and self.weights_seconds >= self.weights_every:
+            check_amount(name, getattr(self, name))
+        if self.weights_every and self.weights_seconds + self.engine.step_seconds >= self.weights_every:
             raise ValueError(
-                f"weights_seconds: found {self.weights_seconds:g}; it is less than weights_every "
-                f"({self.weights_every:g}), else replicas do nothing but load weights"
+                f"weights_seconds: found {self.weights_seconds:g}; with a step of {self.engine.step_seconds:g} s it is "
+                f"less than weights_every ({self.weights_every:g}), else replicas do nothing but load weights"
             )
 
 
@@ -126,7 +125,7 @@ def replay(trajectories: Sequence[TraceTrajectory], settings: ReplaySettings) ->
     """Play a trace; the same trace and settings give the same result.
 
     Raises:
-        ReplayRefused: A trajectory does not fit into a replica's cache.
+        ReplayRefused: A trajectory does not fit into a replica's cache, or is not computed between two versions.
         NothingLeft, TimeEnds: The replay does not come to its end.
     """
     engine = settings.engine
@@ -139,8 +138,23 @@ def replay(trajectories: Sequence[TraceTrajectory], settings: ReplaySettings) ->
                 f"group {trajectory.group}, sample {trajectory.sample}: it has {trajectory.length} tokens, which do "
                 f"not fit into {name} ({room})"
             )
+    if settings.weights_every:
+        _check_weights(max((trajectory.length for trajectory in trajectories), default=0), settings)
     with _no_collection():
         return run_virtually(_Replay(trajectories, settings).run())
+
+
+def _check_weights(longest: int, settings: ReplaySettings) -> None:
+    """Check that the longest context can be computed before new weights come, after which it is computed again."""
+    engine = settings.engine
+    tokens = engine.max_num_batched_tokens
+    # The step that is under way when they come is still completed.
+    whole = (longest - 1) // tokens * (engine.step_seconds + tokens * engine.prefill_seconds)
+    if whole >= settings.weights_every - settings.weights_seconds:
+        raise ReplayRefused(
+            f"weights_every: found {settings.weights_every:g}; the longest trajectory has {longest} tokens, and new "
+            f"weights would come before they are computed again, which takes more than {whole:.3g} s"
+        )
 
 
 @contextmanager

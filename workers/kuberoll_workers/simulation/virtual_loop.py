@@ -15,9 +15,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 _Result = TypeVar("_Result")
 
-LONGEST_SECONDS: Final = float(1 << 23)
-"""End of virtual time, 97 days: later a float has no nanoseconds, by which asyncio tells whether a timer is due."""
-
+LONGEST_SECONDS: Final = float(1 << 22)
+"""End of virtual time, 48 days: later a float is not within half a nanosecond of each time of an engine."""
 
 _RESOLUTION_SECONDS: Final = 1e-9
 _FEW_TIMERS: Final = 100
@@ -118,7 +117,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             heapq.heappop(timers)
             self._cancelled_timers -= 1
         if not timers and self._endless:
-            raise TimeEnds(f"the run takes more than {LONGEST_SECONDS:g} s of virtual time")
+            raise TimeEnds(
+                f"the replay takes more than {LONGEST_SECONDS:.0f} s of virtual time, 48 days: give it a faster engine "
+                "or shorter times of environments, starts and weights"
+            )
         if not timers:
             raise NothingLeft("all tasks wait for something that no timer brings")
         self._now = max(self._now, timers[0][0])
