@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -13,12 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kuberoll_workers.data.shards import shard_of
+from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
 from kuberoll_workers.simulation.engine_model import EngineLimits
-from kuberoll_workers.simulation.idle import cause_of_idleness
+from kuberoll_workers.simulation.fleet import ModelledReplica, Task, Waits, tokens_of_length
+from kuberoll_workers.simulation.idle import IdleLedger, cause_of_idleness
 from kuberoll_workers.simulation.replay import ReplayRefused, ReplaySettings, replay
 from kuberoll_workers.simulation.report import longest_seconds, report_of
 from kuberoll_workers.simulation.synthesis import Distribution, Recipe, synthesize
 from kuberoll_workers.simulation.trace import TraceTrajectory, Turn
+from kuberoll_workers.simulation.virtual_loop import run_virtually
 from tests.examples import examples
 
 
@@ -140,6 +145,43 @@ def test_idle_time_has_the_cause_that_was_made() -> None:
     # Each is dead until another one has replaced it.
     dead_seconds = died["idle_share"]["dead"] * 3 * died["makespan_seconds"]
     assert 0 < dead_seconds <= died["deaths"] * 5.0 + 0.01
+
+
+def test_refused_requests_wait_in_their_workers() -> None:
+    turns = (Turn(100, 0, 0.0, 0.0),)
+    groups = {shard_of(group, 2): group for group in range(20)}
+    trajectories = [
+        TraceTrajectory(group=group, sample=0, environment="math", prompt=64, turns=turns) for group in groups.values()
+    ]
+    # The replica refuses one worker's request, and is idle until that is sent again.
+    found = report(trajectories, replicas=1, workers=2, window=1)
+    assert found["busy_share"] < 1
+    assert found["idle_share"]["admission"] == pytest.approx(1 - found["busy_share"], abs=1e-5)
+
+
+def test_a_replica_takes_no_more_than_its_window_of_what_was_on_its_way() -> None:
+    request = GenerationRequest(
+        request_id="0-0-0-1-0",
+        session_id="0-0-0",
+        token_ids=tokens_of_length(64),
+        sampling=SamplingParameters(max_tokens=5),
+    )
+
+    async def main() -> list[str]:
+        replica = ModelledReplica(
+            "replica-0",
+            EngineLimits(),
+            window=2,
+            request_seconds=0.01,
+            lookup=lambda _: Task(trajectory=0, group=0, common=0, generated=5, first=True, possible=0),
+            ledger=IdleLedger(unbegun=0),
+            waits=Waits(),
+        )
+        replica.start()
+        answers = await asyncio.gather(*(replica.generate(request) for _ in range(5)), return_exceptions=True)
+        return [type(answer).__name__ for answer in answers]
+
+    assert run_virtually(main()) == ["GenerationResult"] * 2 + ["Overloaded"] * 3
 
 
 def test_replicas_that_leave_before_their_probe_raise_no_error(caplog: pytest.LogCaptureFixture) -> None:

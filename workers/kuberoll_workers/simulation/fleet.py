@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NoReturn, Self
+from typing import Final, NoReturn, Protocol, Self
 
 from kuberoll_workers.data.messages import LOGPROB_TYPE, TOKEN_TYPE
 from kuberoll_workers.policy.agent_sessions import AgentSession, SessionSettings
@@ -49,6 +49,16 @@ class Task:
 
 
 Lookup = Callable[[GenerationRequest], Task]
+
+
+class RequestWatcher(Protocol):
+    """Hears which requests wait in workers."""
+
+    def sent(self, request: GenerationRequest) -> None:
+        """A worker sends a request to a replica."""
+
+    def returned(self, request: GenerationRequest) -> None:
+        """A request is back in its worker without an answer."""
 
 
 @lru_cache(_KEPT_LENGTHS)
@@ -153,8 +163,6 @@ class ModelledReplica:
         """See `ReplicaClient`."""
         if not self.alive:
             raise Unreachable(f"{self.id}: connection refused")
-        if self.ongoing >= self._window:
-            raise Overloaded(f"{self.id}: {self._window} requests are in flight")
         task = self._lookup(request)
         sequence = engine_model.Sequence(
             trajectory=task.trajectory,
@@ -168,6 +176,8 @@ class ModelledReplica:
             await asyncio.sleep(self._request_seconds)
             if not self.alive:
                 raise PolicyUnavailable(f"{self.id}: connection reset by peer")
+        if self.ongoing >= self._window:
+            raise Overloaded(f"{self.id}: {self._window} requests are in flight")
         try:
             self.engine.submit(sequence, self._now())
         except engine_model.RequestTooLong as error:
@@ -247,10 +257,9 @@ class ModelledReplica:
 class ModelledClient:
     """One worker's client of a replica; an async context manager, as the real one."""
 
-    def __init__(self, replica: ModelledReplica, sent: Callable[[GenerationRequest], None]) -> None:
-        """`sent` is called with each request that reaches the replica."""
+    def __init__(self, replica: ModelledReplica, watcher: RequestWatcher) -> None:
         self._replica = replica
-        self._sent = sent
+        self._watcher = watcher
         self.load: int | None = None
 
     async def __aenter__(self) -> Self:
@@ -260,8 +269,12 @@ class ModelledClient:
         """Do nothing: there is no connection."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        self._sent(request)
-        result = await self._replica.generate(request)
+        self._watcher.sent(request)
+        try:
+            result = await self._replica.generate(request)
+        except (Overloaded, PolicyUnavailable):
+            self._watcher.returned(request)
+            raise
         self.load = self._replica.ongoing
         return result
 
@@ -304,10 +317,10 @@ class Fleet:
         """See `Discovery`."""
         return self._addresses
 
-    def connector(self, sent: Callable[[GenerationRequest], None]) -> Callable[[str], ModelledClient]:
+    def connector(self, watcher: RequestWatcher) -> Callable[[str], ModelledClient]:
         """A function that creates the client of a replica, for one worker."""
 
         def connect(url: str) -> ModelledClient:
-            return ModelledClient(self._by_id[url], sent)
+            return ModelledClient(self._by_id[url], watcher)
 
         return connect

@@ -184,6 +184,7 @@ class _Replay:
         self._fleet = Fleet()
         self._waits = Waits()
         self._asked: dict[str, float] = {}
+        self._waiting: set[str] = set()
         self._possible = self._turns = self._generated = self._deaths = self._moves = 0
         self._failures: Counter[str] = Counter()
         self._first_failure: str | None = None
@@ -232,7 +233,7 @@ class _Replay:
             router = await stack.enter_async_context(
                 RoutedPolicy(
                     self._fleet,
-                    self._fleet.connector(self._sent),
+                    self._fleet.connector(self),
                     sticky=settings.routing == "Session",
                     share=share,
                     metrics=self._routing_metrics,
@@ -376,19 +377,32 @@ class _Replay:
 
     def asked(self, request: GenerationRequest) -> None:
         """Count a request that the loop has made."""
-        now = asyncio.get_running_loop().time()
-        self._asked[request.session_id] = now
+        self._asked[request.session_id] = asyncio.get_running_loop().time()
         task = self._task(request)
         self._possible += task.possible
         self._begun_groups.add(task.group)
-        self._ledger.count(now, waiting=1, unbegun=-1 if task.first else 0)
+        self._wait(request, unbegun=-1 if task.first else 0)
 
-    def _sent(self, request: GenerationRequest) -> None:
-        # Sent again after a failure, it does not count as waiting.
+    def sent(self, request: GenerationRequest) -> None:
+        """See `RequestWatcher`."""
+        # Sent again after a failure, it has been counted.
         if (asked := self._asked.pop(request.session_id, None)) is not None:
-            now = asyncio.get_running_loop().time()
-            self._waits.router.append(now - asked)
-            self._ledger.count(now, waiting=-1)
+            self._waits.router.append(asyncio.get_running_loop().time() - asked)
+        self.answered(request)
+
+    def returned(self, request: GenerationRequest) -> None:
+        """See `RequestWatcher`."""
+        self._wait(request)
+
+    def answered(self, request: GenerationRequest) -> None:
+        """Count a request that does not wait in its worker, or not any more."""
+        if request.session_id in self._waiting:
+            self._waiting.discard(request.session_id)
+            self._ledger.count(asyncio.get_running_loop().time(), waiting=-1)
+
+    def _wait(self, request: GenerationRequest, *, unbegun: int = 0) -> None:
+        self._waiting.add(request.session_id)
+        self._ledger.count(asyncio.get_running_loop().time(), waiting=1, unbegun=unbegun)
 
 
 class _WatchedPolicy:
@@ -400,7 +414,11 @@ class _WatchedPolicy:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self._watcher.asked(request)
-        return await self._router.generate(request)
+        try:
+            return await self._router.generate(request)
+        finally:
+            # It may have failed in its worker.
+            self._watcher.answered(request)
 
     def end_session(self, session_id: str) -> None:
         self._router.end_session(session_id)
