@@ -127,7 +127,7 @@ def test_every_request_gets_its_tokens_and_every_block_is_given_back(
     workloads(),
     st.sampled_from([160, 240, 1600]),
     st.sampled_from([5, 32, 100]),
-    st.sampled_from([0.0, 0.000_03]),
+    st.sampled_from([0.0, 0.000_03, 3.3e-9]),
     st.booleans(),
 )
 def test_steps_that_are_taken_together_end_as_one_by_one(
@@ -193,6 +193,13 @@ def test_each_step_reads_the_contexts_of_all_that_generate() -> None:
     ends = drained(engine, [(0, sequence(10, 4)), (0, sequence(20, 4, trajectory=1, group=1))])
     # The prompts in one step; then three steps of both, which read 30, 32 and 34 tokens.
     assert ends[0][1] == 13 * MILLISECOND + 3 * 12 * MILLISECOND + (30 + 32 + 34) * 10_000
+
+
+def test_costs_below_a_nanosecond_count() -> None:
+    engine = EngineModel(limits(kv_cache_tokens=160_000, max_num_batched_tokens=100_000, attention_seconds=4e-10))
+    [(_, end)] = drained(engine, [(0, sequence(50_000, 3))])
+    # The two steps after the prompt read 50,000 and 50,001 tokens: 40,000.4 ns, at the nanosecond after it.
+    assert end == 10 * MILLISECOND + 50_000 * 100_000 + 2 * 11 * MILLISECOND + 40_001
 
 
 def test_a_request_alone_takes_its_equation() -> None:

@@ -104,6 +104,60 @@ def test_any_fleet_plays_any_trace(seed: int, replicas: int, workers: int, concu
     assert found == report(trajectories, replicas=replicas, workers=workers, concurrency=concurrency)
 
 
+@st.composite
+def traces(draw: st.DrawFn) -> list[TraceTrajectory]:
+    """Short trajectories, also with turns that generate or observe nothing."""
+    turns = st.builds(Turn, st.integers(0, 40), st.integers(0, 60), st.just(0.0), st.sampled_from([0.0, 0.3]))
+    return [
+        TraceTrajectory(group=group, sample=sample, environment="math", prompt=prompt, turns=tuple(played))
+        for group, prompt in enumerate(draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
+        for sample, played in enumerate(draw(st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=4)))
+    ]
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> EngineLimits:
+    return EngineLimits(
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=draw(st.integers(8, 64)),
+        kv_cache_tokens=draw(st.sampled_from([640, 4096])),
+        block_tokens=draw(st.sampled_from([1, 8, 16])),
+        prefix_caching=draw(st.booleans()),
+        step_seconds=draw(st.floats(1e-4, 0.1)),
+        decode_seconds=draw(st.floats(0, 1e-2)),
+        prefill_seconds=draw(st.floats(0, 1e-2)),
+        attention_seconds=draw(st.sampled_from([0.0, 4e-10, 3.3e-9, 1e-4])),
+    )
+
+
+@settings(max_examples=examples(100))
+@given(traces(), engines(), st.integers(1, 3), st.integers(1, 2), st.sampled_from([0.0, 0.05]))
+def test_no_engine_is_faster_than_its_bounds_or_finds_more_than_there_is(
+    trajectories: list[TraceTrajectory], engine: EngineLimits, replicas: int, workers: int, request_seconds: float
+) -> None:
+    found = report(trajectories, engine=engine, replicas=replicas, workers=workers, request_seconds=request_seconds)
+    assert found["makespan_over_bound"] >= 1
+    assert found["hit_rate"] <= found["best_hit_rate"]
+    assert found["generated_tokens"] == sum(item.generated for item in trajectories)
+    shares = found["busy_share"] + sum(found["idle_share"].values())
+    assert shares == pytest.approx(1, abs=1e-4)
+
+
+def test_a_bound_has_all_that_a_trajectory_alone_takes() -> None:
+    trajectories = alone((11, 200, 3.0), (6, 0, 1.0))
+    limits = EngineLimits(
+        block_tokens=1, max_num_batched_tokens=64, max_num_seqs=1, attention_seconds=1e-5, prefill_seconds=0.0
+    )
+    found = report(trajectories, engine=limits, replicas=1, workers=1, request_seconds=0.5)
+    assert found["makespan_over_bound"] == 1
+    # 64 tokens and one more for each step, and after the observation 275.
+    read = sum(range(64, 74)) + sum(range(275, 280))
+    assert found["longest_trajectory_seconds"] == pytest.approx(
+        1.0 + (1 + 4) * 0.006 + 15 * (0.006 + 0.000_08) + read * 1e-5 + 4.0, abs=1e-6
+    )
+    assert found["work_seconds"] == pytest.approx(15 * (0.006 + 0.000_08) + read * 1e-5, abs=1e-6)
+
+
 def alone(*turns: tuple[int, int, float]) -> list[TraceTrajectory]:
     recorded = tuple(Turn(generated, observed, 0.0, seconds) for generated, observed, seconds in turns)
     return [TraceTrajectory(group=0, sample=0, environment="math", prompt=64, turns=recorded)]
@@ -128,6 +182,16 @@ def test_what_is_cached_shortens_no_bound_too_much() -> None:
     # All but the first prompt itself, which only another member of its group could have computed.
     assert whole["makespan_seconds"] - longest_seconds(trajectories, limits) == pytest.approx(
         64 * limits.prefill_seconds, abs=1e-5
+    )
+
+
+def test_after_a_response_without_tokens_the_whole_prompt_before_is_cached() -> None:
+    limits = EngineLimits(block_tokens=1)
+    found = report(alone((0, 20, 0.0), (0, 20, 0.0), (5, 0, 0.0)), engine=limits, replicas=1, workers=1)
+    assert found["cached_tokens"] == 64 + 84
+    assert found["best_hit_rate"] == found["hit_rate"]
+    assert found["longest_trajectory_seconds"] == pytest.approx(
+        3 * 0.006 + 40 * limits.prefill_seconds + 4 * (0.006 + 0.000_08), abs=1e-6
     )
 
 

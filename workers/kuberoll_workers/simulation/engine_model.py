@@ -3,8 +3,8 @@
 A step takes one token of each sequence that generates, and prompts in chunks of what is left of the step's token
 budget. It lasts a fixed time, and more for each sequence, for each token of its context and for each prompt token.
 Sequences are admitted first come, first served, when the cache has room for their whole prompt; where it has none for
-the next tokens, the newest sequence is preempted, and computed again later. Times are whole nanoseconds, so that sums
-do not depend on their order.
+the next tokens, the newest sequence is preempted, and computed again later. Costs are whole picoseconds, and an engine
+is asked at whole nanoseconds, so that sums do not depend on their order.
 
 Steps in which nothing changes but the lengths are taken together, which makes no difference to the result.
 """
@@ -20,6 +20,8 @@ from typing import Final
 from kuberoll_workers.simulation.kv_cache import Held, KvCache
 
 NANOSECONDS: Final = 1_000_000_000
+PICOSECONDS: Final = 1_000_000_000_000
+_PICO: Final = PICOSECONDS // NANOSECONDS
 
 MOST_SECONDS: Final = 1e6
 """Longest time that can be asked for, 11 days; virtual time itself ends after 48."""
@@ -34,6 +36,11 @@ def check_amount(name: str, value: float) -> None:
     # A comparison with `nan` is false.
     if not 0 <= value <= MOST_SECONDS:
         raise ValueError(f"{name}: found {value:g}; it is from 0 to {MOST_SECONDS:,.0f}")
+
+
+def picoseconds(seconds: float) -> int:
+    """A cost as the engine counts it."""
+    return round(seconds * PICOSECONDS)
 
 
 class RequestTooLong(ValueError):
@@ -132,14 +139,14 @@ class EngineTally:
     """What an engine has done.
 
     Attributes:
-        busy_ns: Time in steps.
+        busy_ps: Time in steps.
         generated, prefilled: Tokens.
         recomputed: Those of `prefilled` that had been computed before a preemption.
         prompted, cached: Tokens of the prompts that were scheduled, and those of them that the cache had.
-        batch_ns: Sequences that generate, summed over the time of the steps.
+        batch_ps: Sequences that generate, summed over the time of the steps.
     """
 
-    busy_ns: int = 0
+    busy_ps: int = 0
     steps: int = 0
     generated: int = 0
     prefilled: int = 0
@@ -147,7 +154,7 @@ class EngineTally:
     prompted: int = 0
     cached: int = 0
     preemptions: int = 0
-    batch_ns: int = 0
+    batch_ps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,30 +162,30 @@ class _Segment:
     """Steps of the same kind, one after another; several only without prompt tokens.
 
     Attributes:
-        step_ns: Time of the first one.
-        more_ns: By how much each lasts longer than the one before, since contexts have grown.
+        step_ps: Time of the first one.
+        more_ps: By how much each lasts longer than the one before, since contexts have grown.
     """
 
-    begin_ns: int
-    step_ns: int
-    more_ns: int
+    begin_ps: int
+    step_ps: int
+    more_ps: int
     steps: int
     chunks: tuple[tuple[Sequence, int], ...]
     generating: int
 
     @property
-    def end_ns(self) -> int:
-        return self.begin_ns + self.elapsed(self.steps)
+    def end_ps(self) -> int:
+        return self.begin_ps + self.elapsed(self.steps)
 
     def elapsed(self, steps: int) -> int:
         """Time of the first steps."""
-        return steps * self.step_ns + self.more_ns * (steps * (steps - 1) // 2)
+        return steps * self.step_ps + self.more_ps * (steps * (steps - 1) // 2)
 
     def begun(self, now: int) -> int:
-        """Number of steps that have begun before a time, at least 1."""
-        elapsed = now - self.begin_ns
-        if not self.more_ns:
-            return max(1, -(-elapsed // self.step_ns))
+        """Number of steps that have begun before a time in nanoseconds, at least 1."""
+        elapsed = now * _PICO - self.begin_ps
+        if not self.more_ps:
+            return max(1, -(-elapsed // self.step_ps))
         return max(1, bisect_left(range(self.steps), elapsed, key=self.elapsed))
 
 
@@ -198,10 +205,10 @@ class EngineModel:
         )
         self.tally = EngineTally()
         self._leap = leap
-        self._fixed_ns = round(limits.step_seconds * NANOSECONDS)
-        self._decode_ns = round(limits.decode_seconds * NANOSECONDS)
-        self._prefill_ns = round(limits.prefill_seconds * NANOSECONDS)
-        self._attention_ns = round(limits.attention_seconds * NANOSECONDS)
+        self._fixed_ps = picoseconds(limits.step_seconds)
+        self._decode_ps = picoseconds(limits.decode_seconds)
+        self._prefill_ps = picoseconds(limits.prefill_seconds)
+        self._attention_ps = picoseconds(limits.attention_seconds)
         self._waiting: deque[Sequence] = deque()
         # In the order of their admission; those that still compute their prompts are in `_filling`, too.
         self._running: dict[int, Sequence] = {}
@@ -232,7 +239,7 @@ class EngineModel:
     def next_ns(self) -> int | None:
         """Time of the next change, to call `advance` at; None: nothing happens before a request comes."""
         if (segment := self._segment) is not None:
-            return segment.end_ns
+            return -(-segment.end_ps // _PICO)
         return self._resume_ns if self.ongoing or self._aborted else None
 
     def submit(self, sequence: Sequence, now: int) -> None:
@@ -280,15 +287,15 @@ class EngineModel:
         """Take all steps that end by a time; the requests that were finished, in order."""
         finished: list[Sequence] = []
         while (segment := self._segment) is not None:
-            end = segment.end_ns
-            if end > now:
+            end = segment.end_ps
+            if end > now * _PICO:
                 return finished
             self._complete(segment, finished)
             self._plan(end)
         if self._aborted:
             self._drop_aborted()
         if self.ongoing:
-            self._plan(now)
+            self._plan(now * _PICO)
         return finished
 
     def _cut(self, now: int) -> None:
@@ -301,11 +308,11 @@ class EngineModel:
             self._segment = replace(segment, steps=steps)
 
     def _plan(self, now: int) -> None:
-        """Begin the next step, if there is work and no pause."""
+        """Begin the next step, if there is work and no pause; `now` is in picoseconds, as steps are."""
         self._segment = None
         self._drop_aborted()
         self._clear()
-        if now < self._resume_ns:
+        if now < self._resume_ns * _PICO:
             return
         while self.ongoing:
             preempted = self._reserve_decodes()
@@ -318,14 +325,14 @@ class EngineModel:
 
     def _begin(self, now: int, chunks: list[tuple[Sequence, int]]) -> None:
         prefill = sum(tokens for _, tokens in chunks)
-        step = self._fixed_ns + self._decode_ns * self._generating + self._prefill_ns * prefill
-        if self._attention_ns:
-            step += self._attention_ns * (self._offsets + self._generating * self._decode_steps)
+        step = self._fixed_ps + self._decode_ps * self._generating + self._prefill_ps * prefill
+        if self._attention_ps:
+            step += self._attention_ps * (self._offsets + self._generating * self._decode_steps)
         steps = 1 if chunks or not self._leap else self._steps_ahead()
         self._segment = _Segment(
-            begin_ns=now,
-            step_ns=step,
-            more_ns=self._attention_ns * self._generating,
+            begin_ps=now,
+            step_ps=step,
+            more_ps=self._attention_ps * self._generating,
             steps=steps,
             chunks=tuple(chunks),
             generating=self._generating,
@@ -385,7 +392,7 @@ class EngineModel:
         cache.hold(held, hit)
         sequence.computed = (hit.shared + hit.own) * cache.block_tokens
         if sequence.started_ns < 0:
-            sequence.started_ns = now
+            sequence.started_ns = now // _PICO
             sequence.cached = sequence.computed
             self.tally.prompted += total
             self.tally.cached += sequence.computed
@@ -438,9 +445,9 @@ class EngineModel:
     def _complete(self, segment: _Segment, finished: list[Sequence]) -> None:
         tally = self.tally
         elapsed = segment.elapsed(segment.steps)
-        tally.busy_ns += elapsed
+        tally.busy_ps += elapsed
         tally.steps += segment.steps
-        tally.batch_ns += elapsed * segment.generating
+        tally.batch_ps += elapsed * segment.generating
         if segment.generating:
             tally.generated += segment.steps * segment.generating
             if segment.steps > 1:

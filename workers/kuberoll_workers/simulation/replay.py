@@ -359,7 +359,10 @@ class _Replay:
         first = turn == 0
         # All whole blocks of the turn before, whose last token has no keys and values; of a group's first prompt all
         # but the first one's.
-        known = trajectory.prompt if first else prompt - trajectory.turns[turn - 1].observed - 1
+        known = trajectory.prompt
+        if not first:
+            before = trajectory.turns[turn - 1]
+            known = prompt - before.observed - min(1, before.generated)
         possible = 0 if first and trajectory.group not in self._begun_groups else min(known, prompt - 1) // size * size
         return Task(
             trajectory=number,

@@ -17,7 +17,9 @@ _DIGITS: Final = 6
 _PERCENTILES: Final = (50, 99)
 
 
-def longest_seconds(trajectories: Sequence[TraceTrajectory], limits: EngineLimits) -> float:
+def longest_seconds(
+    trajectories: Sequence[TraceTrajectory], limits: EngineLimits, *, request_seconds: float = 0.0
+) -> float:
     """Time of the longest trajectory alone on an idle engine that has all of it cached: no schedule ends earlier.
 
     Of each prompt only what no turn before had is computed, and of a group's first prompts nothing.
@@ -25,12 +27,16 @@ def longest_seconds(trajectories: Sequence[TraceTrajectory], limits: EngineLimit
     longest = 0.0
     step = limits.step_seconds + limits.decode_seconds
     for trajectory in trajectories:
-        seconds, fresh = 0.0, 0
+        seconds, fresh, context = 0.0, 0, trajectory.prompt
         for turn in trajectory.turns:
-            # The last response's last token has no keys and values, and a step that computes tokens samples one.
-            seconds += limits.step_seconds + limits.prefill_seconds * fresh
-            seconds += max(0, turn.generated - 1) * step + turn.environment_seconds
-            fresh = turn.observed + 1
+            # A step that computes tokens samples one.
+            decoded = max(0, turn.generated - 1)
+            chunks = max(1, -(-fresh // limits.max_num_batched_tokens))
+            seconds += request_seconds + chunks * limits.step_seconds + limits.prefill_seconds * fresh
+            seconds += decoded * step + limits.attention_seconds * _read(context, decoded) + turn.environment_seconds
+            # The last response's last token has no keys and values, and a prompt's last token is computed always.
+            fresh = max(1, turn.observed + min(1, turn.generated))
+            context += turn.generated + turn.observed
         longest = max(longest, seconds)
     return longest
 
@@ -41,27 +47,36 @@ def work_seconds(trajectories: Sequence[TraceTrajectory], limits: EngineLimits, 
     Each group's prompt is computed once.
     """
     groups: set[int] = set()
-    steps = prefill = decoded = 0.0
+    prefill = decoded = read = 0
     for trajectory in trajectories:
         if trajectory.group not in groups:
             groups.add(trajectory.group)
             prefill += trajectory.prompt
-        # The step that ends a prompt samples a token besides.
-        decoded += sum(max(0, turn.generated - 1) for turn in trajectory.turns)
+        context = trajectory.prompt
+        for turn in trajectory.turns:
+            # The step that ends a prompt samples a token besides.
+            decoded += max(0, turn.generated - 1)
+            read += _read(context, max(0, turn.generated - 1))
+            context += turn.generated + turn.observed
         prefill += sum(turn.observed for turn in trajectory.turns[:-1])
     steps = decoded / limits.max_num_seqs
     total = steps * limits.step_seconds + decoded * limits.decode_seconds + prefill * limits.prefill_seconds
-    return total / replicas
+    return (total + read * limits.attention_seconds) / replicas
+
+
+def _read(context: int, steps: int) -> int:
+    """Tokens of contexts that so many steps of a sequence read, the first one after a prompt of this length."""
+    return steps * context + steps * (steps - 1) // 2
 
 
 def report_of(trajectories: Sequence[TraceTrajectory], settings: ReplaySettings, found: Replayed) -> dict[str, Any]:
     """The report as plain data: the same replay gives the same bytes of JSON. Times are virtual seconds."""
-    longest = longest_seconds(trajectories, settings.engine)
+    longest = longest_seconds(trajectories, settings.engine, request_seconds=settings.request_seconds)
     work = work_seconds(trajectories, settings.engine, replicas=settings.replicas)
     bound = max(longest, work)
     tallies = found.tallies
     engine_seconds = found.ledger.busy_seconds + sum(found.ledger.idle_seconds.values())
-    busy_ns = sum(tally.busy_ns for tally in tallies)
+    busy_ps = sum(tally.busy_ps for tally in tallies)
     prompted = sum(tally.prompted for tally in tallies)
     cached = sum(tally.cached for tally in tallies)
     return {
@@ -77,7 +92,7 @@ def report_of(trajectories: Sequence[TraceTrajectory], settings: ReplaySettings,
         "tokens_per_second": _ratio(found.generated, found.makespan),
         "busy_share": _ratio(found.ledger.busy_seconds, engine_seconds),
         "idle_share": {cause: _ratio(found.ledger.idle_seconds[cause], engine_seconds) for cause in CAUSES},
-        "mean_batch": _ratio(sum(tally.batch_ns for tally in tallies), busy_ns),
+        "mean_batch": _ratio(sum(tally.batch_ps for tally in tallies), busy_ps),
         "prompt_tokens": prompted,
         "cached_tokens": cached,
         "hit_rate": _ratio(cached, prompted),
