@@ -67,7 +67,8 @@ def test_nothing_is_overwritten(trace: Path) -> None:
 def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (("record", tmp_path / "none"), "none"),
-        (("replay", tmp_path / "none.jsonl"), "none.jsonl"),
+        (("replay", tmp_path / "none.jsonl"), "none.jsonl: No such file or directory\n"),
+        (("replay", tmp_path), f"{tmp_path}: Is a directory\n"),
         (("replay", trace, "--replicas", 0), "replicas: found 0"),
         (("replay", trace, "--kv-cache-tokens", 64), "do not fit into kv_cache_tokens"),
         (("replay", trace, "--max-num-batched-tokens", 100), "it is at least max_num_seqs (256)"),

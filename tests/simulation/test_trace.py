@@ -50,6 +50,8 @@ def test_a_file_that_exists_is_left_alone(tmp_path: Path) -> None:
         ("", r"trace.jsonl:1: not the header"),
         (LINE, r"trace.jsonl:1: not the header"),
         ('{"kuberoll_trace":2,"trajectories":0}\n', r"trace.jsonl:1: kuberoll_trace: found version 2"),
+        ('{"kuberoll_trace":2,"runs":[]}\n', r"trace.jsonl:1: kuberoll_trace: found version 2"),
+        (HEADER + LINE + "\n", r"trace.jsonl:3: the line is empty; remove it"),
         (HEADER, "found 0 trajectories; the header announces 1"),
         (HEADER + LINE[:-20], r"trace.jsonl:2: "),
         (HEADER + LINE.replace("[5,", "[-5,"), r"trace.jsonl:2: .*\$\.turns\[0\]\[0\]"),
@@ -79,6 +81,18 @@ def test_a_compressed_trace_that_is_cut_is_named(tmp_path: Path) -> None:
     path.write_text("plain")
     with pytest.raises(TraceError, match=r"trace.jsonl.zst: not a whole Zstandard file"):
         read_trace(path)
+
+
+def test_a_compressed_trace_of_another_name_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.zst"
+    write_trace(path, [trajectory()], origin="test")
+    with pytest.raises(TraceError, match=r"its name ends with .zst"):
+        read_trace(path.rename(tmp_path / "trace.jsonl"))
+
+
+def test_a_trace_in_a_directory_that_is_not_there_names_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"traces/trace.jsonl: there is no directory .*traces"):
+        write_trace(tmp_path / "traces" / "trace.jsonl", [trajectory()], origin="test")
 
 
 def record(rollout: int) -> TrajectoryRecord:
@@ -155,6 +169,14 @@ def test_no_trajectory_exceeds_its_bounds_and_each_can_be_read(seed: int, most: 
 def test_a_distribution_has_its_median(text: str) -> None:
     draw, distribution = random.Random(1), Distribution.parse(text)
     assert median(distribution.draw(draw) for _ in range(20_001)) == pytest.approx(200, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["lognormal:1e308:300", "pareto:1:1e-300", "exponential:1e308"])
+def test_the_heaviest_tails_keep_to_the_bounds(text: str) -> None:
+    heavy = Distribution.parse(text)
+    for item in synthesize(recipe(turns=heavy, generated=heavy, environment_seconds=heavy, most_turns=7)):
+        assert 2 <= item.length <= 2000
+        assert len(item.turns) <= 7
 
 
 @pytest.mark.parametrize(

@@ -362,5 +362,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _end(error: Exception) -> NoReturn:
-    click.echo(visible(str(error)), err=True)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    click.echo(visible(text), err=True)
     sys.exit(2)

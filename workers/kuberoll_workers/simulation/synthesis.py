@@ -54,7 +54,13 @@ class Distribution:
         return cls(laws[law], *values)
 
     def draw(self, draw: random.Random) -> float:
-        """Draw one number."""
+        """Draw one number; one that is too large for a float is infinite."""
+        try:
+            return self._draw(draw)
+        except OverflowError:
+            return math.inf
+
+    def _draw(self, draw: random.Random) -> float:
         if self.law == "lognormal":
             return self.median * draw.lognormvariate(0.0, self.shape)
         if self.law == "pareto":
@@ -126,4 +132,4 @@ def _turns(recipe: Recipe, prompt: int, draw: random.Random) -> tuple[Turn, ...]
 
 
 def _whole(distribution: Distribution, draw: random.Random, *, least: int) -> int:
-    return max(least, min(1 << 30, round(distribution.draw(draw))))
+    return max(least, round(min(1 << 30, distribution.draw(draw))))

@@ -23,6 +23,9 @@ else:
 
 VERSION: Final = 1
 
+_ZSTANDARD: Final = b"\x28\xb5\x2f\xfd"
+"""First bytes of a Zstandard file."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 
@@ -79,6 +82,12 @@ class TraceTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return sum(turn.environment_seconds for turn in self.turns)
 
 
+class _Versioned(msgspec.Struct, frozen=True):
+    """What the first line of a trace has in each version."""
+
+    kuberoll_trace: int
+
+
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """First line of a trace.
 
@@ -109,6 +118,8 @@ def write_trace(path: Path, trajectories: Sequence[TraceTrajectory], *, origin: 
     """
     if path.exists():
         raise FileExistsError(f"{path} exists; name another file with -o, or remove it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no directory {path.parent}; create it")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     header = _Header(kuberoll_trace=VERSION, trajectories=len(trajectories), origin=origin)
     try:
@@ -138,6 +149,8 @@ def read_trace(path: Path) -> Trace:
         lines_of: dict[tuple[int, int], int] = {}
         prompts: dict[int, tuple[int, int]] = {}
         for number, line in lines:
+            if not line.strip():
+                raise TraceError(f"{path}:{number}: the line is empty; remove it")
             try:
                 found = decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -174,14 +187,16 @@ def groups_of(trajectories: Iterable[TraceTrajectory]) -> dict[int, list[TraceTr
 
 def _header(path: Path, line: bytes) -> _Header:
     try:
-        header = msgspec.json.decode(line, type=_Header)
+        # First, since a newer version may have other fields.
+        version = msgspec.json.decode(line, type=_Versioned).kuberoll_trace
+        if version != VERSION:
+            raise TraceError(f"{path}:1: kuberoll_trace: found version {version}; this KubeRoll reads {VERSION}")
+        return msgspec.json.decode(line, type=_Header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}:1: not the header of a trace: {error}; `kuberoll bench record` writes one") from error
-    if header.kuberoll_trace != VERSION:
+        hint = "; is it compressed? Then its name ends with .zst" if line.startswith(_ZSTANDARD) else ""
         raise TraceError(
-            f"{path}:1: kuberoll_trace: found version {header.kuberoll_trace}; this KubeRoll reads {VERSION}"
-        )
-    return header
+            f"{path}:1: not the header of a trace: {error}; `kuberoll bench record` writes one{hint}"
+        ) from error
 
 
 def _lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
