@@ -99,11 +99,17 @@ def test_an_engine_argument_has_a_name() -> None:
 
 
 @pytest.mark.engine
-def test_an_engine_says_what_its_steps_cost(tmp_path: Path, trace: Path) -> None:
+def test_an_engine_says_what_its_steps_cost(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    assert typed("synthesize", "--trajectories", 16, "--most-tokens", 256, "-o", trace).exit_code == 0
     # A process of its own: vLLM stays in the one that loads it.
     command = [str(Path(sys.executable).with_name("kuberoll")), "bench", "fit", str(TINY), "-a", "max_model_len=256"]
     command += ["-a", "dtype=float32", "-a", "kv_cache_memory_bytes=67108864"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    [options] = [line for line in done.stdout.splitlines() if line.startswith("--step-ms")]
-    assert typed("replay", trace, *options.split()).exit_code == 0
+    costs, limits = [line for line in done.stdout.splitlines() if line.startswith("--")]
+    assert costs.startswith("--step-ms")
+    # 64 MiB are 512 blocks, one of which holds nothing.
+    assert "--kv-cache-tokens 16352 --block-tokens 32 --prefix-caching --no-chunked-prefill" in limits
+    shown = typed("replay", trace, *costs.split(), *limits.split())
+    assert shown.exit_code == 0, shown.output

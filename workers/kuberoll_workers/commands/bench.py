@@ -82,6 +82,8 @@ def record(run: str, output: Path | None) -> None:
 def fit(model: str, arguments: tuple[str, ...]) -> None:
     """Measure what a step of vLLM costs with MODEL on this machine, and print it as options of `replay`.
 
+    A second line has the engine's limits, also as options.
+
     The engine runs in this process, with random tokens. The exit code is 2 if it says too little.
     """
     from kuberoll_workers.simulation import fitting
@@ -97,12 +99,19 @@ def fit(model: str, arguments: tuple[str, ...]) -> None:
         except ValueError:
             given[name] = value
     try:
-        found = fitting.fit(measure_steps(model, given))
+        measured = measure_steps(model, given)
+        found = fitting.fit(measured.steps)
     except (OSError, ValueError) as error:
         _end(error)
     _say(
         f"--step-ms {found.step_seconds * 1e3:.4g} --decode-us {found.decode_seconds * 1e6:.4g} "
         f"--prefill-us {found.prefill_seconds * 1e6:.4g} --attention-ns {found.attention_seconds * 1e9:.4g}"
+    )
+    _say(
+        f"--max-num-seqs {measured.max_num_seqs} --max-num-batched-tokens {measured.max_num_batched_tokens} "
+        f"--kv-cache-tokens {measured.kv_cache_tokens} --block-tokens {measured.block_tokens} "
+        f"--{'' if measured.prefix_caching else 'no-'}prefix-caching "
+        f"--{'' if measured.chunked_prefill else 'no-'}chunked-prefill"
     )
     click.echo(f"{found.steps} steps, from which these differ by {100 * found.error:.1f} %", err=True)
 

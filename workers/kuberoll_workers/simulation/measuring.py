@@ -1,11 +1,12 @@
-"""Steps of vLLM in this process: how long each takes, and what it does."""
+"""Steps of vLLM in this process: how long each takes, what it does, and within which limits."""
 
 from __future__ import annotations
 
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kuberoll_workers.serving.engines.vllm_engine import CPU_ENVIRONMENT, engine_arguments, is_cpu_build
@@ -15,7 +16,20 @@ _ROUNDS: Final = (2, 8, 32, 96)
 """Requests in flight at once."""
 
 
-def measure_steps(model: str, given: Mapping[str, Any], *, seed: int = 0) -> list[Step]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Steps of an engine, and its limits, as in `EngineLimits`."""
+
+    steps: Sequence[Step]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_tokens: int
+    block_tokens: int
+    prefix_caching: bool
+    chunked_prefill: bool
+
+
+def measure_steps(model: str, given: Mapping[str, Any], *, seed: int = 0) -> Measured:
     """Generate with few and many requests in flight, with short and long prompts of random tokens.
 
     Args:
@@ -78,4 +92,14 @@ def measure_steps(model: str, given: Mapping[str, Any], *, seed: int = 0) -> lis
                 sequences, contexts, prompts = doing
                 steps.append(Step(sequences=sequences, contexts=contexts, prompt_tokens=prompts, seconds=took))
             doing[:] = 0, 0, 0
-    return steps
+    planned, cache = engine.vllm_config.scheduler_config, engine.vllm_config.cache_config
+    return Measured(
+        steps=steps,
+        max_num_seqs=planned.max_num_seqs,
+        max_num_batched_tokens=planned.max_num_batched_tokens,
+        # One block holds nothing, for what has no place.
+        kv_cache_tokens=(cache.num_gpu_blocks - 1) * cache.block_size,
+        block_tokens=cache.block_size,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        chunked_prefill=bool(planned.enable_chunked_prefill),
+    )
