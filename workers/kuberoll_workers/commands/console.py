@@ -173,7 +173,8 @@ def distance_text(distance: Distance) -> str:
         "environments": distance.environment_seconds,
         "other causes": distance.other_seconds,
     }
-    causes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in lost.items() if seconds >= 0.05)
+    least = min(0.05, distance.seconds / 20)
+    causes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in lost.items() if seconds >= least)
     return (
         f"schedule: {duration(distance.seconds)}, {distance.over_bound:.2f} × the bound: at full speed "
         f"{duration(distance.work_seconds)}, the longest trajectory {duration(distance.longest_seconds)}"

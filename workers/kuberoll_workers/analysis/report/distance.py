@@ -16,14 +16,15 @@ _FULL_SPEED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """Seconds of a run, and the bound that no schedule of the same work could better.
+    """Seconds of a run, and the bound that no schedule of the same turns could better, if these took as long.
 
     All responses are generated at full speed at best: at the rate of tokens that a tenth of the time reached in which
-    there were any. And no run is shorter than its slowest trajectory alone. docs/performance.md has the definition.
+    there were any. And no run is shorter than its slowest trajectory, whose turns follow each other, with all that
+    they waited for. docs/performance.md has the definition.
 
     Attributes:
         seconds: In which trajectories were in progress; pauses do not count.
-        work_seconds: That all tokens take at full speed.
+        work_seconds: That all tokens take at full speed, where nothing counts as faster than that.
         longest_seconds: That the slowest trajectory waited for its responses and its environment.
         tail_seconds: Lost to full speed after the last trajectory had begun.
         environment_seconds: Lost before that in the share of the trajectories that waited for their environment.

@@ -221,8 +221,9 @@ function throughput(stretches, distance) {
 
 // How far the run was from what no schedule could better, and where that time went.
 function distanceText(distance) {
+  const least = Math.min(0.05, distance.seconds / 20);
   const lost = [["tail", "tail"], ["environment", "environments"], ["other", "other causes"]].map(([name, label]) => [distance[`${name}_seconds`], label])
-    .filter(([seconds]) => seconds >= 0.05).map(([seconds, label]) => `${elapsed(seconds)} ${label}`);
+    .filter(([seconds]) => seconds >= least).map(([seconds, label]) => `${elapsed(seconds)} ${label}`);
   return `${distance.over_bound.toFixed(2)} × the bound: ${elapsed(distance.work_seconds)} at full speed, longest trajectory ${elapsed(distance.longest_seconds)}`
     + (lost.length ? `; lost: ${lost.join(", ")}` : "");
 }
