@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kuberoll_workers.data.shards import shard_of
 from kuberoll_workers.policy.interface import GenerationRequest, SamplingParameters
-from kuberoll_workers.simulation.engine_model import EngineLimits
+from kuberoll_workers.simulation.engine_model import PICOSECONDS, EngineLimits
 from kuberoll_workers.simulation.fleet import ModelledReplica, Task, Waits, tokens_of_length
 from kuberoll_workers.simulation.idle import IdleLedger, cause_of_idleness
 from kuberoll_workers.simulation.replay import ReplayRefused, ReplaySettings, replay
@@ -141,6 +141,32 @@ def test_no_engine_is_faster_than_its_bounds_or_finds_more_than_there_is(
     assert found["generated_tokens"] == sum(item.generated for item in trajectories)
     shares = found["busy_share"] + sum(found["idle_share"].values())
     assert shares == pytest.approx(1, abs=1e-4)
+
+
+@settings(max_examples=examples(60))
+@given(traces(), engines(), st.integers(1, 3), st.integers(1, 2), st.sampled_from([0.0, 0.7]))
+def test_seconds_and_tokens_are_counted_once(
+    trajectories: list[TraceTrajectory], engine: EngineLimits, replicas: int, workers: int, cold: float
+) -> None:
+    chosen = ReplaySettings(engine=engine, replicas=replicas, workers=workers, cold_start_seconds=cold)
+    found = replay(trajectories, chosen)
+    ledger = found.ledger
+    assert ledger.busy_seconds + sum(ledger.idle_seconds.values()) == pytest.approx(replicas * found.makespan)
+    # Events come at whole nanoseconds.
+    steps = sum(tally.steps for tally in found.tallies)
+    assert ledger.busy_seconds * PICOSECONDS == pytest.approx(
+        sum(tally.busy_ps for tally in found.tallies), rel=1e-9, abs=2000 * steps
+    )
+    # An engine that is asked for nothing samples one token.
+    turns = [turn for item in trajectories for turn in item.turns]
+    assert sum(tally.generated for tally in found.tallies) == sum(max(1, turn.generated) for turn in turns)
+    prompts = sum(
+        item.prompt + sum(before.generated + before.observed for before in item.turns[:number])
+        for item in trajectories
+        for number in range(len(item.turns))
+    )
+    assert sum(tally.prompted for tally in found.tallies) == prompts
+    assert (ledger.waiting, ledger.stepping, ledger.unbegun) == (0, 0, 0)
 
 
 def test_a_bound_has_all_that_a_trajectory_alone_takes() -> None:
