@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 
+# Of all loops, because an environment that has one is pickled before it is used.
+_STARTING = threading.Lock()
+
 
 class BackgroundLoop:
     """An event loop in a thread of its own, which is started on demand.
@@ -28,13 +31,15 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="kuberoll-connections", daemon=True).start()
-        return self._loop
+        with _STARTING:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="kuberoll-connections", daemon=True).start()
+            return self._loop
 
     def stop(self) -> None:
         """End the thread after what runs now; another call starts a new one."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        with _STARTING:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
