@@ -170,3 +170,31 @@ def test_a_run_in_an_object_store_that_is_interrupted_and_resumed_feeds_its_trai
     storage = open_storage(uri)
     lines = {line for shard in storage.shards() for _, line in storage.lines(shard)}
     assert {line for _, line in delivered} <= lines
+
+
+def test_a_simulated_engine_serves_what_its_trainer_publishes(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    job = manifest(
+        tmp_path / "job.yaml",
+        generation={
+            "model": {"source": str(Path(__file__).parents[2] / "examples" / "models" / "tiny-policy")},
+            "engine": "Simulated",
+            "simulated": {"responses": WAYS},
+        },
+        dataset={"source": {"generator": {"count": GROUPS}}, "repeats": REPEATS, "epochs": None},
+        rollout={"onPolicy": {"maxLag": 1, "onStale": "Drop", "maxAhead": 8}},
+        workers={"replicas": 2},
+    )
+    with running(job, "--output", output) as run:
+        rollouts = Rollouts.open(output, allow_simulated=True, timeout=200)
+        newest = []
+        for batch in rollouts.batches(4):
+            sampled = batch.policy_version[batch.loss_mask > 0]
+            assert rollouts.version - 1 <= sampled.min() <= sampled.max() <= rollouts.version
+            newest.append(sampled.max() == rollouts.version)
+            if rollouts.published() == 6:
+                break
+        rollouts.stop()
+        assert run.finish() == 0, run.printed()
+    # What begins after a publication has its version.
+    assert any(newest[1:])

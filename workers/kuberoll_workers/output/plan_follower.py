@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from kuberoll_workers.data.intervals import IntervalSet
@@ -51,6 +51,7 @@ class PlanFollower:
         metrics: ConsumerMetrics,
         report: Callable[[PaceReport], None],
         written: asyncio.Event | None = None,
+        serve: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
@@ -59,6 +60,7 @@ class PlanFollower:
             held: True if nothing begins before there is a plan.
             report: Called whenever who waits for whom has changed.
             written: Set when somebody knows of a new plan, which is then read at once.
+            serve: Has the worker's own engine serve a version, before anything begins with it; None: others do.
         """
         self._storage = storage
         self._pace = pace
@@ -68,6 +70,7 @@ class PlanFollower:
         self._metrics = metrics
         self._report = report
         self._written = written
+        self._serve = serve
         self._reported = PaceReport()
         self._admission: SampleAdmission | None = None
         self._plan: ConsumerPlan | None = None
@@ -116,6 +119,8 @@ class PlanFollower:
         if plan is None or plan == self._plan:
             return
         before, self._plan = self._plan, plan
+        if self._serve is not None and plan.version != self._pace.version:
+            await self._serve(plan.version)
         self._pace.update(
             version=plan.version,
             room=plan.room[self._shard] if plan.room is not None else (0 if self._held else None),

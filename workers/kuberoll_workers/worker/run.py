@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,13 @@ async def open_policy(
         metrics=metrics.routing,
     ) as policy:
         yield policy
+
+
+def serve_version(policy: Policy) -> Callable[[int], Awaitable[None]] | None:
+    """How a worker has its own engine serve what a trainer says is published; None: it has no engine of its own."""
+    if not isinstance(policy, Simulated):
+        return None
+    return lambda version: policy.load_weights(None, str(version))
 
 
 async def run_worker(
@@ -167,8 +174,10 @@ async def run_worker(
         environments = await stack.enter_async_context(
             open_environments(job, protected=local_paths(config.output, config.turns), output=config.output)
         )
+        serve = None
         if policy is None:
             policy = await stack.enter_async_context(open_policy(config, metrics, tokenizer))
+            serve = serve_version(policy)
         settings = rollout_settings(job, config.max_model_len)
         rollout = Rollout(
             policy=policy,
@@ -205,6 +214,7 @@ async def run_worker(
                 metrics=metrics.consumer,
                 report=pace_report,
                 written=None if feed is None else feed.plan_written,
+                serve=serve,
             )
             await stack.enter_async_context(in_background(follower.follow()))
 
