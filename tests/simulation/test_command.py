@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from kuberoll_workers.commands.bench import bench
 from kuberoll_workers.data.record import encode_line
 from kuberoll_workers.output.run_files import RunFiles
+from kuberoll_workers.simulation import virtual_loop
 from kuberoll_workers.simulation.trace import read_trace
 from tests.classifier import TINY
 from tests.simulation.test_trace import record
@@ -83,7 +84,9 @@ def test_mistakes_are_named(trace: Path, tmp_path: Path) -> None:
         assert message in refused.output
 
 
-def test_a_replay_beyond_the_end_of_time_is_refused(tmp_path: Path) -> None:
+def test_a_replay_beyond_the_end_of_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Replicas are looked for every second until then.
+    monkeypatch.setattr(virtual_loop, "LONGEST_SECONDS", 1e4)
     path = tmp_path / "trace.jsonl"
     line = '{"group":0,"sample":0,"environment":"math","prompt":10,"turns":[[5,0,0.5,9999999]]}'
     path.write_text(f'{{"kuberoll_trace":1,"trajectories":1}}\n{line}\n')

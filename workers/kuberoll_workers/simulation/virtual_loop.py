@@ -118,7 +118,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._cancelled_timers -= 1
         if not timers and self._endless:
             raise TimeEnds(
-                f"the replay takes more than {LONGEST_SECONDS:.0f} s of virtual time, 48 days: give it a faster engine "
+                f"the replay takes more than {LONGEST_SECONDS:.0f} s of virtual time: give it a faster engine "
                 "or shorter times of environments, starts and weights"
             )
         if not timers:
