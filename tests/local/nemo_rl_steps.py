@@ -6,56 +6,39 @@ import asyncio
 import json
 import pickle
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv, SlidingPuzzleGameLogic
+from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout
 from nemo_rl.models.generation.interfaces import GenerationInterface, verify_right_padding
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kuberoll_workers.adapters.nemo_rl import PublishedWeights, ServedGeneration
+from tests.local.nemo_rl_parts import PAD, ServedWeights, puzzle
 
 MODEL, ENGINE, WEIGHTS = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
 SAMPLES, WINDOW = 6, 512
-PAD = 0
 
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 tokenizer.pad_token_id = PAD
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
 
-def weights(scope: str, body: dict[str, str] | None = None) -> Any:
-    request = urllib.request.Request(
-        ENGINE["url"] + "/v1/weights",
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"authorization": f"Bearer {ENGINE['tokens'][scope]}"},
-    )
-    return json.load(urllib.request.urlopen(request, timeout=60))
-
-
 def publish() -> None:
-    model.save_pretrained(WEIGHTS)
-    weights("weights", {"uri": str(WEIGHTS), "version": "1"})
-    while {*weights("read")["replicas"].values()} != {"1"}:
-        pass
+    ServedWeights(ENGINE).publish(model, WEIGHTS, 1)
 
 
 def puzzles() -> Any:
     torch.manual_seed(0)
     logs, states = [], []
     for _ in range(SAMPLES):
-        game = SlidingPuzzleGameLogic.generate({"size": 2, "shuffle_moves": 5})
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": SlidingPuzzleGameLogic.init(game)}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
-        logs.append([{"role": "user", "content": text, "token_ids": ids}])
+        game, message = puzzle(tokenizer, shuffle_moves=5)
+        logs.append([message])
         states.append({"game_state": game, "num_moves": 0, "max_moves": 4})
     return BatchedDataDict(
         {

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import sys
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv, SlidingPuzzleGameLogic
+from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
@@ -32,23 +31,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kuberoll_workers.adapters.nemo_rl import PublishedWeights, ServedGeneration
+from tests.local.nemo_rl_parts import PAD, ServedWeights, puzzle
 
 LOOP, CONFIG, MODEL, ENGINE, FOLDER = sys.argv[1:6]
-STEPS, PROMPTS, SAMPLES, WINDOW, TURNS, PAD = 12, 8, 8, 512, 4, 0
+STEPS, PROMPTS, SAMPLES, WINDOW, TURNS = 12, 8, 8, 512, 4
 RATE = 1e-4
 TASK = "sliding_puzzle_game"
 
 served = json.loads(Path(ENGINE).read_text())
 folder = Path(FOLDER)
-
-
-def weights(scope: str, body: dict[str, str] | None = None) -> Any:
-    request = urllib.request.Request(
-        served["url"] + "/v1/weights",
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"authorization": f"Bearer {served['tokens'][scope]}"},
-    )
-    return json.load(urllib.request.urlopen(request, timeout=60))
 
 
 class TorchPolicy(ColocatablePolicyInterface):  # type: ignore[misc]
@@ -63,11 +54,7 @@ class TorchPolicy(ColocatablePolicyInterface):  # type: ignore[misc]
 
     def publish(self) -> None:
         self.version += 1
-        place = folder / f"weights-{self.version}"
-        self.model.save_pretrained(place)
-        weights("weights", {"uri": str(place), "version": str(self.version)})
-        while {*weights("read")["replicas"].values()} != {str(self.version)}:
-            pass
+        ServedWeights(served).publish(self.model, folder / f"weights-{self.version}", self.version)
 
     def _logprobs(self, data: Any) -> torch.Tensor:
         """Of each token after the first, [sequences, length - 1]."""
@@ -159,15 +146,11 @@ def puzzles(tokenizer: Any, count: int) -> list[dict[str, Any]]:
     random.seed(0)
     rows = []
     for index in range(count):
-        game = SlidingPuzzleGameLogic.generate({"size": 2, "shuffle_moves": 2})
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": SlidingPuzzleGameLogic.init(game)}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+        game, message = puzzle(tokenizer, shuffle_moves=2)
         rows.append(
             {
-                "message_log": [{"role": "user", "content": text, "token_ids": ids}],
-                "length": len(ids),
+                "message_log": [message],
+                "length": len(message["token_ids"]),
                 "extra_env_info": {"game_state": game, "num_moves": 0, "max_moves": TURNS},
                 "loss_multiplier": 1.0,
                 "idx": index,
