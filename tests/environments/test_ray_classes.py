@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kuberoll_workers.environments.isolation import make_executor
 from kuberoll_workers.environments.outcome import StepOutcome
-from kuberoll_workers.environments.ray_classes import is_ray_class, plain_class, uses_ray
+from kuberoll_workers.environments.ray_classes import authentication, is_ray_class, plain_class, uses_ray
 from kuberoll_workers.environments.registry import PlainSpec, resolve
 from kuberoll_workers.environments.runner import EnvironmentRunner
 from kuberoll_workers.environments.sandbox import Sandbox
@@ -66,7 +67,17 @@ async def test_a_class_without_workers_needs_no_ray(isolation: str, monkeypatch:
     assert ray.is_initialized() == before
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory in which Ray has never been."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
 @pytest.mark.ray
+@pytest.mark.usefixtures("home")
 async def test_a_class_with_workers_gets_a_ray_of_its_own() -> None:
     outcomes = await step(
         "tests.environments.ray_counting:CountingWords", {"num_workers": 2}, ["a", "b c", "d e f"], {},
@@ -76,8 +87,8 @@ async def test_a_class_with_workers_gets_a_ray_of_its_own() -> None:
 
 
 @pytest.mark.ray
-def test_a_worker_with_such_a_class_still_drains_on_sigterm() -> None:
-    """Ray's own handler would end it at once."""
+def test_a_worker_with_such_a_class_still_drains_on_sigterm_and_leaves_the_home_alone(home: Path) -> None:
+    """Ray's own handler would end it at once, and its token would stay in `~/.ray`."""
     program = """
 import asyncio, os, signal
 from kuberoll_workers.environments.registry import PlainSpec, create
@@ -99,6 +110,12 @@ asyncio.run(main())
     )  # fmt: skip
     assert done.returncode in (0, -signal.SIGTERM), done.stderr
     assert "drained" in done.stdout, done.stderr
+    assert list(home.iterdir()) == []
+
+
+def test_a_token_of_ray_that_the_job_names_is_left() -> None:
+    assert authentication({"RAY_AUTH_TOKEN": "of-the-job"}) == authentication({"RAY_AUTH_TOKEN_PATH": "/token"}) == {}
+    assert authentication({})["RAY_AUTH_TOKEN"] != authentication({})["RAY_AUTH_TOKEN"]
 
 
 @pytest.fixture

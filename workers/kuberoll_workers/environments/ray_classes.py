@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 OBJECT_STORE_BYTES = 128 << 20
@@ -43,6 +44,19 @@ def uses_ray(plain: type) -> bool:
     )
 
 
+def authentication(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which a new Ray has a token of its own.
+
+    Otherwise Ray reads the user's in `~/.ray`, or makes one there, which a sandbox and a read-only root refuse.
+
+    Args:
+        variables: Those of the process; a token that they name is left.
+    """
+    if "RAY_AUTH_TOKEN" in variables or "RAY_AUTH_TOKEN_PATH" in variables:
+        return {}
+    return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
 def start_ray() -> None:
     """Start a local Ray for this process, if there is none yet.
 
@@ -53,6 +67,7 @@ def start_ray() -> None:
 
     if ray.is_initialized():
         return
+    os.environ.update(authentication(os.environ))
     with _own_signals():
         ray.init(
             address="local",

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from kuberoll_workers.environments import landlock
 from kuberoll_workers.environments.mounts import enter_read_only_view
+from kuberoll_workers.environments.ray_classes import authentication
 
 VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "HOSTNAME",
@@ -40,6 +41,7 @@ HOME_SECRETS = (
     ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".kaggle", ".vault-token",
     ".password-store", ".local/share/keyrings", ".terraform.d", ".bash_history", ".zsh_history", ".python_history",
     ".huggingface/token", ".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".wandb", ".mlflow",
+    ".ray/auth_token",
 )  # fmt: skip
 """Locations of credentials, relative to a home directory."""
 
@@ -87,7 +89,7 @@ def variables(own: Mapping[str, str], sandbox: Sandbox, *, scratch: str) -> dict
     kept = {name: value for name, value in own.items() if any(fnmatch.fnmatchcase(name, item) for item in patterns)}
     # Both processes find the same modules.
     path = os.pathsep.join(os.path.abspath(item) for item in sys.path)
-    return kept | _FOR_RAY | {"PYTHONPATH": path, "TMPDIR": scratch}
+    return kept | _FOR_RAY | authentication(kept) | {"PYTHONPATH": path, "TMPDIR": scratch}
 
 
 def enter(sandbox: Sandbox, *, scratch: str) -> None:
