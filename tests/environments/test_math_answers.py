@@ -343,7 +343,7 @@ def test_patterns_that_see_a_whole_response_have_no_repeat_without_bound() -> No
         return found
 
     assert unbounded(parse("a*"))
-    for pattern in (math_extraction._BOX, math_extraction._MARKER):
+    for pattern in (math_extraction._BOX, math_extraction._MARKER, math_extraction._RETRACTION):
         assert not unbounded(parse(pattern.pattern)), pattern.pattern
 
 

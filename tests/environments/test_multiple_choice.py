@@ -17,7 +17,7 @@ CITIES = {"A": "Rome", "B": "A village", "C": "Paris", "D": "New Delhi", "E": "B
 LETTERS = dict.fromkeys("ABCDEFGHIJ", "")
 
 # The first block has the responses of the tests of NeMo Gym's `mcqa` server, and what it grades them as.
-STATED = [
+STATED: list[tuple[str, str | None]] = [
     (r"Final: \boxed{ [C] }", "C"),
     ("Answer: c", "C"),
     ("I think the answer is B.\n\nAnswer: B", "B"),
@@ -68,6 +68,26 @@ STATED = [
     ("Answer: C\n\nIf the answer is A, the map is wrong.", "C"),
     ("Answer: C is correct", "C"),
 ]
+# A statement that is clear does not give way to an older one.
+STATED += [
+    ("The answer is A. On reflection the answer is clearly C.", "C"),
+    ("The answer is A. The answer is, of course, C", "C"),
+    ("The answer is definitely C", "C"),
+    ("The answer is not A but C.", "C"),
+    ("The answer is A. Wait, it's C.", "C"),
+    ("The answer is C. Wait, it is easy to see why.", "C"),
+    ("The answer is C. The answer is easy to see.", "C"),
+    ("The answer is C. Actually, the answer is not C.", None),
+    ("The answer is A. The answer would be Paris if it were France.", None),
+    # Letters that look the same are the same.
+    ("Answer: \uff23", "C"),
+    ("Answer: \u200bC\ufe0f", "C"),
+    ("Answer: \u2066C\u2069", "C"),
+    ("\ufeffC", "C"),
+    # Courtesies are no answer.
+    ("C\n\nI hope this helps!", "C"),
+    ("**C. Paris**\n\nLet me know if you have any questions.", "C"),
+]
 UNSTATED = [
     # Of NeMo Gym's tests.
     "Answer: unknown",
@@ -111,13 +131,48 @@ UNSTATED = [
 
 
 @pytest.mark.parametrize(("text", "choice"), STATED)
-def test_a_stated_choice_is_read(text: str, choice: str) -> None:
+def test_a_stated_choice_is_read(text: str, choice: str | None) -> None:
     assert read_choice(text, CITIES) == choice
 
 
 @pytest.mark.parametrize("text", UNSTATED)
 def test_no_choice_is_read_into_a_response(text: str) -> None:
     assert read_choice(text, CITIES) is None
+
+
+BLOOD = {"A": "B", "B": "A", "C": "AB", "D": "O"}
+
+
+@pytest.mark.parametrize("form", ["Answer: {}", "The answer is ({}).", r"\boxed{{{}}}", "<answer>{}</answer>", "{}"])
+@pytest.mark.parametrize("label", BLOOD)
+def test_a_label_is_not_the_text_of_another_choice(form: str, label: str) -> None:
+    assert read_choice(form.format(label), BLOOD) == label
+    # A text that is no label is still a text.
+    assert read_choice(form.format("AB"), BLOOD) == "C"
+    assert read_choice(form.format("O"), BLOOD) == "D"
+
+
+FORMS = {
+    "The answer is {}.": True,
+    "Answer: {}\n": True,
+    "So the correct option is clearly ({}).": True,
+    r"\boxed{{{}}}.": True,
+    "{} is the correct answer.": True,
+    "The answer is not {}.": False,
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(FORMS)), st.sampled_from("ABCDE")), max_size=6))
+def test_the_last_statement_counts(statements: list[tuple[str, str]]) -> None:
+    text = "\n".join(form.format(label) for form, label in statements)
+    denied: set[str] = set()
+    expected = None
+    for form, label in reversed(statements):
+        if FORMS[form]:
+            expected = None if label in denied else label
+            break
+        denied.add(label)
+    assert read_choice(f"Let us see.\n{text}", LETTERS) == expected
 
 
 @pytest.mark.parametrize(("text", "choice"), [("Answer: J", "J"), ("Answer: I think so", None), ("Answer: I", "I")])

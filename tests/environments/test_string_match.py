@@ -36,6 +36,7 @@ def reward(config: dict[str, Any], metadata: dict[str, Any], reply: str) -> floa
          ["paris", "Paris.", "It is Paris", "", "<think>Paris", "<think>Paris</think>"]),
         ({"caseSensitive": False}, {"expected_answer": ["Paris", "STRASSE"]}, ["PARIS", "stra\u00dfe"], ["Rome"]),
         ({}, {"answer": "caf\u00e9"}, ["cafe\u0301"], ["cafe"]),
+        ({}, {"answer": "Ward 12"}, ["\ufeffWard\u3000\uff11\uff12\u200b", "\u2066Ward 12\u2069"], ["Ward", "\u200b"]),
         ({"part": "lastLine"}, {"answer": "42"}, ["I think\n42", "42"], ["42\nI think", "42 I think"]),
         ({"part": "tag"}, {"answer": "42"}, ["<answer>42</answer>", "<answer>1</answer> no <answer> 42 </answer>."],
          ["42", "<answer>42", "<answer>42</answer><answer>1</answer>"]),

@@ -10,7 +10,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kuberoll_workers.environments.builtin.responses import Span, after_thoughts, boxes, tags
+from kuberoll_workers.environments.builtin.responses import (
+    HEDGES,
+    RETRACTION,
+    Span,
+    after_thoughts,
+    boxes,
+    last_line,
+    legible,
+    tags,
+)
 
 _GAP = r"\s{1,20}+"
 _FINAL = rf"(?:(?:final|correct|right|best|my|overall){_GAP}){{0,4}}"
@@ -24,6 +33,12 @@ _VERDICT: Final = re.compile(
     rf"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer){_GAP})?{_MARK}(?P<label>\(?[A-Z0-9]\)?){_MARK}(?<=\s)is{_GAP}the{_GAP}"
     rf"(?:(?:correct|right|best|most{_GAP}\w{{1,40}}){_GAP})?(?:answer|option|choice)"
 )
+_RETRACTION: Final = re.compile(RETRACTION)
+_HEDGES: Final = re.compile(rf"(?i)^(?:,\s{{0,20}})?(?:{HEDGES}){{1,8}}")
+_NOT_BUT: Final = re.compile(r"(?i)^not\b[^.!?\n]{1,80}?\b(?:but|it(?:'s|’s|\sis)|rather|instead)\b[\s,:]{0,8}")
+_DENIAL: Final = re.compile(r"(?i)^not\s{1,20}(.*)", re.DOTALL)
+# What mentions a choice: a label that stands alone, where A and I are words before another word.
+_MENTION: Final = re.compile(r"(?<![A-Za-z0-9'’])(?:[B-HJ-Z0-9]|[AI](?!\s{1,20}[a-z]))(?![A-Za-z0-9'’])")
 _SUPPOSED: Final = re.compile(r"(?i)\b(?:if|whether|suppose|assume|assuming|say|that)\s+(?:the\s+)?(?:my\s+)?$")
 _WRAPPER: Final = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|sf|it)|boldsymbol|bm)\s*\{([^{}]*)\}")
 _PREFIX: Final = re.compile(
@@ -41,7 +56,7 @@ _MOST_WRAPPERS = 8
 
 
 class Ambiguous(ValueError):
-    """A statement names several choices."""
+    """A statement names several choices, or one in a way that cannot be read."""
 
 
 def read_choice(text: str, options: Mapping[str, str], *, characters: int = 4000) -> str | None:
@@ -49,7 +64,9 @@ def read_choice(text: str, options: Mapping[str, str], *, characters: int = 4000
 
     Statements are, by their position: `\\boxed{…}`, `<answer>…</answer>`, and sentences such as `Answer: C`,
     `the correct option is (C)` or `C is the correct answer`. Without any, the last line counts if it is nothing but a
-    label or the text of a choice. Thoughts in `<think>` are ignored.
+    label or the text of a choice. Thoughts in `<think>` are ignored. `The answer is not B` takes back that it is B. Any
+    other statement that mentions a choice and cannot be read hides the ones before it; one that mentions none (`the
+    answer is easy to see`) does not count.
 
     Args:
         options: The text of each choice by its label, one capital letter or digit; empty texts if they are unknown.
@@ -58,15 +75,39 @@ def read_choice(text: str, options: Mapping[str, str], *, characters: int = 4000
     Returns:
         The label; None if no choice is stated, or the last statement names several.
     """
-    answer = after_thoughts(text)[-characters:]
+    answer = legible(after_thoughts(text)[-characters:])
+    options = {label: legible(option) for label, option in options.items()}
     try:
+        denied: set[str] = set()
         for payload in _statements(answer):
             if (label := _label(payload, options)) is not None:
-                return label
-        last = answer.strip().rpartition("\n")[2]
-        return _label(last, options, alone=True)
+                return None if label in denied else label
+            if (not_it := _denied(payload, options)) is not None:
+                denied.add(not_it)
+            elif _mentions(payload, options):
+                return None
+        return _label(last_line(answer), options, alone=True)
     except Ambiguous:
         return None
+
+
+def _denied(payload: str, options: Mapping[str, str]) -> str | None:
+    """The label of which a statement says that it is not the answer."""
+    denial = _DENIAL.match(_HEDGES.sub("", _plain(payload)))
+    return None if denial is None else _label(denial[1], options)
+
+
+def _mentions(payload: str, options: Mapping[str, str]) -> bool:
+    """True if the first sentence of a statement mentions a label, or the text of a choice."""
+    sentence = re.split(r"[.!?](?:\s|$)", _plain(payload), maxsplit=1)[0]
+    if any(found[0] in options for found in _MENTION.finditer(sentence)):
+        return True
+    words = f" {_words(sentence)} "
+    return any(len(option) > 1 and f" {_words(option)} " in words for option in options.values())
+
+
+def _words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", _normal(text)))
 
 
 def _statements(text: str) -> Iterator[str]:
@@ -86,6 +127,12 @@ def _statements(text: str) -> Iterator[str]:
         if not _SUPPOSED.search(text[max(0, match.start() - 40) : match.start()])
     ]
     found += [(match.start("label"), match["label"]) for match in _VERDICT.finditer(text)]
+    # `Wait, it is D`; `wait, it is easy to see` says nothing.
+    found += [
+        (match.start(), match.end())
+        for match in _RETRACTION.finditer(text)
+        if _MENTION.match(_unhedged(_plain(text[match.end() : match.end() + 80])).lstrip(_OPEN))
+    ]
     for _, place in sorted(found, key=lambda item: item[0])[: -_MOST_STATEMENTS - 1 : -1]:
         if isinstance(place, str):
             yield place
@@ -112,6 +159,12 @@ def _plain(text: str) -> str:
     return re.sub(r"[*_`$\"“”]|\\[()\[\]]", "", text).strip()
 
 
+def _unhedged(text: str) -> str:
+    """The text without `clearly` and the like, and without what it says the answer is not, at its beginning."""
+    text = _HEDGES.sub("", text)
+    return _HEDGES.sub("", _NOT_BUT.sub("", text))
+
+
 def _normal(text: str) -> str:
     return " ".join(_plain(text).lower().split()).rstrip(".")
 
@@ -126,10 +179,14 @@ def _label(payload: str, options: Mapping[str, str], *, alone: bool = False) -> 
         Ambiguous: It names several.
     """
     text = _plain(payload)
+    # What is asked for is a label; a choice's text may look like the label of another one.
+    bare = text.strip(_OPEN + _CLOSE + ".,;: ")
+    if bare.upper() in options:
+        return bare.upper()
     # A text that is one of the choices may begin like a statement, or with a label.
-    if (exact := _by_text(text, options)) is not None:
+    if (exact := _by_text(text, options) or _by_text(bare, options)) is not None:
         return exact
-    text = _plain(_PREFIX.sub("", text)) if not alone else text
+    text = _unhedged(_plain(_PREFIX.sub("", text))) if not alone else text
     if (exact := _by_text(text, options)) is not None:
         return exact
     found = _leading(text, options)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from kuberoll_workers.environments.builtin.choices import read_choice
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
+from kuberoll_workers.environments.builtin.responses import legible
 from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Turn, grade, mean
 from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
@@ -132,10 +133,11 @@ def _truth(value: Any, options: Mapping[str, str], key: str) -> str:
         if 0 <= value < len(options):
             return list(options)[value]
     elif isinstance(value, str):
-        label = value.strip().strip("().").upper()
+        written = legible(value).strip()
+        label = written.strip("().").upper()
         if label in options:
             return label
-        matching = [label for label, text in options.items() if text and text.strip() == value.strip()]
+        matching = [label for label, text in options.items() if text and legible(text).strip() == written]
         if len(matching) == 1:
             return matching[0]
     raise UnusableRow(

@@ -6,6 +6,7 @@ Every scan is one pass, linear in the length of the response, because a policy w
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,28 @@ from typing import Final
 # Escaped braces are text; a box is a brace right after its command.
 _BRACE: Final = re.compile(r"(?P<box>(?<=\\boxed) *+\{)|\\.|[{}]", re.DOTALL)
 _TAG: Final = re.compile(r"(?i)<(/?)answer>")
+# Variation selectors and fillers, which are no format characters.
+_BLANK: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10))))
 _FENCE: Final = re.compile(r"^([ \t]{0,3})```([^\n`]*)$", re.MULTILINE)
+_COURTESY: Final = re.compile(
+    r"(?i)[\s*_>#-]*(?:i hope (?:this|that|it)\b|hope (?:this|that|it)\b|let me know\b|(?:please )?feel free\b"
+    r"|if you (?:have|need|would|want|'d)\b|(?:is there )?anything else\b|(?:do|would) you (?:have|want|like|need)\b"
+    r"|thank(?:s| you)\b|good luck\b|happy to help\b|you(?:'re| are) welcome\b|have a (?:great|nice|good)\b|cheers\b)"
+    r"[^\d\\$]{0,200}"
+)
+
+HEDGES: Final = (
+    r"(?:(?:clearly|obviously|definitely|certainly|surely|undoubtedly|actually|indeed|simply|just|therefore|thus|hence"
+    r"|then|now|really|in fact|of course|most likely|likely|probably|instead|rather|still|also|always|given by|equal to"
+    r"|going to be|as follows|again|finally)(?:\s{0,20}+,\s{0,20}+|\s{1,20}+|(?=:)))"
+)
+"""Pattern of one word between `the answer is` and the answer, with the space after it."""
+
+RETRACTION: Final = (
+    r"(?i:\b(?:wait|actually|hmm|oops|sorry|correction|scratch that|on reflection|on second thought|no)\b"
+    r"[^.!?\n]{0,80}?\b(?:it|that|this)(?:'s|’s|\s(?:is|was|should\sbe|must\sbe|has\sto\sbe)))"
+)
+"""Pattern of the words by which a text takes an answer back and gives another one, up to that one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,6 +76,36 @@ def after_thoughts(text: str) -> str:
         return after
     # Thoughts that were cut off are no answer.
     return "" if "<think>" in text else text
+
+
+def legible(text: str) -> str:
+    """The text without characters that cannot be seen, and with full-width letters and decimal digits as ASCII.
+
+    What looks the same to a reader is the same answer: `１２` is 12, and so is a 12 with a zero-width space in it.
+    """
+    if text.isascii():
+        return text
+    return "".join(map(_legible, text))
+
+
+def _legible(letter: str) -> str:
+    if letter.isascii():
+        return letter
+    if unicodedata.category(letter) == "Cf" or letter in _BLANK:
+        return ""
+    if "\uff01" <= letter <= "\uff5e":
+        return chr(ord(letter) - 0xFEE0)
+    if letter == "\u3000":
+        return " "
+    return str(unicodedata.decimal(letter)) if letter.isdecimal() else letter
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, without the courtesies (`I hope this helps!`) that may follow it."""
+    lines = [line for line in text.splitlines() if line.strip("*_ \t")]
+    while len(lines) > 1 and _COURTESY.fullmatch(lines[-1]):
+        lines.pop()
+    return lines[-1] if lines else ""
 
 
 def boxes(text: str) -> list[Span]:

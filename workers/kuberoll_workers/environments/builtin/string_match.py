@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kuberoll_workers.environments.builtin.config import EnvironmentConfig, parse_config
 from kuberoll_workers.environments.builtin.json_schema import is_json_of
-from kuberoll_workers.environments.builtin.responses import after_thoughts, last_block, last_boxed, last_tagged
+from kuberoll_workers.environments.builtin.responses import after_thoughts, last_block, last_boxed, last_tagged, legible
 from kuberoll_workers.environments.builtin.turn import GradedEnvironment, Turn, grade
 from kuberoll_workers.environments.interface import Metadata, ScoringCase, UnusableRow
 
@@ -124,13 +124,17 @@ class StringMatchEnvironment(GradedEnvironment):
 
 
 def _normal(text: str, case_sensitive: bool) -> str:
-    composed = unicodedata.normalize("NFC", text).strip()
+    composed = unicodedata.normalize("NFC", legible(text)).strip()
     return composed if case_sensitive else composed.casefold()
 
 
 def _texts(wanted: Any, key: str) -> list[str]:
     texts = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) and legible(text).strip() for text in texts)
+    ):
         raise UnusableRow(f"metadata.{key}: found {str(wanted)[:80]!r}; it must be a text, or a list of accepted ones")
     return texts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Sequence
 from fractions import Fraction
@@ -14,6 +15,9 @@ import sympy  # type: ignore[import-untyped]
 from kuberoll_workers.environments.builtin.math.equality import cut_off, rounded
 
 DIGITS = 60
+_MOST_SYMBOLS = 5
+_VALUES = 3
+_PRIMES = (2, 11, 5, 17, 3, 13, 23, 19)
 _ZERO = sympy.Float(f"1e-{DIGITS - 15}", DIGITS)
 
 
@@ -134,9 +138,45 @@ def _equal(truth: Any, answer: Any) -> bool:
     if difference.is_number:
         return _is_zero(difference)
     try:
-        return difference.equals(0) is True or sympy.simplify(difference) == 0
+        return difference.equals(0) is True or sympy.simplify(difference) == 0 or _equal_where_real(truth, answer)
     except (TypeError, ValueError, AttributeError, NotImplementedError):
         return False
+
+
+def _equal_where_real(truth: Any, answer: Any) -> bool:
+    r"""True if two expressions are equal wherever all their roots and logarithms are real.
+
+    `\sqrt{1/n}` is `1/\sqrt{n}` for positive n, and elsewhere their roots are complex. `\sqrt{x^2}` is real everywhere,
+    so it is not x.
+    """
+    symbols = sorted(truth.free_symbols, key=str)
+    if not 0 < len(symbols) <= _MOST_SYMBOLS or answer.free_symbols != truth.free_symbols:
+        return False
+    parts = [part for side in (truth, answer) for part in sympy.preorder_traversal(side) if _may_be_complex(part)]
+    if not parts:
+        return False
+    positive = {symbol: sympy.Dummy(symbol.name, positive=True) for symbol in symbols}
+    difference = (truth - answer).xreplace(positive)
+    if not (difference.equals(0) is True or sympy.simplify(difference) == 0):
+        return False
+    # Of each sign, some values.
+    for signs in itertools.product((1, -1), repeat=len(symbols)):
+        for shift in range(_VALUES):
+            values = [
+                sign * sympy.Rational(prime, 7 + 4 * shift) for sign, prime in zip(signs, _PRIMES[shift:], strict=False)
+            ]
+            at = dict(zip(symbols, values, strict=False))
+            left, right, *others = (complex(side.xreplace(at).evalf(30)) for side in (truth, answer, *parts))
+            real = all(abs(value.imag) <= 1e-12 * abs(value) for value in others)
+            if real and abs(left - right) > 1e-9 * max(abs(left), abs(right)):
+                return False
+    return True
+
+
+def _may_be_complex(part: Any) -> bool:
+    if isinstance(part, sympy.log):
+        return bool(part.free_symbols)
+    return isinstance(part, sympy.Pow) and part.exp.is_integer is not True and bool(part.base.free_symbols)
 
 
 def _is_zero(constant: Any) -> bool:

@@ -16,6 +16,7 @@ from kuberoll_workers.environments.builtin.math.equality import equal_values
 from kuberoll_workers.environments.builtin.math.extraction import final_answers
 from kuberoll_workers.environments.builtin.math.process import AlgebraProcess
 from kuberoll_workers.environments.builtin.math.values import (
+    DOTS,
     Assignment,
     Expression,
     Group,
@@ -182,7 +183,7 @@ def _stated_value(text: str) -> Value | None:
 def _expressions(value: Value) -> list[str]:
     """All pieces of LaTeX in a value."""
     if isinstance(value, Expression):
-        return [value.latex]
+        return [] if DOTS in value.latex else [value.latex]
     if isinstance(value, Quantity | Assignment):
         return _expressions(value.value)
     if isinstance(value, Relation):

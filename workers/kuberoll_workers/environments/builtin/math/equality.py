@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 from kuberoll_workers.environments.builtin.math.values import (
+    DOTS,
     Assignment,
     Based,
     Chain,
+    Dots,
     Expression,
     Group,
     Number,
@@ -28,6 +32,8 @@ Algebra = Callable[[str, str, str], bool]
 MIN_DIGITS = 6
 """Minimum number of significant digits with which a decimal can stand for a rounded value."""
 
+_MAX_TERMS = 1000
+
 
 def equal_values(truth: Value, answer: Value, algebra: Algebra) -> bool:
     """True if an answer is right. Not symmetric: the ground truth determines the form that was asked for.
@@ -45,7 +51,7 @@ class _Comparison:
     def equal(self, truth: Value, answer: Value) -> bool:
         if truth == answer:
             return not isinstance(truth, Chain)
-        if isinstance(truth, Chain):
+        if isinstance(truth, Chain | Dots) or isinstance(answer, Dots):
             return False
         if isinstance(answer, Chain):
             return self._chain(truth, answer)
@@ -110,6 +116,9 @@ class _Comparison:
         if not _same_variable(truth.variable, answer.variable):
             return False
         kinds = {truth.kind, answer.kind}
+        truth, answer = spelled_out(truth), spelled_out(answer)
+        if kinds <= {"list", "set"} and any(isinstance(item, Dots) for item in (*truth.items, *answer.items)):
+            return self._in_order(truth.items, answer.items)
         if kinds == {"tuple"}:
             return (truth.opening, truth.closing) == (answer.opening, answer.closing) and self._in_order(
                 truth.items, answer.items
@@ -192,18 +201,42 @@ class _Comparison:
             return self._number_and_expression(truth, answer)
         if isinstance(answer, Number):
             return self._number_and_expression(answer, truth)
-        if len(truth.latex) == len(answer.latex) == 1:
+        if len(truth.latex) == len(answer.latex) == 1 or DOTS in truth.latex + answer.latex:
             return False
         return self._algebra("equal", truth.latex, answer.latex)
 
     def _number_and_expression(self, number: Number, expression: _Scalar) -> bool:
         assert isinstance(expression, Expression)
+        if DOTS in expression.latex:
+            return False
         if number.places and number.digits >= MIN_DIGITS:
             return self._algebra("decimal", f"{number.value} {number.places}", expression.latex)
         return self._algebra("number", str(number.value), expression.latex)
 
 
 _Scalar = Number | Expression
+
+
+def spelled_out(group: Group) -> Group:
+    """An arithmetic progression with an ellipsis as its terms: `1, 3, …, 9` is 1, 3, 5, 7, 9.
+
+    If its end is no number, or missing, two terms stand before the ellipsis. Other groups are returned as they are:
+    after one term, or after terms of another kind, an ellipsis may stand for anything.
+    """
+    places = [place for place, item in enumerate(group.items) if isinstance(item, Dots)]
+    if len(places) != 1 or places[0] < 2 or len(group.items) > places[0] + 2:
+        return group
+    terms = [item.value for item in group.items[: places[0]] if isinstance(item, Number)]
+    step = terms[1] - terms[0] if len(terms) == places[0] else Fraction(0)
+    if not step or any(after - before != step for before, after in pairwise(terms)):
+        return group
+    end = group.items[places[0] + 1 :]
+    if end and isinstance(end[0], Number):
+        count = (end[0].value - terms[0]) / step
+        if count.denominator != 1 or not len(terms) <= count <= _MAX_TERMS:
+            return group
+        return replace(group, items=tuple(Number(terms[0] + step * number) for number in range(int(count) + 1)))
+    return replace(group, items=(Number(terms[0]), Number(terms[1]), Dots(), *end))
 
 
 def equal_numbers(truth: Number, answer: Number) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from kuberoll_workers.environments.builtin.responses import HEDGES, RETRACTION, last_line, legible
+
 MAX_ANSWER_CHARACTERS = 2000
 """Maximum length of a final answer; longer texts count as no answer."""
 
@@ -16,6 +18,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{")
 _MARKER = re.compile(
     r"\b(?:answer|solution|result)\b[\s*_]{0,8}(?:(?:is|are|equals)\b[\s*_]{0,8}:?|:|=)", re.IGNORECASE
 )
+_RETRACTION = re.compile(RETRACTION + r"(?=[\s*_:]{1,8}(?:[-−+$0-9]|\\[(\[]|\\d?frac\b|\\sqrt\b))")
+_HEDGES = re.compile(rf"(?i)^(?:,\s{{0,20}})?(?:{HEDGES}){{1,8}}")
+_NOT_BUT = re.compile(r"(?i)^not\b[^.!?\n]{1,80}?\b(?:but|rather|instead)(?:\s+(?:it\s+is|it's|rather))?[\s,:]{1,8}")
 _CONNECTOR = re.compile(r"[\s$]*(?:,|;|\band\b|\bor\b|, ?and\b|, ?or\b)[\s$]*(?:[A-Za-z](?:_\w)?\s*=\s*)?")
 _MAX_GAP = 40
 _MAX_LINE = 400
@@ -47,12 +52,12 @@ def final_answers(response: str) -> list[str]:
     Returns:
         Texts without delimiters; empty if the response has no answer.
     """
-    text = response.rpartition(_THOUGHT_END)[2]
+    text = legible(response.rpartition(_THOUGHT_END)[2])
     if _BOX.search(text):
         return _boxed(text)
     if (found := _after_marker(text)) is not None:
         return [found] if found else []
-    found = _end_of(_last_line(text))
+    found = _end_of(last_line(text).strip(_EMPHASIS))
     return [found] if found else []
 
 
@@ -146,12 +151,16 @@ def _closing_dollar(text: str, start: int, stop: int) -> int | None:
 
 
 def _after_marker(text: str) -> str | None:
-    """Text after the last `####` or "answer is"; None if there is none."""
+    """Text after the last `####`, "answer is" or "wait, it is"; None if there is none."""
     hashes = text.rfind("####")
     if hashes >= 0:
         return _first_line(text[hashes + 4 :])
     ends = [marker.end() for marker in _MARKER.finditer(text)]
-    return _end_of_sentence(_first_line(text[ends[-1] :])[: 2 * MAX_ANSWER_CHARACTERS]) if ends else None
+    if not ends:
+        return None
+    ends += [retraction.end() for retraction in _RETRACTION.finditer(text, ends[-1])]
+    tail = _HEDGES.sub("", _first_line(text[ends[-1] :])[: 2 * MAX_ANSWER_CHARACTERS])
+    return _end_of_sentence(_HEDGES.sub("", _NOT_BUT.sub("", tail)))
 
 
 def _end_of_sentence(tail: str) -> str:
@@ -178,11 +187,6 @@ def _joined_regions(text: str) -> str | None:
         parts.append(region.content)
         end = region.end
     return _capped(", ".join(parts))
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip(_EMPHASIS)]
-    return lines[-1].strip(_EMPHASIS) if lines else ""
 
 
 def _first_line(text: str) -> str:

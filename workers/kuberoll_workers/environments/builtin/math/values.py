@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kuberoll_workers.environments.builtin.math.extraction import closing_brace
+from kuberoll_workers.environments.builtin.responses import legible
 
 _DEPTH = 12
 _MAX_DIGITS = 400
@@ -121,7 +122,15 @@ class Ratio:
     suffix: str = ""
 
 
-Value = Number | Text | Expression | Quantity | Group | Union | Assignment | Relation | Chain | Based | Ratio
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """The items that an ellipsis leaves out."""
+
+
+Value = Number | Text | Expression | Quantity | Group | Union | Assignment | Relation | Chain | Based | Ratio | Dots
+
+DOTS = "…"
+"""An ellipsis, however it was written."""
 
 _OPEN, _CLOSE, _DOLLAR = "\ue000", "\ue001", "\ue002"
 """Around words, and for a dollar that is money."""
@@ -162,6 +171,7 @@ _LETTERS = {
     _DOLLAR: "",
 }
 _COMMANDS = {
+    **dict.fromkeys(("ldots", "dots", "cdots", "dotsc", "dotsb", "dotsm", "dotso", "hdots"), DOTS),
     "left": "",
     "right": "",
     "displaystyle": "",
@@ -293,7 +303,7 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*[A-Za-z]")
 def read_value(text: str) -> Value | None:
     """The value that a text states; None if it states none, or several that do not form one value."""
     try:
-        return _read(_normalized(text, _DEPTH), _DEPTH)
+        return _read(_normalized(legible(text), _DEPTH), _DEPTH)
     except _Unreadable:
         return None
 
@@ -308,6 +318,7 @@ class _Unreadable(Exception):
 def _normalized(text: str, depth: int) -> str:
     """LaTeX and plain text in one notation, with words and money marked."""
     text = text.replace("**", "^").replace("{,}", ",").replace(",\\!", ",")
+    text = re.sub(r"(?<![^\s,;+(\[{])\.{3}(?!\.)", DOTS, text)
     text = "".join(_LETTERS.get(letter, letter) for letter in text)
     text = re.sub(r"√ ?([0-9]+|[a-z])", r"\\sqrt{\1}", text).replace("√", "\\sqrt ")
     text = _without_delimiters(text)
@@ -427,6 +438,8 @@ def _read(text: str, depth: int) -> Value:
     text = _trimmed(text)
     if not text or depth == 0:
         raise _Unreadable
+    if text == DOTS:
+        return Dots()
     for strip in ("\\approx", "="):
         if text.startswith(strip):
             return _read(text[len(strip) :], depth - 1)
@@ -686,7 +699,8 @@ def _leaf(text: str) -> Value:
         return Text(choice[1] or choice[2])
     if not re.search(r"[0-9A-Za-z]", text):
         raise _Unreadable
-    return Expression(text)
+    # What an ellipsis stands for is not guessed: only the same spelling is the same.
+    return Expression(text.replace(" ", "") if DOTS in text else text)
 
 
 def _quantity(text: str) -> Value | None:
