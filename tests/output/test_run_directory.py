@@ -294,3 +294,40 @@ def test_a_run_that_was_stored_before_a_field_existed_is_resumed() -> None:
     known = {key: value for key, value in older.identity.items() if key not in ("dataset.columns", "dataset.sources")}
     assert len(known) == len(older.identity) - 2
     assert differences(dataclasses.replace(older, identity=known), older) == []
+
+
+SIMULATED = {"model": {"source": "models/tiny"}, "engine": "Simulated"}
+SPELLINGS: list[tuple[str, Any, str, Any]] = [
+    *(
+        (f"generation.sampling.{name}", value, "generation.sampling", {})
+        for name, value in {
+            "minP": 0, "minTokens": 0, "presencePenalty": 0, "frequencyPenalty": 0, "repetitionPenalty": 1, "topK": 0,
+            "temperature": 1, "stop": [], "greedy": False, "override": False,
+        }.items()
+    ),
+    ("generation.sampling", {"greedy": True, "temperature": 0.3, "topP": 0.5}, "generation.sampling.temperature", 0),
+    (
+        "generation", {**SIMULATED, "simulated": {}}, "generation", SIMULATED,
+    ),
+    (
+        "generation", {**SIMULATED, "simulated": {"responses": [], "sigma": 0}}, "generation", SIMULATED,
+    ),
+    ("generation.model.tokenizer", "models/tiny", "generation.model.revision", None),
+    ("environments", [{"name": "a", "type": "math", "repeats": 1}], "dataset.repeats", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "other", "same"), SPELLINGS)
+def test_settings_are_compared_and_not_how_they_are_written(path: str, value: Any, other: str, same: Any) -> None:
+    one, two = manifest(path, value), manifest(other, same)
+    assert differences(one, two) == differences(two, one) == []
+
+
+@pytest.mark.parametrize("name", ["minP", "minTokens", "presencePenalty", "frequencyPenalty", "repetitionPenalty"])
+def test_what_an_older_version_stored_as_null_was_the_default(name: str) -> None:
+    key = f"generation.sampling.{name}"
+    older, other = manifest(), manifest(key, 0.5 if name != "minTokens" else 3)
+    older.identity[key] = None
+    assert differences(older, manifest()) == []
+    default = 1.0 if name == "repetitionPenalty" else 0 if name == "minTokens" else 0.0
+    assert differences(older, other) == [f"spec.{key}: was {json.dumps(default)}, is {json.dumps(other.identity[key])}"]

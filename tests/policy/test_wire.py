@@ -10,8 +10,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
 
+from kuberoll_api.model.generation import Sampling
 from kuberoll_workers.data.tool_calls import parse_tool_calls
+from kuberoll_workers.dataset.rows import DatasetError, RowPosition, parse_row
 from kuberoll_workers.policy import wire
 from kuberoll_workers.policy.interface import (
     GenerationRequest,
@@ -31,7 +35,7 @@ requests = st.builds(
     sampling=st.builds(
         SamplingParameters,
         max_tokens=st.integers(min_value=0, max_value=10**6),
-        temperature=st.floats(min_value=0, max_value=10),
+        temperature=st.floats(min_value=0, max_value=2),
         top_p=st.floats(min_value=0, max_value=1, exclude_min=True),
         top_k=st.integers(min_value=-1, max_value=1000),
         seed=st.none() | st.integers(min_value=0, max_value=2**63 - 1),
@@ -179,3 +183,25 @@ def test_a_response_has_one_form(form: dict[str, Any]) -> None:
     body = json.dumps({"token_ids": [1], "sampling_params": sampling}).encode()
     with pytest.raises(PolicyRefused, match="structured_outputs"):
         wire.decode_request(body, wire.JSON)
+
+
+PLACE = RowPosition("rows[", 0, "]")
+BOUNDED = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+sampling_values = st.floats(-1e7, 1e7) | st.floats(-3, 3) | st.integers(-5, 2 * 10**6)
+
+
+@given(st.sampled_from(BOUNDED), sampling_values)
+def test_manifests_rows_and_requests_have_the_same_bounds_of_sampling(name: str, value: float) -> None:
+    def accepted(check: Any) -> bool:
+        try:
+            check()
+        except (ValidationError, msgspec.ValidationError, DatasetError):
+            return False
+        return True
+
+    row = {"prompt": "x", "sampling": {name: value}}
+    assert (
+        accepted(lambda: Sampling.model_validate({to_camel(name): value}))
+        == accepted(lambda: parse_row(row, place=PLACE, task_names=["a"], template=None))
+        == accepted(lambda: msgspec.convert({"max_tokens": 1, name: value}, SamplingParameters))
+    )

@@ -12,7 +12,10 @@ from kuberoll_api.model.contradictions import contradiction, reject_duplicates
 from kuberoll_api.model.pods import PodOptions
 from kuberoll_api.model.traits import IDENTITY, OPERATION, POD
 from kuberoll_api.model.types import (
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
+    MAX_TEMPERATURE,
     VARIABLE_PATTERN,
     VERSION_PATTERN,
     JsonObject,
@@ -104,7 +107,7 @@ class Sampling(Model):
         description="These settings apply to all rows: the rows' own sampling is ignored, but not their stop_strings.",
     )
 
-    temperature: float = Field(default=1.0, ge=0, le=2, description="Softmax temperature; 0 is greedy.")
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(default=-1, ge=-1, le=1_000_000, description="Tokens considered; -1 and 0 mean all.")
     max_tokens: int = Field(
@@ -124,29 +127,26 @@ class Sampling(Model):
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list, max_length=64, description="Token ids that end a response, besides the model's own."
     )
-    min_p: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Minimum probability of a token, relative to the most likely one; absent: 0.",
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="Minimum probability of a token, relative to the most likely one."
     )
-    presence_penalty: float | None = Field(
-        default=None, ge=-2, le=2, description="Penalty of tokens that the response has already; absent: 0."
+    presence_penalty: float = Field(
+        default=0.0,
+        ge=-MAX_PENALTY,
+        le=MAX_PENALTY,
+        description="Penalty of tokens that the response has already.",
     )
-    frequency_penalty: float | None = Field(
-        default=None, ge=-2, le=2, description="The same for each time that the response has them; absent: 0."
+    frequency_penalty: float = Field(
+        default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY, description="The same for each time that the response has them."
     )
-    repetition_penalty: float | None = Field(
-        default=None,
+    repetition_penalty: float = Field(
+        default=1.0,
         gt=0,
-        le=100,
-        description="Factor against tokens that the prompt or the response has already; absent: 1.",
+        le=MAX_REPETITION_PENALTY,
+        description="Factor against tokens that the prompt or the response has already.",
     )
-    min_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        le=1_000_000,
-        description="Minimum number of tokens of a response before it may stop; absent: 0.",
+    min_tokens: int = Field(
+        default=0, ge=0, le=1_000_000, description="Minimum number of tokens of a response before it may stop."
     )
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="Form that every response must have; absent: any."
@@ -306,7 +306,7 @@ class Generation(PodOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.sampling.min_tokens or 0) > self.sampling.max_tokens:
+        if self.sampling.min_tokens > self.sampling.max_tokens:
             raise contradiction(
                 f"found {self.sampling.min_tokens}, which is more than maxTokens ({self.sampling.max_tokens})",
                 *("sampling", "minTokens"),

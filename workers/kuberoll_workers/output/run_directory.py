@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 import orjson
 
-from kuberoll_api.model import traits
 from kuberoll_api.model.rolloutjob import RolloutJob
-from kuberoll_api.model.traits import Traits
 from kuberoll_workers.environments.source_digest import source_digest
+from kuberoll_workers.output.identity import identity_of, settled
 from kuberoll_workers.output.manifest import AGGREGATES, FORMAT, MANIFEST, MODEL, RunManifest, RunRefused, read_manifest
 from kuberoll_workers.output.storage import Storage, StorageError
 
@@ -49,27 +48,11 @@ def new_manifest(
         job=job.metadata.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         shards=shards,
-        identity=dict(sorted(_flatten(_identity(job)))),
+        identity=identity_of(job),
         inputs=dict(inputs),
         versions={name: importlib.metadata.version(name) for name in ("kuberoll", "ray", "transformers")},
         code={name: digest for name, digest in digests.items() if digest is not None},
     )
-
-
-def _identity(job: RolloutJob) -> dict[str, Any]:
-    spec = traits.select(job.spec, lambda field: field.identity is True, Traits())
-    return {"metadata": {"name": job.metadata.name}, **spec}
-
-
-def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for number, item in enumerate(value):
-            yield from _flatten(item, f"{path}[{number}]")
-    else:
-        yield path, value
 
 
 # Fields that manifests of older versions lack, with the value that they had in effect.
@@ -79,7 +62,8 @@ _ADDED: Final = {"dataset.epochs": 1}
 def differences(old: RunManifest, new: RunManifest) -> list[str]:
     """Differences that make the new run incompatible with the stored one, one line each; empty if it can be resumed."""
     pairs: dict[str, tuple[Any, Any]] = {"shards": (old.shards, new.shards)}
-    for name, before, after in (("spec.", old.identity, new.identity), ("dataset: ", old.inputs, new.inputs)):
+    identities = settled(old.identity), settled(new.identity)
+    for name, before, after in (("spec.", *identities), ("dataset: ", old.inputs, new.inputs)):
         for key in sorted({*before, *after}):
             # A field that the older version did not have, and that is off.
             if key not in before and (after[key] is False or after[key] in ("", [], {}, _ADDED.get(key))):

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
-from kuberoll_workers.policy.interface import MAX_SEED, SamplingParameters
+from kuberoll_api.model.types import MAX_SEED
+from kuberoll_workers.policy.interface import SamplingParameters
 
 MAX_IDLE_SECONDS: Final = 86_400.0
 

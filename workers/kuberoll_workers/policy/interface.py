@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
+from kuberoll_api.model.types import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
 from kuberoll_workers.data.tool_calls import ToolCalls
 from kuberoll_workers.data.tools import Tool
 
@@ -16,11 +17,6 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-# Larger values make an engine's arithmetic fail, and with it all requests in its batch.
-MAX_SEED = 2**63 - 1
-MAX_TEMPERATURE = 1e6
-MAX_PENALTY = 100
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,9 +55,9 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     stop_token_ids: tuple[TokenId, ...] = ()
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_PENALTY)] = 1.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
     structured_outputs: StructuredOutputs | None = None
 
 

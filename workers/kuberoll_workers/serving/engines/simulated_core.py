@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kuberoll_api.model.types import MAX_SEED
 from kuberoll_workers.data.messages import token_array
-from kuberoll_workers.policy.interface import (
-    MAX_SEED,
-    GenerationRequest,
-    GenerationResult,
-    SamplingParameters,
-)
+from kuberoll_workers.policy.interface import GenerationRequest, GenerationResult, SamplingParameters
 from kuberoll_workers.serving.engines.interface import Engine
 
 if TYPE_CHECKING:

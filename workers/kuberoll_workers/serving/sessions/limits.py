@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kuberoll_api.model.types import MAX_SEED
 from kuberoll_workers.policy.agent_sessions import SessionSettings
-from kuberoll_workers.policy.interface import MAX_SEED, SamplingParameters
+from kuberoll_workers.policy.interface import SamplingParameters
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
