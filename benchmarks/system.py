@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures import Figure
 from benchmarks.process_times import OTHERS, PARTS, ProcessTimes
-from kuberoll_workers.data.messages import is_response
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.output.run_files import RunFiles
 from kuberoll_workers.serving.engines.vllm_engine import CPU_ENVIRONMENT, engine_arguments, is_cpu_build
@@ -166,7 +165,7 @@ def turns_of(record: TrajectoryRecord) -> list[Turn]:
     turns: list[Turn] = []
     new: list[int] = []
     for message in record.messages:
-        if is_response(message):
+        if message.sampled:
             turns.append(Turn(new, len(message.token_ids)))
             new = []
         else:

@@ -55,7 +55,9 @@ def long_trajectory(task: int, rollout: int, tokens: int) -> TrajectoryRecord:
     for turn in range(TURNS):
         seen = Message("user" if turn == 0 else "environment", "text " * share, token_array(range(share)), turn=turn)
         logprobs = array("f", [-chance.random() for _ in range(share)])
-        said = Message("assistant", "text " * share, token_array(range(share)), logprobs, turn + 1, [("3", 0, share)])
+        said = Message(
+            "assistant", "text " * share, token_array(range(share)), logprobs, turn + 1, [("3", 0, share)], sampled=True
+        )
         messages += [seen, said]
     return trajectory(task, rollout, reward=float(rollout % 2), messages=messages)
 

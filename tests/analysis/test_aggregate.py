@@ -64,7 +64,7 @@ def record(
         idx=f"row {task}",
         messages=[
             Message("user", f"question {task}", token_array([1, 2])),
-            Message("assistant", f"answer {rollout}", token_array([3]), turn=1),
+            Message("assistant", f"answer {rollout}", token_array([3]), turn=1, sampled=True),
         ],
         total_reward=reward,
         rewards=[reward],

@@ -58,7 +58,9 @@ def trajectory(
         numbers = array("f", [-0.1 * turn, -0.25]) if logprobs else None
         sampled = versions[2 * turn - 2 : 2 * turn]
         spans = [(version, place, place + 1) for place, version in enumerate(sampled)] or None
-        messages.append(Message("assistant", f"move {turn}", token_array([10 + turn, 20]), numbers, turn, spans))
+        messages.append(
+            Message("assistant", f"move {turn}", token_array([10 + turn, 20]), numbers, turn, spans, sampled=True)
+        )
         messages.append(Message("environment", f"board {turn}", token_array([30, 31, 30 + turn]), None, turn))
     return TrajectoryRecord(
         task_index=task_index,
@@ -103,7 +105,7 @@ def calling(task_index: int = 0, *, text: bool = True) -> TrajectoryRecord:
 
     def said(content: str, turn: int, fields: dict[str, Any]) -> Message:
         ids, numbers = token_array([10 + turn, 20]), array("f", [-0.5, -0.25])
-        return ExtendedMessage("assistant", content, ids, numbers, turn, fields=fields)
+        return ExtendedMessage("assistant", content, ids, numbers, turn, fields=fields, sampled=True)
 
     def answer(content: str, turn: int, identity: str) -> Message:
         fields = {"tool_call_id": identity, "name": "price"}
@@ -654,7 +656,7 @@ def test_tokens_are_those_of_the_messages_to_the_last_response(
     record.messages[1].token_ids = token_array(prompt)
     for number, (response, observation) in enumerate(turns, start=1):
         numbers = array("f", [-1.0] * len(response))
-        record.messages.append(Message("assistant", "", token_array(response), numbers, number))
+        record.messages.append(Message("assistant", "", token_array(response), numbers, number, sampled=True))
         record.messages.append(Message("environment", "", token_array(observation), None, number))
     view = token_view(record)
     everything = [token for message in record.messages[:-1] for token in message.token_ids]

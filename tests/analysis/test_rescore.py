@@ -140,7 +140,7 @@ def played(task_index: int, rollout_index: int, responses: list[int]) -> Traject
     rewards = []
     for turn, number in enumerate(responses, start=1):
         at += number
-        messages.append(Message("assistant", str(number), token_array([number]), [-0.5], turn))
+        messages.append(Message("assistant", str(number), token_array([number]), [-0.5], turn, sampled=True))
         messages.append(Message("environment", f"at {at}", token_array([at]), None, turn))
         rewards.append(float(at >= 10))
     return TrajectoryRecord(

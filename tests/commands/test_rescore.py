@@ -77,7 +77,7 @@ def played(row: dict[str, Any], task_index: int, rollout_index: int) -> Trajecto
         over = returned.terminateds[0]
         rewards.append(returned.rewards[0])
         log.append({"role": "environment", "content": observation})
-        messages.append(Message("assistant", text, token_array([2, 3]), [-0.5, -1.0], len(rewards)))
+        messages.append(Message("assistant", text, token_array([2, 3]), [-0.5, -1.0], len(rewards), sampled=True))
         messages.append(Message("environment", observation, token_array([4]), None, len(rewards)))
     turns = len(rewards)
     return TrajectoryRecord(

@@ -40,7 +40,9 @@ def store_at(place: Path, **changes: Any) -> ResultStore:
 
 
 def record(task_index: int, rollout_index: int = 0, **changes: Any) -> TrajectoryRecord:
-    assistant = Message("assistant", "é", token_array([3, 4]), array("f", [-0.1, -1.5]), 1, (("v1", 0, 2),))
+    assistant = Message(
+        "assistant", "é", token_array([3, 4]), array("f", [-0.1, -1.5]), 1, (("v1", 0, 2),), sampled=True
+    )
     fields: dict[str, Any] = {
         "task_index": task_index,
         "rollout_index": rollout_index,
@@ -104,7 +106,10 @@ def turn(task_index: int) -> TurnRecord:
         rollout_index=0,
         attempt=0,
         turn=1,
-        messages=[Message("assistant", "x", token_array([3]), turn=1), Message("environment", "y", token_array([4]))],
+        messages=[
+            Message("assistant", "x", token_array([3]), turn=1, sampled=True),
+            Message("environment", "y", token_array([4])),
+        ],
         reward=1.0,
         reward_parts={},
         metadata=None,

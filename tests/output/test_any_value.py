@@ -141,7 +141,10 @@ def _changed(make: Any, fields: dict[str, Any]) -> Any:
                     texts,
                     texts,
                     st.just(token_array([1, 2])),
-                    st.lists(st.floats(width=32), min_size=2, max_size=2).map(lambda values: array("f", values)),
+                    st.none()
+                    | st.lists(st.floats(width=32), min_size=2, max_size=2).map(lambda values: array("f", values)),
+                    turn=st.integers(0, 2),
+                    sampled=st.booleans(),
                 ),
                 max_size=2,
             ),
@@ -166,6 +169,7 @@ def test_encoding_refuses_what_decoding_could_not_give_back(make: Any, fields: d
             message.content,
             [*message.token_ids],
         )
+        assert (other.turn, other.sampled) == (message.turn, message.sampled)
         # Log-probabilities are float32, written in the shortest form that gives them back.
         assert (other.logprobs and array("f", other.logprobs)) == message.logprobs
     for name in ("total_reward", "rewards", "reward_parts", "cause", "answer"):
@@ -187,6 +191,11 @@ def test_encoding_refuses_what_decoding_could_not_give_back(make: Any, fields: d
         ({"answer": "\ud800"}, "surrogates not allowed"),
         ({"seed": 2**70}, "64-bit"),
         ({"messages": [Message("user", "x", token_array([1]), array("f", [math.nan]))]}, r"messages\[0\]\.logprobs"),
+        (
+            {"messages": [Message("assistant", "x", token_array([1]), turn=1)]},
+            r"messages\[0\], of turn 1 and role 'assistant', is not marked as sampled",
+        ),
+        ({"messages": [Message("user", "x", token_array([1]), sampled=True)]}, r"messages\[0\].*is marked as sampled"),
         ({"messages": [Message(None, "x", token_array([1]))]}, r"messages\[0\]: its role"),  # type: ignore[arg-type]
     ],
 )

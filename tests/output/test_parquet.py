@@ -53,11 +53,12 @@ def test_the_columns_are_those_that_others_read(tmp_path: Path) -> None:
     "lacking",
     [
         (),
-        ("branches",),
-        ("branches", "tools"),
-        ("branches", "tools", "group_reward"),
-        ("branches", "tools", "group_reward", "ended_at"),
-        ("branches", "tools", "group_reward", "ended_at", "token_source"),
+        ("group_order",),
+        ("group_order", "branches"),
+        ("group_order", "branches", "tools"),
+        ("group_order", "branches", "tools", "group_reward"),
+        ("group_order", "branches", "tools", "group_reward", "ended_at"),
+        ("group_order", "branches", "tools", "group_reward", "ended_at", "token_source"),
     ],
 )
 def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, ...]) -> None:
@@ -71,13 +72,14 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, 
     times = pyarrow.struct(
         [(name, pyarrow.list_(pyarrow.float64())) for name in ("generation_seconds", "environment_seconds")]
     )
-    schema, rows = table.schema, table.to_pylist()
-    for name in ("group_order", *(("branches", "continuity") if "branches" in lacking else ())):
+    schema, rows = without_parts(table.schema, "sampled"), table.to_pylist()
+    for name in (
+        *(("group_order",) if "group_order" in lacking else ()),
+        *(("branches", "continuity") if "branches" in lacking else ()),
+    ):
         schema = schema.remove(schema.get_field_index(name))
     if "tools" in lacking:
-        messages = schema.field("messages").type.value_type
-        plain = pyarrow.list_(pyarrow.struct([part for part in messages if part.name != "fields"]))
-        schema = schema.set(schema.get_field_index("messages"), pyarrow.field("messages", plain))
+        schema = without_parts(schema, "fields")
         schema = schema.remove(schema.get_field_index("tools"))
     if "group_reward" in lacking:
         schema = schema.remove(schema.get_field_index("group_reward"))
@@ -92,6 +94,14 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, lacking: tuple[str, 
     assert (read.token_source, read.tools) == ("engine", None)
     assert read.group_reward == (None if "group_reward" in lacking else given.group_reward)
     assert read.timing.generation_seconds == given.timing.generation_seconds
+    assert [message.sampled for message in read.messages] == [False, True]
+
+
+def without_parts(schema: pyarrow.Schema, *names: str) -> pyarrow.Schema:
+    """The schema with messages that lack some parts."""
+    parts = [part for part in schema.field("messages").type.value_type if part.name not in names]
+    field = pyarrow.field("messages", pyarrow.list_(pyarrow.struct(parts)))
+    return schema.set(schema.get_field_index("messages"), field)
 
 
 def _none(error: RecordError) -> None:

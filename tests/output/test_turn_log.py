@@ -34,8 +34,16 @@ def turn(task_index: int, number: int, *, attempt: int = 0) -> TurnRecord:
         attempt=attempt,
         turn=number,
         messages=[
-            Message("assistant", "é", token_array([3, number]), array("f", [-0.5, -1.0]), number, (("v", 0, 2),)),
-            Message("environment", "o", token_array([9]), turn=number),
+            Message(
+                "assistant",
+                "é",
+                token_array([3, number]),
+                array("f", [-0.5, -1.0]),
+                max(1, number),
+                (("v", 0, 2),),
+                sampled=True,
+            ),
+            Message("environment", "o", token_array([9]), turn=max(1, number)),
         ],
         reward=0.5,
         reward_parts={"a": 0.5},

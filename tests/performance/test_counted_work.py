@@ -169,7 +169,7 @@ def test_no_object_for_each_token() -> None:
 
     def recorded(tokens: int) -> TrajectoryRecord:
         kept = received(tokens)
-        said = Message("assistant", "x", kept.token_ids, kept.logprobs, 1, list(kept.policy_versions))
+        said = Message("assistant", "x", kept.token_ids, kept.logprobs, 1, list(kept.policy_versions), sampled=True)
         return trajectory(0, 0, reward=1.0, messages=[said])
 
     assert objects(list(range(10_000))) > 10_000
@@ -182,7 +182,13 @@ def test_bytes_of_a_token_in_the_journal() -> None:
 
     def size(tokens: int) -> int:
         said = Message(
-            "assistant", "x", token_array([999] * tokens), array("f", [-0.123456] * tokens), 1, [("3", 0, tokens)]
+            "assistant",
+            "x",
+            token_array([999] * tokens),
+            array("f", [-0.123456] * tokens),
+            1,
+            [("3", 0, tokens)],
+            sampled=True,
         )
         return len(encode_line(trajectory(0, 0, reward=1.0, messages=[said])))
 

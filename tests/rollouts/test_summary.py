@@ -22,7 +22,14 @@ def finished(turns: list[tuple[int, int]], *, reward: float = 0.0, stop_reason: 
     messages = [Message(role="user", content="p", token_ids=token_array([1] * 5))]
     for number, (generated, observed) in enumerate(turns, 1):
         messages.append(
-            Message("assistant", "", token_array([1] * generated), logprobs=array("f", [0.0] * generated), turn=number)
+            Message(
+                "assistant",
+                "",
+                token_array([1] * generated),
+                logprobs=array("f", [0.0] * generated),
+                turn=number,
+                sampled=True,
+            )
         )
         messages.append(Message("environment", "", token_array([1] * observed), turn=number))
     return TrajectoryRecord(
@@ -56,7 +63,7 @@ def failed() -> FailureRecord:
         attempt=0,
         turn_count=1,
         seed=None,
-        messages=[Message("assistant", "", token_array([1] * 9), turn=1)],
+        messages=[Message("assistant", "", token_array([1] * 9), turn=1, sampled=True)],
     )
 
 

@@ -63,9 +63,9 @@ def after_two_turns(partial: Partial | None = None, **changes: Any) -> Trajector
 
 MESSAGES = [
     Message("user", "ab", PROMPT),
-    Message("assistant", "xyz", token_array(map(ord, "xyz")), array("f", [-0.5] * 3), 1, (("v1", 0, 3),)),
+    Message("assistant", "xyz", token_array(map(ord, "xyz")), array("f", [-0.5] * 3), 1, (("v1", 0, 3),), sampled=True),
     Message("environment", "obs", token_array([7, 8]), None, 1),
-    Message("assistant", "w", token_array(map(ord, "w")), array("f", [-0.5]), 2, (("v1", 0, 1),)),
+    Message("assistant", "w", token_array(map(ord, "w")), array("f", [-0.5]), 2, (("v1", 0, 1),), sampled=True),
     Message("environment", "obs", token_array([9]), None, 2),
 ]
 FIRST = TurnRecord(
@@ -154,7 +154,7 @@ def test_what_is_stored_of_one_that_failed_or_is_not_wanted() -> None:
     trajectory = after_two_turns()
     # In its third turn.
     trajectory.add_response(result("v"), "v", 0.5)
-    third = Message("assistant", "v", token_array(map(ord, "v")), array("f", [-0.5]), 3, (("v1", 0, 1),))
+    third = Message("assistant", "v", token_array(map(ord, "v")), array("f", [-0.5]), 3, (("v1", 0, 1),), sampled=True)
     failure = TrajectoryFailed("it broke", kind="environment", stage="environment", tries=2)
     assert trajectory.failure_record(failure) == FailureRecord(
         task_index=3, rollout_index=2, task_name="env", idx="row-3", kind="environment", stage="environment",

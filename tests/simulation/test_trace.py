@@ -103,10 +103,10 @@ def record(rollout: int) -> TrajectoryRecord:
         idx=None,
         messages=[
             Message("user", "secret", [1, 2, 3]),
-            Message("assistant", "secret", [4, 5], turn=1),
+            Message("assistant", "secret", [4, 5], turn=1, sampled=True),
             Message("tool", "", [], turn=1),
             Message("tool", "secret", [6, 7, 8, 9], turn=1),
-            Message("assistant", "secret", [10], turn=2),
+            Message("assistant", "secret", [10], turn=2, sampled=True),
             Message("environment", "", [], turn=2),
         ],
         total_reward=1.0,

@@ -65,9 +65,9 @@ def trajectory(task: int, rollout: int = 0, reward: float = 1.0, **changes: Any)
     """A finished trajectory with ids that name it: prompt, response, observation, response, observation."""
     messages = [
         Message("user", "p", token_array([1, task])),
-        Message("assistant", "a", token_array([2, rollout]), array("f", [-0.5, -0.25]), 1, [("3", 0, 2)]),
+        Message("assistant", "a", token_array([2, rollout]), array("f", [-0.5, -0.25]), 1, [("3", 0, 2)], sampled=True),
         Message("environment", "o", token_array([5]), turn=1),
-        Message("assistant", "b", token_array([6]), array("f", [-1.0]), 2, [("4", 0, 1)]),
+        Message("assistant", "b", token_array([6]), array("f", [-1.0]), 2, [("4", 0, 1)], sampled=True),
         Message("environment", "e", token_array([7, 7, 7]), turn=2),
     ]
     return support.record(

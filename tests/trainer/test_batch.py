@@ -62,7 +62,7 @@ def branching(task: int, rollout: int, reward: float) -> TrajectoryRecord:
     """An agent's trajectory with a further path, whose first response its own path has, too."""
     record = trajectory(task, rollout, reward)
     again = [*record.messages[:2], Message("user", "q", token_array([8]), turn=1)]
-    further = Message("assistant", "c", token_array([9, 9]), array("f", [-2.0, -3.0]), 2, [("5", 0, 2)])
+    further = Message("assistant", "c", token_array([9, 9]), array("f", [-2.0, -3.0]), 2, [("5", 0, 2)], sampled=True)
     record.branches = [Branch([*again, further], learn=[3], timing=Timing([0.1, 0.1], [0.0, 0.0], [None, None]))]
     return record
 
@@ -123,7 +123,9 @@ def of_lengths(lengths: Sequence[int]) -> Batch:
     for rollout, length in enumerate(lengths):
         record = trajectory(0, rollout, reward=float(rollout))
         record.messages = [Message("user", "", token_array(range(1, length)))] if length else []
-        record.messages += [Message("assistant", "", token_array([0]), array("f", [-1.0]), 1)] if length else []
+        record.messages += (
+            [Message("assistant", "", token_array([0]), array("f", [-1.0]), 1, sampled=True)] if length else []
+        )
         records.append(record)
     return batch_of(group(*records), pad_id=-5)
 

@@ -30,7 +30,15 @@ def test_the_loop_of_the_guide_trains_and_goes_on_from_its_checkpoint(tmp_path: 
             record = trajectory(task, rollout, reward=float(rollout))
             record.messages = [
                 Message("user", "", token_array([1, 2, 3])),
-                Message("assistant", "", token_array([4 + rollout, 5]), array("f", [-3.0, -3.0]), 1, [("0", 0, 2)]),
+                Message(
+                    "assistant",
+                    "",
+                    token_array([4 + rollout, 5]),
+                    array("f", [-3.0, -3.0]),
+                    1,
+                    [("0", 0, 2)],
+                    sampled=True,
+                ),
             ]
             run.write(record)
     model = ROOT / "examples" / "models" / "tiny-policy"

@@ -194,7 +194,7 @@ def test_a_state_is_restored(events: list[str], shards: int) -> None:
 
 def test_the_oldest_version_is_the_lowest_number() -> None:
     def said(*versions: str) -> Message:
-        return Message("assistant", "a", [1], policy_versions=[(name, 0, 1) for name in versions])
+        return Message("assistant", "a", [1], policy_versions=[(name, 0, 1) for name in versions], sampled=True)
 
     assert oldest_version([said("10"), said("9", "11"), Message("user", "b", [2])]) == 9
     assert oldest_version([Message("user", "b", [2])]) is None

@@ -49,7 +49,10 @@ _CAUSES = (
 
 
 def message(role: str, content: str, turn: int, *, truncated: bool = False) -> Message:
-    return Message(role, content, token_array(range(len(content) // 4 + 1)), turn=turn, truncated=truncated)
+    sampled = role == "assistant" and turn > 0
+    return Message(
+        role, content, token_array(range(len(content) // 4 + 1)), turn=turn, truncated=truncated, sampled=sampled
+    )
 
 
 def trajectory(

@@ -235,7 +235,9 @@ def test_the_same_records_make_the_same_page() -> None:
 def test_texts_are_in_the_page_as_they_were() -> None:
     (item,) = data(trajectory(0, messages=[message("user", "hé", 0)])).browsed
     shown = orjson.loads(zlib.decompress(item.text))
-    assert shown["messages"] == [{"role": "user", "turn": 0, "text": "hé", "tokens": 1, "truncated": False}]
+    assert shown["messages"] == [
+        {"role": "user", "turn": 0, "text": "hé", "tokens": 1, "truncated": False, "sampled": False}
+    ]
     assert shown["seed"] == str(2**62)
 
 
@@ -338,8 +340,8 @@ def test_a_page_allows_itself_its_own_script_and_style_and_nothing_else() -> Non
 def test_what_a_page_shows_of_each_kind_of_trajectory() -> None:
     messages = [message("user", "hi", 0), message("assistant", "yes", 1, truncated=True)]
     shown = [
-        {"role": "user", "turn": 0, "text": "hi", "tokens": 1, "truncated": False},
-        {"role": "assistant", "turn": 1, "text": "yes", "tokens": 1, "truncated": True},
+        {"role": "user", "turn": 0, "text": "hi", "tokens": 1, "truncated": False, "sampled": False},
+        {"role": "assistant", "turn": 1, "text": "yes", "tokens": 1, "truncated": True, "sampled": True},
     ]
     whole = trajectory(1, messages=messages, rewards=[0.25, 0.5])
     whole.reward_parts, whole.answer, whole.attempt = {"right\n": [0.0, 0.5]}, "4\x00", 2

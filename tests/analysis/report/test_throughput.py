@@ -24,7 +24,7 @@ Turn = tuple[float, float, float, int]
 def played(turns: list[Turn], *, environment: str = "puzzle", task: int = 0) -> TrajectoryRecord:
     messages = [Message("user", "hi", token_array([1]))]
     for number, (_, _, _, tokens) in enumerate(turns, start=1):
-        messages.append(Message("assistant", "x", token_array(range(tokens)), turn=number))
+        messages.append(Message("assistant", "x", token_array(range(tokens)), turn=number, sampled=True))
         messages.append(Message("environment", "y", token_array([1] * 3), turn=number))
     record = trajectory(
         task, environment=environment, messages=messages, rewards=[0.0] * len(turns),

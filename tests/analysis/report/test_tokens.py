@@ -122,7 +122,7 @@ def test_the_tokenizer_of_the_tiny_policy(text: str) -> None:
 
 
 def reply(text: str, logprobs: list[float], ids: list[int], **fields: Any) -> Message:
-    return Message("assistant", text, token_array(ids), array("f", logprobs), 1, **fields)
+    return Message("assistant", text, token_array(ids), array("f", logprobs), 1, **fields, sampled=True)
 
 
 def test_log_probabilities_are_thousandths_of_two_digits() -> None:

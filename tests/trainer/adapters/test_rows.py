@@ -32,7 +32,10 @@ def test_a_row_is_divided_before_its_first_sampled_token(tmp_path: Path) -> None
 
 
 def test_a_row_without_sampled_tokens_has_a_completion_that_teaches_nothing(tmp_path: Path) -> None:
-    messages = [Message("user", "p", token_array([1, 2])), Message("assistant", "", token_array([]), array("f"), 1, [])]
+    messages = [
+        Message("user", "p", token_array([1, 2])),
+        Message("assistant", "", token_array([]), array("f"), 1, [], sampled=True),
+    ]
     (row,) = rows_of(batch_of(tmp_path, trajectory(0, messages=messages)))
     assert (row.prompt_ids.tolist(), row.completion_ids.tolist()) == ([1], [2])
     assert row.sampled.tolist() == [False]
@@ -43,7 +46,7 @@ def test_a_row_without_sampled_tokens_has_a_completion_that_teaches_nothing(tmp_
 def test_versions_that_are_names_are_refused(tmp_path: Path, version: str) -> None:
     messages = [
         Message("user", "p", token_array([1])),
-        Message("assistant", "a", token_array([2]), array("f", [-1.0]), 1, [(version, 0, 1)]),
+        Message("assistant", "a", token_array([2]), array("f", [-1.0]), 1, [(version, 0, 1)], sampled=True),
     ]
     with pytest.raises(BatchUnfit, match=f"'{version}' of the weights is not a whole number"):
         list(rows_of(batch_of(tmp_path, trajectory(0, messages=messages))))

@@ -33,9 +33,11 @@ def played(task: int, rollout: int, *, version: int = 0) -> AnyRecord:
     first, second = [20 + task, 30 + rollout], [40 + task + rollout]
     messages = [
         Message("user", "p", token_array([1, 5, 10 + task])),
-        Message("assistant", "a", token_array(first), array("f", [-1.0, -2.0]), 1, [(str(version), 0, 2)]),
+        Message(
+            "assistant", "a", token_array(first), array("f", [-1.0, -2.0]), 1, [(str(version), 0, 2)], sampled=True
+        ),
         Message("environment", "o", token_array([6, 7]), turn=1),
-        Message("assistant", "b", token_array(second), array("f", [-3.0]), 2, [(str(version + 1), 0, 1)]),
+        Message("assistant", "b", token_array(second), array("f", [-3.0]), 2, [(str(version + 1), 0, 1)], sampled=True),
     ]
     return trajectory(task, rollout, reward=float(rollout % 2), messages=messages)
 

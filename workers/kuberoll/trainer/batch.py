@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kuberoll.trainer.advantages import AdvantageFunction
 from kuberoll.trainer.groups import Group
 from kuberoll_workers.analysis.paths import paths
-from kuberoll_workers.data.messages import Message, is_response
+from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -149,10 +149,7 @@ def is_exact(record: TrajectoryRecord) -> bool:
     """True if a trajectory has the ids that the policy sampled, and the log-probability of each."""
     branches = [branch.messages for branch in record.branches or ()]
     return record.token_source == "engine" and not any(
-        message.logprobs is None
-        for messages in (record.messages, *branches)
-        for message in messages
-        if is_response(message)
+        message.logprobs is None for messages in (record.messages, *branches) for message in messages if message.sampled
     )
 
 
@@ -209,7 +206,7 @@ def make_batch(groups: Sequence[Group], *, advantages: AdvantageFunction | None,
             if begin == end:
                 continue
             ids[number, begin:end] = message.token_ids
-            if is_response(message):
+            if message.sampled:
                 loss[number, begin:end] = True
                 logprobs[number, begin:end] = np.nan if message.logprobs is None else message.logprobs
                 for version, first, last in message.policy_versions or ():
@@ -254,7 +251,7 @@ def _rows_of(group: Group, place: int, advantages: AdvantageFunction | None) -> 
 
 
 def _until_last_response(messages: list[Message]) -> list[Message]:
-    last = max((place for place, message in enumerate(messages) if is_response(message)), default=len(messages) - 1)
+    last = max((place for place, message in enumerate(messages) if message.sampled), default=len(messages) - 1)
     return messages[: last + 1]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from kuberoll_workers.data.messages import PROMPT_TURN, Message, is_response
+from kuberoll_workers.data.messages import PROMPT_TURN, Message
 from kuberoll_workers.data.record import Branch, TokenCounts, TrajectoryRecord
 
 OWN_PATH: Final = 0
@@ -16,7 +16,8 @@ OWN_PATH: Final = 0
 def paths(record: TrajectoryRecord) -> Iterator[tuple[int, TrajectoryRecord]]:
     """All paths of a trajectory by number, as trajectories without branches; each response is learned in one of them.
 
-    All of a branch before its first response that no earlier path has is its prompt. It has the trajectory's reward, in
+    All of a branch before its first response that no earlier path has is its prompt, of which nothing counts as
+    sampled: the responses in it are learned in an earlier path. It has the trajectory's reward, in
     its last turn. A branch without such a response is left out.
     """
     yield OWN_PATH, record if record.branches is None else replace(record, branches=None)
@@ -29,7 +30,9 @@ def _branch_path(own: TrajectoryRecord, branch: Branch) -> TrajectoryRecord:
     first = branch.learn[0]
     shared = branch.messages[first].turn - 1
     messages = [
-        replace(message, turn=PROMPT_TURN if place < first else message.turn - shared)
+        replace(message, turn=PROMPT_TURN, sampled=False, logprobs=None, policy_versions=None)
+        if place < first
+        else replace(message, turn=message.turn - shared)
         for place, message in enumerate(branch.messages)
     ]
     count = len(branch.learn)
@@ -55,11 +58,11 @@ def _branch_path(own: TrajectoryRecord, branch: Branch) -> TrajectoryRecord:
 def shared_messages(branch: Branch) -> int:
     """Number of messages at a branch's beginning that an earlier path has, too: all up to its last response there."""
     first = branch.learn[0] if branch.learn else len(branch.messages)
-    places = [place for place in range(first) if is_response(branch.messages[place])]
+    places = [place for place in range(first) if branch.messages[place].sampled]
     return places[-1] + 1 if places else 0
 
 
 def _counts(messages: list[Message]) -> TokenCounts:
     prompt = sum(len(message.token_ids) for message in messages if message.turn == PROMPT_TURN)
-    generated = sum(len(message.token_ids) for message in messages if is_response(message))
+    generated = sum(len(message.token_ids) for message in messages if message.sampled)
     return TokenCounts(prompt, generated, sum(len(message.token_ids) for message in messages) - prompt - generated)

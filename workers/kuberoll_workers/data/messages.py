@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kuberoll_workers.data.text import one_line
+
 TOKEN_TYPE = "i"
 """`array` type code of token ids: 32-bit signed, which holds every vocabulary."""
 LOGPROB_TYPE = "f"
@@ -37,6 +39,9 @@ class Message:
         turn: 0 in the prompt; k for response and observation of turn k, counted from 1.
         policy_versions: For a response: spans `(version, start, end)` over `token_ids`, end exclusive.
         truncated: The response hit its length limit, or the observation was cut to fit the window.
+        sampled: True for a response: the policy's engine sampled its ids. Said where an engine's answer becomes a
+            message, and by nothing else: of role `assistant` are also examples in a prompt, and what an environment or
+            an agent wrote. Losses, exports and counts ask this alone.
     """
 
     role: str
@@ -46,6 +51,7 @@ class Message:
     turn: int = 0
     policy_versions: Sequence[tuple[str, int, int]] | None = None
     truncated: bool = False
+    sampled: bool = False
 
 
 @dataclass(slots=True)
@@ -60,9 +66,31 @@ class ExtendedMessage(Message):
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def is_response(message: Message) -> bool:
-    """True if the policy generated it; an assistant's message in the prompt is an example from the dataset."""
-    return message.role == "assistant" and message.turn > PROMPT_TURN
+def check_authorship(messages: Sequence[Message], path: str = "", *, written: bool) -> None:
+    """Check that messages to store, or stored ones, say which of them the policy sampled.
+
+    A turn begins with its response, and has no other one; the prompt has none. Older versions wrote messages that do
+    not say it: there this marks the message that begins a turn.
+
+    Args:
+        path: Where the messages are, for errors.
+        written: False if older versions wrote them.
+
+    Raises:
+        ValueError: It is not clear which messages are responses; the message names the one in doubt.
+    """
+    turn = PROMPT_TURN
+    for number, message in enumerate(messages):
+        begins = message.turn > turn
+        turn = message.turn
+        if begins and not written:
+            message.sampled = message.role == "assistant"
+        if message.sampled is not begins or (message.logprobs is not None and not begins):
+            raise ValueError(
+                f"{path}messages[{number}], of turn {turn} and role {one_line(message.role, 40)!r}, is "
+                f"{'' if message.sampled else 'not '}marked as sampled by the policy"
+                f"{'' if message.logprobs is None else ' and has logprobs'}: each turn begins with its one response"
+            )
 
 
 def chat_message(message: Message) -> dict[str, Any]:

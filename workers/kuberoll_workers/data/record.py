@@ -14,7 +14,7 @@ import msgspec
 import numpy
 import orjson
 
-from kuberoll_workers.data.messages import ExtendedMessage, Message
+from kuberoll_workers.data.messages import ExtendedMessage, Message, check_authorship
 from kuberoll_workers.data.plain import NotPlain, already_plain, is_finite, plain, printable, repr_of
 from kuberoll_workers.data.tracebacks import Frame
 
@@ -265,8 +265,12 @@ def decode_branches(text: bytes | str) -> list[Branch]:
 
     Raises:
         msgspec.DecodeError: They are none.
+        ValueError: It is not clear which messages are responses.
     """
     branches = msgspec.json.decode(text, type=list[Branch])
+    line = text.encode() if isinstance(text, str) else text
+    for number, branch in enumerate(branches):
+        check_authorship(branch.messages, f"branches[{number}].", written=_SAMPLED in line)
     for branch, further in zip(branches, msgspec.json.decode(text, type=list[_MessageFields]), strict=True):
         branch.messages = _with_fields(branch.messages, further.messages)
     return branches
@@ -295,7 +299,7 @@ def encode_line(record: AnyRecord) -> bytes:
     try:
         record = _checked(record)
         line = orjson.dumps(record, default=_arrays, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-    except (NotPlain, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise Unstorable(f"trajectory {tuple(record.key)}: {error}") from error
     # orjson writes every field; these are the last, and their usual values are omitted.
     if isinstance(record, TurnRecord):
@@ -329,6 +333,7 @@ def _checked(record: AnyRecord) -> AnyRecord:
     _check_messages(record.messages)
     for branch in (isinstance(record, TrajectoryRecord) and record.branches) or ():
         _check_messages(branch.messages)
+    _check_authors(record, written=True)
     if isinstance(record, TrajectoryRecord | TurnRecord) and record.tools is not None:
         plain(record.tools, "tools")
     if isinstance(record, TurnRecord):
@@ -433,11 +438,25 @@ def decode_line(line: bytes, kind: type[_Record], *, where: str) -> _Record:
             raise RecordError(f"{where}: not a {kind.__name__}: {name} does not fit into 64 bits")
     if isinstance(record, TrajectoryRecord | TurnRecord):
         _check_lengths(record.messages, where)
+    try:
+        _check_authors(record, written=_SAMPLED in line)
+    except ValueError as error:
+        raise RecordError(f"{where}: not a {kind.__name__}: {error}") from error
     if _FIELDS in line:
         record.messages = _extended(record.messages, line, where)
         if isinstance(record, TrajectoryRecord) and record.branches:
             _extend_branches(record.branches, line)
     return record
+
+
+_SAMPLED = b'"sampled":'
+"""In every line that says of its messages whether the policy sampled them."""
+
+
+def _check_authors(record: AnyRecord, *, written: bool) -> None:
+    check_authorship(record.messages, written=written)
+    for number, branch in enumerate((isinstance(record, TrajectoryRecord) and record.branches) or ()):
+        check_authorship(branch.messages, f"branches[{number}].", written=written)
 
 
 _FIELDS = b'"fields":'

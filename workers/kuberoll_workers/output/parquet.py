@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
-from kuberoll_workers.data.messages import LOGPROB_TYPE, ExtendedMessage, Message, message_of, token_array
+from kuberoll_workers.data.messages import (
+    LOGPROB_TYPE,
+    ExtendedMessage,
+    Message,
+    check_authorship,
+    message_of,
+    token_array,
+)
 from kuberoll_workers.data.record import (
     RecordError,
     Timing,
@@ -53,6 +60,7 @@ def schema() -> pyarrow.Schema:
             ("policy_versions", pa.list_(span)),
             ("truncated", pa.bool_()),
             ("fields", pa.string()),
+            ("sampled", pa.bool_()),
         ]
     )
     part = pa.struct([("name", pa.string()), ("values", pa.list_(pa.float64()))])
@@ -92,17 +100,20 @@ def _known_schemas() -> list[pyarrow.Schema]:
     """The schema, and those of earlier versions, for whose missing columns the record has defaults."""
     import pyarrow as pa
 
-    messages = schema().get_field_index("messages")
-    plain = pa.list_(pa.struct([part for part in schema().field(messages).type.value_type if part.name != "fields"]))
-    without_order = schema().remove(len(schema()) - 1)
+    place = schema().get_field_index("messages")
+    parts = list(schema().field(place).type.value_type)
+    without_authors = schema().set(place, pa.field("messages", pa.list_(pa.struct(parts[:-1]))))
+    plain = pa.list_(pa.struct(parts[:-2]))
+    without_order = without_authors.remove(len(schema()) - 1)
     without_agents = without_order.remove(len(without_order) - 1).remove(len(without_order) - 2)
-    without_tools = without_agents.remove(len(without_agents) - 1).set(messages, pa.field("messages", plain))
+    without_tools = without_agents.remove(len(without_agents) - 1).set(place, pa.field("messages", plain))
     place = schema().get_field_index("timing")
     times = pa.struct([(name, pa.list_(pa.float64())) for name in _TIMES[:-1]])
     without_groups = without_tools.remove(len(without_tools) - 1)
     without_ends = without_groups.set(place, pa.field("timing", times))
     return [
         schema(),
+        without_authors,
         without_order,
         without_agents,
         without_tools,
@@ -255,6 +266,7 @@ def _message_row(message: Message) -> dict[str, Any]:
         else [{"version": version, "start": start, "end": end} for version, start, end in spans],
         "truncated": message.truncated,
         "fields": orjson.dumps(message.fields).decode() if isinstance(message, ExtendedMessage) else None,
+        "sampled": message.sampled,
     }
 
 
@@ -262,6 +274,8 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
     missing = [name for name, value in row.items() if value is None and name not in _NULLABLE]
     if missing:
         raise ValueError(f"{missing[0]} is null")
+    messages = [_message(message) for message in row["messages"]]
+    check_authorship(messages, written=all("sampled" in message for message in row["messages"]))
     return TrajectoryRecord(
         **{
             **row,
@@ -270,7 +284,7 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
             "tools": None if row.get("tools") is None else orjson.loads(row["tools"]),
             "branches": None if row.get("branches") is None else decode_branches(row["branches"]),
             "continuity": None if row.get("continuity") is None else orjson.loads(row["continuity"]),
-            "messages": [_message(message) for message in row["messages"]],
+            "messages": messages,
             "tokens": TokenCounts(**row["tokens"]),
             "timing": Timing(**row["timing"]),
             "reward_parts": {part["name"]: part["values"] for part in row["reward_parts"]},
@@ -287,4 +301,5 @@ def _message(row: dict[str, Any]) -> Message:
     message.policy_versions = (
         None if spans is None else [(span["version"], span["start"], span["end"]) for span in spans]
     )
+    message.sampled = bool(row.get("sampled"))
     return message

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, is_response, message_of, token_array
+from kuberoll_workers.data.messages import LOGPROB_TYPE, Message, message_of, token_array
 from kuberoll_workers.data.prompts import Sample
 from kuberoll_workers.data.record import Branch, StopReason, Timing
 from kuberoll_workers.data.tool_calls import call_id
@@ -81,7 +81,7 @@ def agent_request(sample: Sample, session: AgentSession) -> dict[str, Any]:
 def record_agent(metrics: EnvironmentMetrics, trajectory: Trajectory) -> None:
     """Count the calls of an agent's trajectory as turns; those of its branches as generated tokens only."""
     messages = trajectory.messages
-    _record_responses(metrics, messages, [place for place, message in enumerate(messages) if is_response(message)])
+    _record_responses(metrics, messages, [place for place, message in enumerate(messages) if message.sampled])
     for index in range(trajectory.complete_turns):
         _, *observed = trajectory.turn_messages(index)
         metrics.record_turn(
@@ -251,6 +251,7 @@ def _branch(path: SessionPath, decode: Callable[[Sequence[int]], str]) -> Branch
         message.truncated = response.finish_reason == "length"
         message.logprobs = array(LOGPROB_TYPE, response.logprobs or ())
         message.policy_versions = tuple(response.policy_versions)
+        message.sampled = True
         if response.learn:
             learn.append(len(messages))
         messages.append(message)

@@ -222,6 +222,7 @@ class Trajectory:
         message = message_of(chat, result.token_ids, turn=self.turn, truncated=self._response_truncated)
         message.logprobs = result.logprobs if len(result.logprobs) == len(result.token_ids) else None
         message.policy_versions = result.policy_versions or None
+        message.sampled = True
         self.messages.append(message)
         self.chat.append(chat)
         self.context.extend(result.token_ids)

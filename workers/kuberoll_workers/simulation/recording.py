@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kuberoll_workers.data.messages import is_response
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.output.precedence import EndedRecord
 from kuberoll_workers.simulation.trace import TraceTrajectory, Turn
@@ -57,7 +56,7 @@ def trace_of(record: TrajectoryRecord) -> TraceTrajectory:
     Raises:
         ValueError: Its times are not one for each turn.
     """
-    places = [number for number, message in enumerate(record.messages) if is_response(message)]
+    places = [number for number, message in enumerate(record.messages) if message.sampled]
     lengths = [len(message.token_ids) for message in record.messages]
     timing = record.timing
     if not len(places) == len(timing.generation_seconds) == len(timing.environment_seconds):

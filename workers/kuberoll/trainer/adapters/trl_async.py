@@ -16,7 +16,6 @@ from kuberoll.trainer.adapters.trl import RunEnded
 from kuberoll.trainer.advantages import AdvantageFunction, AdvantageName
 from kuberoll.trainer.batch import NO_VERSION, Batch
 from kuberoll.trainer.rollouts import Rollouts
-from kuberoll_workers.data.messages import is_response
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -218,7 +217,7 @@ def samples_of(batch: Batch, *, group_id: int, count_of: Callable[[int], int]) -
 def _messages(trajectory: TrajectoryRecord) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """A trajectory's own messages before its first response, and the others, for TRL's logs."""
     texts = [{"role": message.role, "content": message.content} for message in trajectory.messages]
-    first = next((place for place, message in enumerate(trajectory.messages) if is_response(message)), len(texts))
+    first = next((place for place, message in enumerate(trajectory.messages) if message.sampled), len(texts))
     return texts[:first], texts[first:]
 
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from kuberoll.trainer.adapters.rows import BatchUnfit, Row, require_one_path, rows_of
 from kuberoll.trainer.batch import Batch
-from kuberoll_workers.data.messages import is_response
 from kuberoll_workers.data.record import TrajectoryRecord
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _record_of(batch: Batch, row: Row) -> TrajectoryRecord:
 
 def _messages(record: TrajectoryRecord) -> int:
     """Number of messages until the last response, as verl counts the turns of a chat."""
-    return max((place + 1 for place, message in enumerate(record.messages) if is_response(message)), default=1)
+    return max((place + 1 for place, message in enumerate(record.messages) if message.sampled), default=1)
 
 
 def _metrics(record: TrajectoryRecord) -> dict[str, float]:

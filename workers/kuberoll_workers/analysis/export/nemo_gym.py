@@ -19,7 +19,7 @@ from kuberoll_workers.data.gym_requests import (
     agent_ref,
     request_params,
 )
-from kuberoll_workers.data.messages import PROMPT_TURN, Message, chat_message, is_response, token_array
+from kuberoll_workers.data.messages import PROMPT_TURN, Message, chat_message, token_array
 from kuberoll_workers.data.record import FailureRecord, TrajectoryRecord
 
 OWN = "kuberoll"
@@ -77,7 +77,7 @@ def rollout(record: TrajectoryRecord, given: Mapping[str, Any], *, model: str = 
         "reward_parts": record.reward_parts,
         "group_reward": record.group_reward,
         "token_source": record.token_source,
-        "policy_versions": [token_versions(message) for message in record.messages if is_response(message)],
+        "policy_versions": [token_versions(message) for message in record.messages if message.sampled],
         "idx": record.idx,
         "metadata": record.metadata,
     }
@@ -103,7 +103,7 @@ def with_tokens(
     for path, messages in enumerate([record.messages, *(branch.messages for branch in record.branches or ())]):
         context = token_array()
         for message in messages:
-            if is_response(message) and (number := places.get((path, message.turn))) is not None:
+            if message.sampled and (number := places.get((path, message.turn))) is not None:
                 items[number] |= _token_fields(context, message)
             context.extend(message.token_ids)
     return {**response, "output": items}
@@ -163,7 +163,7 @@ def _response(record: TrajectoryRecord | FailureRecord, model: str) -> dict[str,
     for message in messages:
         if message.turn != PROMPT_TURN:
             made = _items(message)
-            if is_response(message):
+            if message.sampled:
                 read, written = read + len(context), written + len(message.token_ids)
                 if exact and message.logprobs is not None:
                     # Of the whole turn, on its last item, where Gym's model servers put them.
@@ -171,7 +171,7 @@ def _response(record: TrajectoryRecord | FailureRecord, model: str) -> dict[str,
             items += made
         context.extend(message.token_ids)
     ends = record.timing.ended_at if isinstance(record, TrajectoryRecord) else []
-    cut = any(message.truncated for message in messages[-1:] if is_response(message))
+    cut = any(message.truncated for message in messages[-1:] if message.sampled)
     return {
         **response_of(items),
         "id": f"resp_{record.task_index}_{record.rollout_index}",
@@ -196,7 +196,7 @@ def _spoken(record: TrajectoryRecord | FailureRecord) -> Sequence[Message]:
 
 def _items(message: Message) -> list[dict[str, Any]]:
     chat = chat_message(message)
-    if is_response(message):
+    if message.sampled:
         named = output_items([chat])
         for number, item in enumerate(named):
             if "id" in item:

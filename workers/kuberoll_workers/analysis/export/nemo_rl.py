@@ -8,7 +8,7 @@ import orjson
 
 from kuberoll_workers.analysis.export.chats import CHAT_ROLES
 from kuberoll_workers.analysis.export.views import chat_with_calls, spoken, token_versions, token_view
-from kuberoll_workers.data.messages import Message, is_response
+from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import TrajectoryRecord
 
 
@@ -39,7 +39,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         # JSON whose form depends on the environment, as text: in `datasets` a column has a single type.
         "extra_env_info": orjson.dumps(record.metadata).decode(),
         "messages": chat_with_calls(messages, known=CHAT_ROLES, otherwise=role),
-        "message_loss_mask": [int(is_response(message)) for message in messages],
+        "message_loss_mask": [int(message.sampled) for message in messages],
         **({} if record.tools is None else {"tools": record.tools}),
     }
 
@@ -51,7 +51,7 @@ def _log_message(message: Message) -> dict[str, Any]:
         "content": message.content,
         "token_ids": ids,
         # Zeros for tokens that were not generated, as NeMo RL fills them in before training; None if they are unknown.
-        "generation_logprobs": message.logprobs if is_response(message) else [0.0] * len(ids),
-        "token_loss_mask": [int(is_response(message))] * len(ids),
+        "generation_logprobs": message.logprobs if message.sampled else [0.0] * len(ids),
+        "token_loss_mask": [int(message.sampled)] * len(ids),
         "policy_versions": token_versions(message),
     }

@@ -12,7 +12,7 @@ from kuberoll_workers.analysis.export.views import (
     spoken,
     token_view,
 )
-from kuberoll_workers.data.messages import PROMPT_TURN, is_response
+from kuberoll_workers.data.messages import PROMPT_TURN
 from kuberoll_workers.data.record import TrajectoryRecord
 
 
@@ -34,7 +34,7 @@ def row(record: TrajectoryRecord, role: str, path: int) -> dict[str, Any]:
         "reward": record.total_reward,
         "loss_mask": list(tokens.mask),
         "weight_versions": [
-            message.policy_versions[0][0] for message in messages if is_response(message) and message.policy_versions
+            message.policy_versions[0][0] for message in messages if message.sampled and message.policy_versions
         ],
         "rollout_log_probs": None if tokens.logprobs is None else list(tokens.logprobs),
         "status": "truncated" if record.stop_reason == "truncated" else "completed",

@@ -15,7 +15,6 @@ from kuberoll_workers.data.messages import (
     TOKEN_TYPE,
     ExtendedMessage,
     Message,
-    is_response,
 )
 from kuberoll_workers.data.record import TrajectoryRecord
 from kuberoll_workers.data.tool_calls import parse_tool_calls
@@ -55,7 +54,7 @@ class TokenView:
 
 def responses(record: TrajectoryRecord) -> int:
     """Number of messages that the policy generated."""
-    return sum(map(is_response, record.messages))
+    return sum(message.sampled for message in record.messages)
 
 
 def token_view(record: TrajectoryRecord) -> TokenView:
@@ -70,10 +69,9 @@ def token_view(record: TrajectoryRecord) -> TokenView:
         if message.turn == PROMPT_TURN:
             prompt.extend(ids)
             continue
-        generated = is_response(message)
         completion.extend(ids)
-        mask.extend([int(generated)] * len(ids))
-        if generated and message.logprobs is None:
+        mask.extend([int(message.sampled)] * len(ids))
+        if message.sampled and message.logprobs is None:
             known = False
         logprobs.extend(message.logprobs or [0.0] * len(ids))
         versions.extend(token_versions(message))
@@ -83,7 +81,7 @@ def token_view(record: TrajectoryRecord) -> TokenView:
 def token_versions(message: Message) -> list[str | None]:
     """Policy version of each token of a message; None for those of which no span says it."""
     versions: list[str | None] = [None] * len(message.token_ids)
-    if is_response(message):
+    if message.sampled:
         for version, start, end in message.policy_versions or ():
             versions[start:end] = [version] * len(versions[start:end])
     return versions
@@ -91,7 +89,7 @@ def token_versions(message: Message) -> list[str | None]:
 
 def spoken(record: TrajectoryRecord) -> list[Message]:
     """Messages up to the last response, or all if there is none."""
-    last = max((number for number, message in enumerate(record.messages) if is_response(message)), default=None)
+    last = max((number for number, message in enumerate(record.messages) if message.sampled), default=None)
     return record.messages if last is None else record.messages[: last + 1]
 
 
@@ -141,7 +139,7 @@ def _call_fields(message: Message) -> dict[str, Any]:
 
 
 def _text_beside_calls(message: ExtendedMessage) -> str:
-    if not is_response(message):
+    if not message.sampled:
         return message.content
     text = message.fields.get("text")
     if text is None:

@@ -78,7 +78,7 @@ def _failed(record: FailureRecord) -> TrajectoryRow:
     for message in record.messages:
         if message.turn == 0:
             prompt += len(message.token_ids)
-        elif message.role == "assistant":
+        elif message.sampled:
             generated += len(message.token_ids)
         else:
             environment += len(message.token_ids)

@@ -101,7 +101,7 @@ class Throughput:
             self.last_begin = began if self.last_begin is None else max(began, self.last_begin)
         tokens = [0] * record.turn_count
         for message in record.messages:
-            if message.role == "assistant" and 0 < message.turn <= record.turn_count:
+            if message.sampled and message.turn <= record.turn_count:
                 tokens[message.turn - 1] += len(message.token_ids)
         buffer = self._buffers.setdefault(record.task_name, array("d"))
         for ended, generation, environment, count in zip(

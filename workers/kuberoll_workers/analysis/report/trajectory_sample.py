@@ -14,7 +14,7 @@ from kuberoll_workers.analysis.report.sample import EvenSample
 from kuberoll_workers.analysis.report.token_details import MOST_TOKENS, token_details
 from kuberoll_workers.analysis.report.token_texts import TokenTexts
 from kuberoll_workers.analysis.report.turns import continuity_text
-from kuberoll_workers.data.messages import Message, is_response
+from kuberoll_workers.data.messages import Message
 from kuberoll_workers.data.record import DroppedRecord, FailureRecord, TrajectoryRecord
 from kuberoll_workers.data.text import cut, one_line, visible
 from kuberoll_workers.data.tracebacks import MAX_TEXT
@@ -164,7 +164,7 @@ def _messages(
 ) -> Iterator[dict[str, Any]]:
     for message in messages:
         details: dict[str, Any] = {}
-        if is_response(message):
+        if message.sampled:
             details = token_details(message, texts, room=room, whole=len(message.content) <= limit)
             room -= len(details.get("logprobs", ()))
         yield {
@@ -173,6 +173,7 @@ def _messages(
             "text": visible(cut(message.content, limit)),
             "tokens": len(message.token_ids),
             "truncated": message.truncated,
+            "sampled": message.sampled,
             **details,
         }
 

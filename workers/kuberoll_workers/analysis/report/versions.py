@@ -28,7 +28,7 @@ class VersionCounts:
         name = record.task_name
         tokens: Counter[str] = Counter()
         for message in record.messages:
-            if message.role != "assistant" or message.turn == 0:
+            if not message.sampled:
                 continue
             known = 0
             for version, start, end in message.policy_versions or ():

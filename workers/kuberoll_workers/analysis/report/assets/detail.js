@@ -66,7 +66,7 @@ function detail(trajectories, number, text, words, back) {
     if (path.left_out && place === path.messages.length / 2) parts.push(make("p", { class: "empty" }, `${count(path.left_out)} messages left out here`));
     if (timed && (place === 0 || item.turn !== path.messages[place - 1].turn)) parts.push(turnLine(item.turn, text));
     const flag = item.truncated ? make("span", { class: "flag" }, "truncated") : null, tokens = make("span", {}, `${count(item.tokens)} tokens`);
-    if (item.role !== "assistant" || item.turn === 0) {
+    if (!item.sampled) {
       parts.push(message(item.role, [tokens, flag], item.text, words));
       return;
     }
